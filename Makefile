@@ -1,0 +1,65 @@
+# Everything is installed into .venv, from the pins in constraints.txt. `make help` lists the targets.
+
+PYTHON ?= $(or $(shell command -v python3.11),python3)
+# Arguments of the demo, for instance `make demo DEMO_ARGS=--short`, and of the benchmark.
+DEMO_ARGS ?=
+SPEED_ARGS ?=
+# Processes that share the unit tests; each computes on one thread.
+JOBS ?= 2
+# More arguments of pytest, for instance `make unit PYTEST_ARGS="-k linear"`.
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Without the constraints, pip would take the newest torch, whose CUDA build has several gigabytes.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := src tests demo docs
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit speed docs format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.demo  ## Train on digits with SGD and with Jacobian descent, and compare
+	$(BIN)/python -m demo $(DEMO_ARGS)
+
+test: lint types unit  ## Run lint, types and the unit tests
+
+lint: $(VENV)/.test  ## Check style and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(VENV)/.test  ## Check types
+	$(BIN)/mypy
+
+unit: $(VENV)/.test  ## Run the unit tests with coverage
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --cov --cov-report term $(PYTEST_ARGS)
+
+speed: $(VENV)/.test  ## Measure a training step, beside torchjd's engine
+	$(BIN)/python -m tests.speed $(SPEED_ARGS)
+
+docs: $(VENV)/.docs  ## Build the documentation into build/docs
+	$(BIN)/sphinx-build -W -n --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "The documentation is in build/docs/index.html."
+
+format: $(VENV)/.test  ## Format the code and mend what can be mended
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:  ## Remove the environment and everything that was built
+	rm -rf $(VENV) build dist .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per set of requirements: a second call installs nothing, an edited requirement does.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: EXTRAS := demo
+$(VENV)/.test: EXTRAS := test,lint,demo
+$(VENV)/.docs: EXTRAS := docs
+
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing autogram[$(EXTRAS)] into $(VENV) ..."
+	@$(INSTALL) --editable ".[$(EXTRAS)]"
+	@touch $@

@@ -1,0 +1,81 @@
+"""The picture that the demo saves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from demo.digits import N_CLASSES
+from demo.probe import N_PER_CLASS, Look
+
+COLORS = ("#4d4d4d", "#d95f02")
+
+
+def save_picture(
+    path: Path, names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: int
+) -> None:
+    """Draw the loss and the conflicts over the epochs, and the cosine Gramians after one of them.
+
+    Args:
+        path: Where to save; its folder is made.
+        names: What each training is called.
+        looks: For each training, one look before the first epoch and one after every epoch.
+        epoch: Whose Gramians to draw.
+    """
+    figure = Figure(figsize=(15, 5.2), layout="constrained")
+    grid = figure.add_gridspec(2, 1 + len(names), width_ratios=(0.8,) + len(names) * (1,))
+    loss_axes = figure.add_subplot(grid[0, 0])
+    draw_losses(loss_axes, names, looks)
+    draw_conflicts(figure.add_subplot(grid[1, 0], sharex=loss_axes), names, looks)
+
+    gramian_axes = [figure.add_subplot(grid[:, 1 + i]) for i in range(len(names))]
+    for axes, name, own_looks in zip(gramian_axes, names, looks, strict=True):
+        image = draw_cosines(axes, own_looks[epoch])
+        axes.set_title(f"{name}, cosine Gramian after epoch {epoch}", fontsize=11)
+    gramian_axes[0].set_ylabel("class of sample i")
+    bar = figure.colorbar(image, ax=gramian_axes, shrink=0.85, pad=0.02)
+    bar.set_label("cosine of the gradients of samples i and j")
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw_losses(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:
+    """The training loss on a logarithmic axis, one curve per training."""
+    for name, own_looks, color in zip(names, looks, COLORS, strict=True):
+        axes.semilogy([look.loss for look in own_looks], label=name, color=color, linewidth=2)
+    axes.set_title("Mean training loss", fontsize=11)
+    axes.grid(which="major", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_conflicts(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:
+    """The share of conflicting pairs, one curve per training."""
+    for name, own_looks, color in zip(names, looks, COLORS, strict=True):
+        axes.plot([look.conflicts for look in own_looks], label=name, color=color, linewidth=2)
+    axes.set_title("Conflicting pairs of gradients", fontsize=11)
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("epoch")
+    axes.grid(alpha=0.3)
+
+
+def draw_cosines(axes: Axes, look: Look) -> AxesImage:
+    """A cosine Gramian, with the classes marked on both axes."""
+    cosines = look.cosines.numpy()
+    image = axes.imshow(cosines, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+    centers = [N_PER_CLASS * (c + 0.5) - 0.5 for c in range(N_CLASSES)]
+    borders = [N_PER_CLASS * c - 0.5 for c in range(1, N_CLASSES)]
+    labels = [str(c) for c in range(N_CLASSES)]
+    axes.set_xticks(centers, labels=labels)
+    axes.set_yticks(centers, labels=labels)
+    axes.tick_params(length=0)
+    axes.set_xlabel("class of sample j")
+    for border in borders:
+        axes.axhline(border, color="black", linewidth=0.4, alpha=0.5)
+        axes.axvline(border, color="black", linewidth=0.4, alpha=0.5)
+    return image

@@ -1,0 +1,100 @@
+"""Two ways to train one model, with the time that each step takes."""
+
+from abc import ABC, abstractmethod
+from copy import deepcopy
+from dataclasses import dataclass
+from time import perf_counter
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchjd.aggregation import UPGradWeighting
+from typing_extensions import override
+
+from autogram import Engine
+from demo.digits import Images
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How one backward pass went.
+
+    Attributes:
+        weights: What the losses were multiplied by, of shape ``(m,)``.
+        gramian_s: Seconds spent on the Gramian.
+        weighting_s: Seconds spent on the weights.
+    """
+
+    weights: Tensor
+    gramian_s: float = 0.0
+    weighting_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one step of training went: its backward pass, and the seconds of the whole step."""
+
+    backward: Backward
+    total_s: float
+
+
+class Training(ABC):
+    """A model in training. A subclass says how the losses of a batch become a gradient.
+
+    Args:
+        model: Copied, so that several trainings can start from the same weights.
+        learning_rate: Of plain gradient descent, without momentum or decay.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.model = deepcopy(model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
+        self.steps: list[Step] = []
+
+    def step(self, images: Images) -> None:
+        """Descend once on a batch, and keep how that went."""
+        start = perf_counter()
+        losses = F.cross_entropy(self.model(images.pixels), images.labels, reduction="none")  # (m,)
+        backward = self.backward(losses)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps.append(Step(backward, perf_counter() - start))
+
+    @abstractmethod
+    def backward(self, losses: Tensor) -> Backward:
+        """Accumulate one gradient from the losses, of shape ``(m,)``, of the samples of a batch."""
+
+
+class GradientDescent(Training):
+    """Plain SGD: the gradient of the mean loss."""
+
+    name = "SGD on the mean loss"
+
+    @override
+    def backward(self, losses: Tensor) -> Backward:
+        losses.mean().backward()
+        return Backward(torch.full_like(losses, 1 / len(losses)))
+
+
+class JacobianDescent(Training):
+    """Jacobian descent: a mix of the samples' gradients that conflicts with none of them."""
+
+    name = "Jacobian descent"
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        super().__init__(model, learning_rate)
+        self.engine = Engine(self.model, batch_dim=0)
+        self.weighting = UPGradWeighting()
+
+    @override
+    def backward(self, losses: Tensor) -> Backward:
+        start = perf_counter()
+        gramian = self.engine.compute_gramian(losses)  # (m, m)
+        gramian_end = perf_counter()
+        weights = self.weighting(gramian)  # (m,)
+        weighting_end = perf_counter()
+        losses.backward(weights)
+        return Backward(weights, gramian_end - start, weighting_end - gramian_end)

@@ -1,0 +1,20 @@
+"""Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
+
+from autogram._blocks.block import Block, assemble
+from autogram._blocks.columns import Columns, block_of_lookup
+from autogram._blocks.gram import rows
+from autogram._blocks.layout import Layout, candidates
+from autogram._blocks.lookup import Lookup
+from autogram._blocks.region import Region
+
+__all__ = [
+    "Block",
+    "Columns",
+    "Layout",
+    "Lookup",
+    "Region",
+    "assemble",
+    "block_of_lookup",
+    "candidates",
+    "rows",
+]

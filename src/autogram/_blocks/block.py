@@ -1,0 +1,122 @@
+"""Blocks: one use's rows of the Jacobian for one tensor, kept as factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from string import ascii_letters
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.layout import Layout
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of J for one tensor, as an einsum that need not be carried out.
+
+    The output indices are ``k`` (objective of a sample), ``b`` (sample) and then the dimensions of
+    the tensor. Every other index is summed over: positions such as tokens or pixels.
+    """
+
+    equation: str
+    operands: tuple[Tensor, ...]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The indices of each operand."""
+        return self.equation.split("->")[0].split(",")
+
+    @property
+    def parameter(self) -> str:
+        """The indices of the tensor's dimensions."""
+        return self.equation.split("->")[1][2:]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each operand."""
+        return tuple(tuple(operand.shape) for operand in self.operands)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every index."""
+        pairs = zip(self.inputs, self.shapes, strict=True)
+        return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
+
+    def map(self, label: str, function: Callable[[Tensor, int], Tensor]) -> Block:
+        """The block with ``function(operand, dim)`` for every operand that has index ``label``."""
+        pairs = zip(self.inputs, self.operands, strict=True)
+        operands = (function(x, of.index(label)) if label in of else x for of, x in pairs)
+        return Block(self.equation, tuple(operands))
+
+    def chunks(self, label: str, count: int) -> Iterator[Block]:
+        """The block cut into ``count`` ranges of one index (fewer if they would be empty)."""
+        size = self.sizes[label]
+        step = -(-size // count)
+        for start in range(0, size, step):
+            length = min(step, size - start)
+            yield self.map(label, lambda x, dim, s=start, n=length: x.narrow(dim, s, n))  # type: ignore[misc]  # defaults bind the loop's values
+
+    def to(self, dtype: torch.dtype) -> Block:
+        """The block with its operands in another dtype."""
+        return Block(self.equation, tuple(x.to(dtype) for x in self.operands))
+
+
+def assemble(
+    equation: str, dims: str, layout: Layout | None, cotangent: Tensor, *factors: Tensor
+) -> Block:
+    """The block of a use, from an equation that does not know where the samples lie.
+
+    Args:
+        equation: Indices of the cotangent and of the factors, and after the arrow those of the
+            tensor's dimensions, as in ``"to,ti->oi"``. Neither ``k`` nor ``b`` is in it.
+        dims: The index of each dimension of the use's output that may hold the samples.
+        layout: Where the samples lie, or ``None`` if all positions belong to one sample.
+        cotangent: The cotangent, with a leading dimension for the objectives.
+        factors: What the rule saved.
+
+    Returns:
+        The block, with ``B = 1`` if ``layout`` is ``None``.
+    """
+    if layout is None:
+        terms, out = equation.split("->")
+        return Block(f"kb{terms}->kb{out}", (cotangent.unsqueeze(1), *factors))
+    label = dims[layout.dim]
+    terms, found, diagonal = _split_equation(equation, label, layout.before > 1, layout.after > 1)
+    operands = [
+        x if dim is None else layout.split(x, dim)
+        for x, dim in zip((cotangent, *factors), found, strict=True)
+    ]
+    if diagonal:
+        size = layout.before * layout.batch * layout.after
+        operands.append(layout.split(torch.eye(size, out=cotangent.new_empty(size, size)), 0))
+    return Block(terms, tuple(operands))
+
+
+@lru_cache(maxsize=4096)
+def _split_equation(
+    equation: str, label: str, has_before: bool, has_after: bool
+) -> tuple[str, list[int | None], bool]:
+    """The equation with ``b`` split out of ``label``, where that was, and whether to add an eye.
+
+    A tensor that is itself indexed by the samples (one row per sample) gets its row only from its
+    own sample. The identity matrix, as one more factor, says so.
+    """
+    terms, out = equation.split("->")
+    inputs = ["k" + terms.split(",")[0], *terms.split(",")[1:]]
+    unused = unused_labels(equation)
+    split = (next(unused) if has_before else "") + "b" + (next(unused) if has_after else "")
+    found = [of.index(label) if label in of else None for of in inputs]
+    split_inputs = [of.replace(label, split) for of in inputs]
+    diagonal = label in out
+    if diagonal:
+        split_inputs.append(split + label)
+    return f"{','.join(split_inputs)}->kb{out}", found, diagonal
+
+
+def unused_labels(*equations: str) -> Iterator[str]:
+    """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
+    used = set("kb").union(*equations)
+    return (letter for letter in reversed(ascii_letters) if letter not in used)

@@ -1,0 +1,161 @@
+"""Products of blocks: how to contract them, chosen by cost, then done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.block import Block, unused_labels
+from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
+
+Signature = tuple[tuple[str, Shapes], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the Gramian of some blocks of one tensor is computed.
+
+    ``"rows"``: the blocks are added up as explicit rows, which are multiplied by themselves;
+    ``label`` is the dimension of the tensor that is cut into ``chunks``. ``"factors"``: every pair
+    of blocks is contracted without rows; the samples of one side are cut into ``chunks``.
+    """
+
+    method: Literal["rows", "factors"]
+    label: str
+    chunks: int
+    cost: int
+    """In multiply-adds, memory traffic included."""
+
+
+def gram(blocks: Sequence[Block], limit: int) -> Tensor:
+    """The Gramian of the sum of some blocks of one tensor.
+
+    Args:
+        blocks: Blocks whose tensor dimensions agree, in order.
+        limit: The number of elements that one intermediate result may have.
+
+    Returns:
+        All inner products of rows, of shape ``(k, b, k, b)``.
+    """
+    blocks = merge(blocks)
+    plan = find_plan(tuple((block.equation, block.shapes) for block in blocks), limit)
+    if plan.method == "rows":
+        return _gram_of_rows(blocks, plan)
+    total = torch.zeros((), dtype=blocks[0].operands[0].dtype, device=blocks[0].operands[0].device)
+    for i, first in enumerate(blocks):
+        for second in blocks[:i]:
+            product = cross(first, second, plan.chunks)
+            total = total + product + product.permute(2, 3, 0, 1)
+        total = total + cross(first, first, plan.chunks)
+    return total
+
+
+def cross(first: Block, second: Block, chunks: int = 1) -> Tensor:
+    """Inner products of the rows of two blocks of one tensor, ``(k, b, k, b)``."""
+    parts = [
+        einsum(_cross_equation(first.equation, part.equation), first.operands + part.operands)
+        for part in second.chunks("b", chunks)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 3)
+
+
+def rows(blocks: Sequence[Block]) -> Tensor:
+    """The explicit rows of the sum of some blocks, of shape ``(k, b, *tensor)``."""
+    total = einsum(blocks[0].equation, blocks[0].operands)
+    for block in blocks[1:]:
+        total = total + einsum(block.equation, block.operands)
+    return total
+
+
+def merge(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of equal form made one, by a further index that is summed over.
+
+    A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
+    planner sees the applications as positions.
+    """
+    groups: dict[tuple[str, Shapes], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault((block.equation, block.shapes), []).append(block)
+    return [_stack(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _stack(blocks: list[Block]) -> Block:
+    """One block for several of equal form."""
+    inputs, output = blocks[0].equation.split("->")
+    label = next(unused_labels(inputs))
+    operands = zip(*(block.operands for block in blocks), strict=True)
+    equation = ",".join(of + label for of in inputs.split(","))
+    return Block(f"{equation}->{output}", tuple(torch.stack(uses, -1) for uses in operands))
+
+
+@lru_cache(maxsize=4096)
+def find_plan(signature: Signature, limit: int) -> Plan:
+    """The cheaper of forming rows once and of contracting factors, within the memory limit.
+
+    An einsum path optimiser asked for the whole product cannot see that the rows are used twice,
+    so the two are compared here. Both are cut into pieces where they exceed the limit.
+    """
+    blocks = [Block(equation, _meta(shapes)) for equation, shapes in signature]
+    sizes = blocks[0].sizes
+    m = sizes["k"] * sizes["b"]
+    n = prod(sizes[label] for label in blocks[0].parameter)
+    forming = [find_path(block.equation, block.shapes) for block in blocks]
+    largest = max((1, *blocks[0].parameter), key=lambda label: sizes.get(str(label), 1))
+    row_chunks = -(-max(path.largest for path in forming) // limit)
+    by_rows = Plan(
+        "rows",
+        str(largest) if blocks[0].parameter else "",
+        min(row_chunks, sizes.get(str(largest), 1)),
+        sum(path.cost for path in forming) + m * m * (n + MEMORY_COST) + MEMORY_COST * m * n,
+    )
+    pairs = [
+        find_path(_cross_equation(p.equation, q.equation), p.shapes + q.shapes)
+        for i, p in enumerate(blocks)
+        for q in blocks[: i + 1]
+    ]
+    factor_chunks = -(-max(path.largest for path in pairs) // limit)
+    by_factors = Plan(
+        "factors", "b", min(factor_chunks, sizes["b"]), sum(path.cost for path in pairs)
+    )
+    return min(by_rows, by_factors, key=lambda plan: plan.cost)
+
+
+def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
+    """The Gramian by explicit rows, a part of the tensor at a time."""
+    if plan.chunks == 1:
+        return _outer(rows(blocks))
+    position = blocks[0].parameter.index(plan.label)
+    cut = [block.chunks(block.parameter[position], plan.chunks) for block in blocks]
+    return torch.stack([_outer(rows(part)) for part in zip(*cut, strict=True)]).sum(0)
+
+
+def _outer(matrix: Tensor) -> Tensor:
+    """Rows of shape ``(k, b, *)`` times themselves, ``(k, b, k, b)``."""
+    k, b = matrix.shape[:2]
+    flat = matrix.reshape(k * b, -1)
+    return (flat @ flat.mT).view(k, b, k, b)
+
+
+@lru_cache(maxsize=4096)
+def _cross_equation(first: str, second: str) -> str:
+    """The equation of the inner products of the rows of two blocks."""
+    first_inputs, first_output = first.split("->")
+    second_inputs, second_output = second.split("->")
+    unused = unused_labels(first, second)
+    renamed = dict(zip(second_output[2:], first_output[2:], strict=True))
+    for label in second_inputs.replace(",", ""):
+        if label not in renamed:
+            renamed[label] = next(unused)
+    moved = "".join(renamed.get(label, label) for label in second_inputs)
+    return f"{first_inputs},{moved}->kb{renamed['k']}{renamed['b']}"
+
+
+def _meta(shapes: Shapes) -> tuple[Tensor, ...]:
+    """Tensors without data, to plan with."""
+    return tuple(torch.empty(shape, device="meta") for shape in shapes)

@@ -1,0 +1,44 @@
+"""Where the B samples lie in a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One dimension of a use's output, read as ``(before, batch, after)``.
+
+    ``before == after == 1`` is the plain case: the whole dimension counts the samples. Windows or
+    tokens folded behind the sample (``view(-1, d)``) give ``after > 1``; sequence-major folding
+    (the output projection of attention) gives ``before > 1``.
+    """
+
+    dim: int
+    before: int
+    batch: int
+    after: int
+
+    def split(self, tensor: Tensor, dim: int) -> Tensor:
+        """``tensor`` with dimension ``dim`` unfolded to ``(before, batch, after)``, less ones."""
+        sizes = [self.before] * (self.before > 1) + [self.batch] + [self.after] * (self.after > 1)
+        return tensor.unflatten(dim, sizes) if len(sizes) > 1 else tensor
+
+    def __str__(self) -> str:
+        sizes = [("", self.before), ("samples ", self.batch), ("", self.after)]
+        folded = " x ".join(f"{word}{size}" for word, size in sizes if size > 1 or word)
+        return f"dimension {self.dim} ({folded})"
+
+
+def candidates(shape: tuple[int, ...], dims: tuple[int, ...], batch: int) -> list[Layout]:
+    """Every layout of ``batch`` samples in some dimensions of a tensor, the likely ones first."""
+    return [
+        Layout(dim, before, batch, size // batch // before)
+        for dim in dims
+        for size in (shape[dim],)
+        if size and size % batch == 0
+        for before in range(1, size // batch + 1)
+        if size // batch % before == 0
+    ]

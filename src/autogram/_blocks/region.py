@@ -1,0 +1,81 @@
+"""Regions: which elements of a parameter a view of it covers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """The elements of a parameter that a view of it addresses, in the units of its storage.
+
+    Dimensions of size one and expanded dimensions (stride zero) address nothing new. The others,
+    by descending stride, are the *canonical* order: a weight and its transpose agree on it.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, shift: int = 0) -> Region:
+        """The elements of its storage that ``tensor`` addresses, moved by ``shift``."""
+        return cls(int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride())
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions that matter, in canonical order."""
+        dims = [d for d, n in enumerate(self.shape) if n > 1 and self.strides[d] > 0]
+        return tuple(sorted(dims, key=lambda d: -self.strides[d]))
+
+    @cached_property
+    def canonical(self) -> Region:
+        """The same elements, with the dimensions that matter in canonical order."""
+        return Region(
+            self.offset,
+            tuple(self.shape[d] for d in self.order),
+            tuple(self.strides[d] for d in self.order),
+        )
+
+    def indices(self) -> Tensor:
+        """Places in the storage of the elements, in canonical order, flattened."""
+        index = torch.tensor(self.offset)
+        for d in self.order:
+            index = index.unsqueeze(-1) + torch.arange(self.shape[d]) * self.strides[d]
+        return index.flatten()
+
+    def split_first(self, groups: int) -> Region:
+        """The same elements, with the first dimension split into ``(groups, rest)``."""
+        (size, *shape), (stride, *strides) = self.shape, self.strides
+        rest = size // groups
+        return Region(self.offset, (groups, rest, *shape), (rest * stride, stride, *strides))
+
+    @property
+    def is_injective(self) -> bool:
+        """Whether no element is addressed twice, expanded dimensions aside."""
+        span = 1
+        for d in reversed(self.order):
+            if self.strides[d] < span:
+                return False
+            span = (self.shape[d] - 1) * self.strides[d] + span
+        return True
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last place in the storage."""
+        return self.offset, self.offset + sum(
+            (self.shape[d] - 1) * self.strides[d] for d in self.order
+        )
+
+
+@lru_cache(maxsize=4096)
+def overlap(first: Region, second: Region) -> bool:
+    """Whether two regions share an element."""
+    (start, end), (other_start, other_end) = first.bounds, second.bounds
+    if end < other_start or other_end < start:
+        return False
+    return bool(torch.isin(first.indices(), second.indices()).any())

@@ -1,0 +1,126 @@
+"""The assembly: takes in the blocks of uses as they arrive, and adds up the Gramian."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns, Layout, Region
+from autogram._capture.recording import Channel, Recording
+from autogram._capture.tracked import Tracked
+from autogram._capture.use import Use, contiguous, pull_back
+
+LayoutsOf = Callable[[Recording], Mapping[int, Layout]]
+
+
+class UnknownLayoutError(Exception):
+    """A use has a cotangent, and it is not known where its samples lie."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__(use.function)
+        self.use = use
+
+
+class Assembly:
+    """A receiver of cotangents that adds up the Gramian, parameter by parameter.
+
+    When all uses of a parameter have arrived, its blocks are contracted and dropped, so that few
+    are alive at a time. How many there will be is known from the recordings that are alive; where
+    some of their uses do not reach the losses, what waits for them is contracted at the end.
+
+    Args:
+        channel: The channel of the taps.
+        layouts_of: The layouts of a recording's uses, or ``None`` if all is one sample.
+        limit: The number of elements that one intermediate result may have.
+    """
+
+    def __init__(self, channel: Channel, layouts_of: LayoutsOf | None, limit: int) -> None:
+        self._channel = channel
+        self._layouts_of = layouts_of
+        self._limit = limit
+        self._gramian: Tensor | None = None
+        self._columns: dict[Tensor, Columns] = {}
+        self._derived: dict[Tracked, Columns] = {}
+        self._arrived: Counter[Tracked] = Counter()
+        self._expected: Counter[Tensor] = Counter()
+        for recording in channel.recordings:
+            self._expected.update(recording.uses)
+        self.has_arrivals = False
+
+    def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        """Takes in one use."""
+        self.has_arrivals = True
+        layout = None
+        is_zero = False
+        if self._layouts_of is not None:
+            layout = self._layouts_of(use.recording).get(use.index)
+            if layout is None:
+                is_zero = not bool(cotangent.any())
+                if not is_zero:
+                    raise UnknownLayoutError(use)
+        if not is_zero:
+            self._add(use, layout, saved, cotangent)
+        for tracked in use.reads:
+            self._count(tracked)
+
+    def gramian(self) -> Tensor | None:
+        """The Gramian, ``(k, b, k, b)``, or ``None`` if every cotangent was zero."""
+        for tracked in list(self._derived):
+            self._pull_back(tracked)
+        for parameter in list(self._columns):
+            self._contract(parameter)
+        return self._gramian
+
+    def _add(
+        self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor
+    ) -> None:
+        """Adds the blocks of a use to the columns of what it reads."""
+        # Half precision is for the network: products of gradients are accumulated in float32.
+        dtype = torch.promote_types(cotangent.dtype, torch.float32)
+        blocks = use.contributions(layout, cotangent.to(dtype), saved, self._limit)
+        for tracked, region, block in blocks:
+            if tracked.region is not None:
+                self._columns_of(tracked.sources[0]).add(region, block)
+            else:
+                columns = self._derived.get(tracked)
+                if columns is None:
+                    columns = self._derived[tracked] = Columns(contiguous(tracked.shape))
+                columns.add(region, block)
+
+    def _columns_of(self, parameter: Tensor) -> Columns:
+        """The columns of a parameter, made when first asked for."""
+        columns = self._columns.get(parameter)
+        if columns is None:
+            columns = self._columns[parameter] = Columns(Region.of(parameter))
+        return columns
+
+    def _count(self, tracked: Tracked) -> None:
+        """Counts an arrival, and finishes what has nothing left to wait for."""
+        self._arrived[tracked] += 1
+        if tracked in self._derived and self._arrived[tracked] == tracked.uses:
+            self._pull_back(tracked)
+        for parameter in tracked.sources:
+            self._expected[parameter] -= 1
+            if self._expected[parameter] == 0 and parameter in self._columns:
+                self._contract(parameter)
+
+    def _pull_back(self, tracked: Tracked) -> None:
+        """Moves the blocks of a derived tensor to the parameters that it is computed from."""
+        rows = self._derived.pop(tracked).dense()
+        with self._channel.blocking():
+            for parameter, block in pull_back(tracked, rows, self._limit):
+                self._columns_of(parameter).add(Region.of(parameter), block)
+
+    def _contract(self, parameter: Tensor) -> None:
+        """Adds the Gramian of a parameter's columns to the total, and drops them."""
+        part = self._columns.pop(parameter).gram(self._limit)
+        if part is None:
+            return
+        if self._gramian is None:
+            self._gramian = part
+        else:
+            dtype = torch.promote_types(self._gramian.dtype, part.dtype)
+            self._gramian = self._gramian.to(dtype) + part.to(self._gramian.device, dtype)

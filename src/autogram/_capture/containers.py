@@ -1,0 +1,71 @@
+"""Tensors inside arguments and outputs: found, and exchanged for others."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_OPAQUE = (str, bytes, int, float, bool, complex, type(None), nn.Module, type, types.FunctionType)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers and objects: dicts, tuples, dataclasses, caches."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, _OPAQUE) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            pending.extend(_members(item))
+
+
+def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a torch call, and in its lists and tuples of them."""
+    found = []
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found.extend(item for item in argument if isinstance(item, Tensor))
+    return found
+
+
+def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
+    """The value with some tensors, given by their ``id``, exchanged; itself if it has none."""
+    if isinstance(value, Tensor):
+        return substitutes.get(id(value), value)
+    if not any(id(tensor) in substitutes for tensor in tensors_in(value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [exchange(item, substitutes) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    # A copy, because the container belongs to the user's code, which may keep it.
+    copied = copy.copy(value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            copied[key] = exchange(item, substitutes)
+    else:
+        for name, item in vars(value).items():
+            object.__setattr__(copied, name, exchange(item, substitutes))
+    return copied
+
+
+def _members(item: Any) -> Iterator[Any]:
+    """What a container or an object holds."""
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        yield from item
+    elif dataclasses.is_dataclass(item):
+        yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))
+    else:
+        yield from getattr(item, "__dict__", {}).values()

@@ -1,0 +1,68 @@
+"""Objectives: the losses as K per sample, and the cotangents that differentiate them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """m = K * B elements of the losses: K objectives for each of B samples.
+
+    Attributes:
+        losses: The tensor to differentiate.
+        batch_dim: The dimension of the samples, or ``None`` where the batch is one sample.
+    """
+
+    losses: Tensor
+    batch_dim: int | None
+
+    @property
+    def samples(self) -> int:
+        """B."""
+        return 1 if self.batch_dim is None else self.losses.shape[self.batch_dim]
+
+    @property
+    def per_sample(self) -> int:
+        """K."""
+        return self.losses.numel() // self.samples
+
+    def cotangents(self) -> Tensor:
+        """One-hot over the objectives of a sample, for all samples at once: ``(k, *losses)``.
+
+        All samples can go together because each has its own place in every activation.
+        """
+        k, b = self.per_sample, self.samples
+        eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
+        return self._arrange(eye.unsqueeze(-1).expand(k, k, b))
+
+    def one_hot(self, sample: int) -> Tensor:
+        """Zero for all samples but one, of shape ``(1, *losses)``.
+
+        The objectives of that sample get different weights: with equal ones, outputs that add up
+        to a constant, such as probabilities, would have no gradient.
+        """
+        k, b = self.per_sample, self.samples
+        cotangent = self.losses.new_zeros(1, k, b)
+        cotangent[0, :, sample] = torch.linspace(1.0, 2.0, k)
+        return self._arrange(cotangent)
+
+    def arrange_gramian(self, gramian: Tensor) -> Tensor:
+        """``(k, b, k, b)`` as ``(m, m)``, in the row-major order of the losses."""
+        m = self.losses.numel()
+        order = self._arrange(torch.arange(m).view(1, self.per_sample, self.samples))
+        places = order.flatten().to(gramian.device)
+        flat = gramian.reshape(m, m)
+        return flat[places][:, places]
+
+    def _arrange(self, tensor: Tensor) -> Tensor:
+        """``(n, k, b)`` as ``(n, *losses)``."""
+        if self.batch_dim is None:
+            return tensor.reshape(-1, *self.losses.shape)
+        dim = self.batch_dim % self.losses.dim()
+        others = [n for d, n in enumerate(self.losses.shape) if d != dim]
+        by_loss: Tensor = tensor.unflatten(1, others or [1])
+        return by_loss.movedim(-1, dim + 1).reshape(-1, *self.losses.shape)

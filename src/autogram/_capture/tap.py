@@ -1,0 +1,108 @@
+"""Taps: identity nodes that show a use's cotangent to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram._capture.recording import Channel
+from autogram._capture.use import Use
+
+
+def tap(use: Use, output: Tensor, saved: tuple[Tensor, ...], *, in_place: bool) -> Tensor:
+    """The output of a use with a tap on it (the same tensor, after an in-place call)."""
+    function = _InPlaceTap if in_place else _Tap
+    tapped: Tensor = function.apply(  # type: ignore[no-untyped-call]  # as typed in torch
+        use, use.recording.channel.anchor, output, *saved
+    )
+    return tapped
+
+
+def is_tap_of(channel: Channel, node: Any) -> bool:
+    """Whether a node of the autograd graph is a tap of this engine."""
+    use = getattr(node, "use", None)
+    return (
+        use is not None
+        and getattr(use, "recording", None) is not None
+        and (use.recording.channel is channel)
+    )
+
+
+class _Tap(torch.autograd.Function):
+    """Identity. Tensors are kept by autograd, to be freed and off-loaded with the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, anchor: Tensor, output: Tensor, *saved: Tensor) -> Tensor:
+        del anchor
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        return output.detach()  # the same storage: an in-place activation may follow
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _show(ctx, cotangent)
+
+
+class _InPlaceTap(torch.autograd.Function):
+    """A tap on a tensor that was changed in place, and stays the user's tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, use: Use, anchor: Tensor, output: Tensor, *saved: Tensor) -> Tensor:
+        del anchor
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(*saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _show(ctx, cotangent)
+
+
+class _Unbatch(torch.autograd.Function):
+    """Hands on a cotangent with the leading dimension that a batched pass hides."""
+
+    @staticmethod
+    def forward(cotangent: Tensor, receive: Callable[[Tensor], None], hidden: int) -> Tensor:
+        receive(cotangent.expand(hidden, *cotangent.shape))  # equal for all objectives
+        return cotangent.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int, None, None],
+        cotangent: Tensor,
+        receive: Callable[[Tensor], None],
+        hidden: int,
+    ) -> tuple[Tensor, None]:
+        del info, hidden
+        receive(cotangent.movedim(in_dims[0], 0))
+        return cotangent.new_zeros(()), None
+
+
+def _show(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward pass of both taps."""
+    use: Use = ctx.use
+    channel = use.recording.channel
+    rest = (None,) * (len(ctx.needs_input_grad) - 3)
+    if channel.is_blocked:
+        return None, None, None, *rest
+    receive = channel.receive
+    if receive is not None and cotangent is not None:
+        saved = ctx.saved_tensors  # read once: under checkpointing, reading computes again
+        if channel.hidden is None:
+            receive(use, saved, cotangent.unsqueeze(0))
+        else:
+            show = partial(receive, use, saved)
+            _Unbatch.apply(cotangent, show, channel.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
+    return None, None, cotangent, *rest

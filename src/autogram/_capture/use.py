@@ -1,0 +1,206 @@
+"""Uses: the calls in which a tracked tensor meets a batched one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autogram._blocks import Block, Layout, Lookup, Region
+from autogram._capture.recording import Recording
+from autogram._capture.tracked import Tracked
+from autogram._capture.vjp import Inputs, batched_vjp
+from autogram.rules import Form
+
+Contribution = tuple[Tracked, Region, Block | Lookup]
+
+
+class Use(Protocol):
+    """One call, as its tap keeps it."""
+
+    recording: Recording
+    index: int
+    """Its place among the uses of its recording."""
+    function: str
+    shape: tuple[int, ...]
+    """The shape of its output."""
+
+    @property
+    def reads(self) -> tuple[Tracked, ...]:
+        """The tracked tensors that it reads, once for each block."""
+        ...
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions of its output in which the samples may lie."""
+        ...
+
+    def contributions(
+        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
+    ) -> Iterator[Contribution]:
+        """The blocks, from the cotangent ``(k, *output)`` and what the tap saved."""
+        ...
+
+
+@dataclass(eq=False)
+class Operand:
+    """A tracked tensor in a use with a rule."""
+
+    tracked: Tracked
+    form: Form
+    saved: slice
+    """Which of the tensors saved by the tap are for it."""
+
+
+@dataclass(eq=False)
+class RuleUse:
+    """A use whose blocks a rule knows."""
+
+    recording: Recording
+    index: int
+    function: str
+    shape: tuple[int, ...]
+    operands: tuple[Operand, ...]
+
+    @property
+    def reads(self) -> tuple[Tracked, ...]:
+        """The tracked tensors that it reads, once for each block."""
+        return tuple(operand.tracked for operand in self.operands)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions to which every form gives an index."""
+        forms = [operand.form.dims for operand in self.operands]
+        return tuple(
+            d for d in range(len(self.shape)) if all(f[d : d + 1] not in ("", "-") for f in forms)
+        )
+
+    def contributions(
+        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
+    ) -> Iterator[Contribution]:
+        """The block of each operand, as factors."""
+        del limit
+        for operand in self.operands:
+            factors = [_as(cotangent.dtype, x) for x in saved[operand.saved]]
+            block = operand.form.block(layout, cotangent, *factors)
+            region = operand.tracked.region or contiguous(operand.tracked.shape)
+            yield operand.tracked, operand.form.region(region), block
+
+
+@dataclass(eq=False)
+class FallbackUse:
+    """A use without a rule: rows by vector-Jacobian products through the nodes that it recorded.
+
+    Nothing runs twice, so that randomness inside the call does not matter.
+    """
+
+    recording: Recording
+    index: int
+    function: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    reads: tuple[Tracked, ...]
+    edge: GradientEdge
+    """The output of the call, before the tap."""
+    inputs: Inputs
+    """Where each tracked tensor enters the call."""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Every dimension."""
+        return tuple(range(len(self.shape)))
+
+    def contributions(
+        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
+    ) -> Iterator[Contribution]:
+        """Explicit rows, some samples at a time."""
+        del saved
+        dtype = cotangent.dtype
+        largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
+        parts: list[list[Tensor | None]] = []
+        for masked in one_sample_each(layout, cotangent, limit, largest):
+            native = masked.flatten(0, 1).to(self.dtype)
+            with self.recording.channel.blocking():
+                found = batched_vjp(self.edge, self.inputs, native)
+            parts.append([_rows(x, masked.shape[1], dtype) for x in found])
+        for tracked, pieces in zip(self.reads, zip(*parts, strict=True), strict=True):
+            if pieces[0] is not None:
+                whole = torch.cat([x for x in pieces if x is not None], 1)
+                region = tracked.region or contiguous(tracked.shape)
+                yield tracked, region, rows_block(whole)
+
+
+def pull_back(tracked: Tracked, rows: Tensor, limit: int) -> Iterator[tuple[Tensor, Block]]:
+    """Rows for the parameters that a derived tensor is computed from.
+
+    Args:
+        tracked: The derived tensor.
+        rows: Its rows, ``(k, b, elements)``.
+        limit: The number of elements that may be alive at once.
+    """
+    assert tracked.edge is not None
+    k = rows.shape[0]
+    needed = prod(tracked.shape) + sum(p.numel() for p in tracked.sources)
+    parts = []
+    for some in rows.split(max(1, limit // (k * needed)), 1):
+        native = some.reshape(-1, *tracked.shape).to(tracked.dtype)
+        found = batched_vjp(tracked.edge, tracked.sources, native)
+        parts.append([_rows(x, some.shape[1], rows.dtype) for x in found])
+    for parameter, pieces in zip(tracked.sources, zip(*parts, strict=True), strict=True):
+        if pieces[0] is not None:
+            yield parameter, rows_block(torch.cat([x for x in pieces if x is not None], 1))
+
+
+def _rows(found: Tensor | None, samples: int, dtype: torch.dtype) -> Tensor | None:
+    """What a batched product gives, as rows ``(k, samples, *tensor)``."""
+    return None if found is None else found.to(dtype).unflatten(0, (-1, samples))
+
+
+def one_sample_each(
+    layout: Layout | None, cotangent: Tensor, limit: int, largest: int
+) -> Iterator[Tensor]:
+    """The cotangent of each sample alone, zero elsewhere: ``(k, some samples, *output)``.
+
+    Args:
+        layout: Where the samples lie, or ``None`` for one sample.
+        cotangent: ``(k, *output)``.
+        limit: The number of elements that may be alive at once.
+        largest: The elements that one objective needs at least.
+    """
+    if layout is None:
+        yield cotangent.unsqueeze(1)
+        return
+    step = max(1, limit // max(1, largest * cotangent.shape[0]))
+    dim = layout.dim + 1
+    split = cotangent.unflatten(dim, (layout.before, layout.batch, layout.after)).unsqueeze(1)
+    samples = torch.arange(layout.batch, device=cotangent.device)
+    column = samples.view(-1, *(1,) * (split.dim() - dim - 3))
+    for chosen in samples.split(step):
+        own = chosen.view(-1, *(1,) * (split.dim() - 2)) == column
+        # A selection and not a product, which would spread one sample's infinities to the others.
+        yield torch.where(own, split, 0).flatten(dim + 1, dim + 3)
+
+
+def rows_block(rows: Tensor) -> Block:
+    """Explicit rows ``(k, b, *tensor)`` as a block."""
+    labels = "kb" + "acdefghijlmnopqrstuvwxyz"[: rows.dim() - 2]
+    return Block(f"{labels}->{labels}", (rows,))
+
+
+def contiguous(shape: tuple[int, ...]) -> Region:
+    """The region of a tensor that has blocks of its own."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return Region(0, shape, tuple(reversed(strides)))
+
+
+def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """A saved tensor in the dtype of the contraction; indices and masks stay as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,91 @@
+"""One backward pass through the activations, past every tap that the losses depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autogram._capture.recording import Channel, Receiver
+from autogram._capture.use import Use
+from autogram._errors import AutogramError, FreedGraphError
+
+R = TypeVar("R", bound=Receiver)
+
+
+def visit(channel: Channel, losses: Tensor, cotangents: Tensor, start: Callable[[], R]) -> R:
+    """Shows a receiver the cotangent of every use.
+
+    No gradient of a parameter is computed on the way. Several cotangents go through one batched
+    pass; where an operation has no batching rule, they go one by one.
+
+    Args:
+        channel: The channel of the taps.
+        losses: The tensor to differentiate.
+        cotangents: ``(k, *losses)``.
+        start: Makes a receiver. It is called again if a pass fails half-way and another begins.
+
+    Returns:
+        The receiver, after it was called with each use, what its tap saved, and its cotangent of
+        shape ``(k, *output)``.
+
+    Raises:
+        FreedGraphError: An earlier backward pass has freed the graph.
+    """
+    if len(cotangents) == 1:
+        receiver = start()
+        with channel.visiting(receiver):
+            _differentiate(channel, losses, cotangents[0])
+        return receiver
+    try:
+        receiver = start()
+        with channel.visiting(receiver, hidden=len(cotangents)):
+            _differentiate(channel, losses, cotangents, is_batched=True)
+    except (AutogramError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError:  # an operation on the path cannot be batched (randomness, `.item()`, …)
+        receiver = start()
+        _visit_one_by_one(channel, losses, cotangents, receiver)
+    return receiver
+
+
+def _visit_one_by_one(
+    channel: Channel, losses: Tensor, cotangents: Tensor, receiver: Receiver
+) -> None:
+    """One pass for each cotangent, of which all are kept until the last."""
+    shown: dict[Use, tuple[tuple[Tensor, ...], dict[int, Tensor]]] = {}
+    for k, cotangent in enumerate(cotangents):
+
+        def collect(use: Use, saved: tuple[Tensor, ...], g: Tensor, k: int = k) -> None:
+            shown.setdefault(use, (saved, {}))[1][k] = g[0]
+
+        with channel.visiting(collect):
+            _differentiate(channel, losses, cotangent)
+    for use, (saved, found) in shown.items():
+        zero = torch.zeros_like(next(iter(found.values())))
+        receiver(use, saved, torch.stack([found.get(k, zero) for k in range(len(cotangents))]))
+
+
+def _differentiate(
+    channel: Channel, losses: Tensor, cotangent: Tensor, *, is_batched: bool = False
+) -> None:
+    """Runs the backward pass from the losses to the taps."""
+    try:
+        torch.autograd.grad(
+            [losses],
+            [channel.anchor],
+            [cotangent],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=is_batched,
+        )
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise FreedGraphError(
+                "The graph of the losses is freed: a backward pass ran before the Gramian was "
+                "computed. Call `compute_gramian` before `losses.backward`, or give that call "
+                "`retain_graph=True`."
+            ) from error
+        raise

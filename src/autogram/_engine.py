@@ -1,0 +1,212 @@
+"""The engine: what a training loop talks to."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autogram._capture import BatchDim, Channel, Driver, Recorder
+from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidModulesError
+from autogram.hooks import HookManager
+
+_ELEMENT_BYTES = 4  # plans count elements of float32, in which most contractions run
+
+
+class Engine:
+    """Computes products with the Jacobian of a vector of losses, without forming it.
+
+    J is the Jacobian of m objectives with respect to the trainable parameters of some modules.
+    An engine hooks these modules once. From then on their forward passes record where parameters
+    are used, and :meth:`compute_gramian` turns one backward pass through the activations into
+    the Gramian J Jᵀ. With gradients disabled the hooks do nothing, and ordinary backward passes
+    are not changed in any bit.
+
+    Args:
+        modules: The modules whose trainable parameters J is taken with respect to. None may be
+            inside another. They are hooked where they are; the engine may be dropped.
+        batch_dim: The dimension of the losses that counts the samples. ``None`` treats the whole
+            batch as one sample: right for any losses, slower for many of them. ``"auto"`` takes
+            dimension 0, and where the objectives turn out not to be per-sample, treats them as
+            coupled and warns once.
+        memory_limit_bytes: The size that one intermediate result of a contraction should not
+            exceed. Larger ones are computed in parts. A single row of the Jacobian for one
+            parameter is the least that is held.
+
+    Raises:
+        InvalidModulesError: No module is given, something else than a module, or one module
+            is inside another.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> engine = Engine(model)
+        >>> losses = model(torch.randn(5, 3)).square().squeeze(1)
+        >>> gramian = engine.compute_gramian(losses)
+        >>> gramian.shape
+        torch.Size([5, 5])
+        >>> losses.backward(torch.full((5,), 1 / 5))
+
+    References:
+        Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024,
+        arXiv:2406.16232, section 6.
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module,
+        batch_dim: BatchDim = "auto",
+        memory_limit_bytes: int = 2**29,
+    ) -> None:
+        _check_modules(modules)
+        if not (batch_dim is None or batch_dim == "auto" or isinstance(batch_dim, int)):
+            raise InvalidBatchDimError(
+                f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
+                'samples, `None` to treat the batch as one sample, or "auto".'
+            )
+        self._batch_dim = batch_dim
+        channel = Channel()
+        self._driver = Driver(channel, batch_dim, max(1, memory_limit_bytes // _ELEMENT_BYTES))
+        self._hooks = HookManager()
+        session = _Session(channel, modules)
+        for root in modules:
+            for module in root.modules():
+                # Every module, and not the outermost ones alone: activation checkpointing runs
+                # some of them again in the backward pass, where the same taps must appear.
+                if module is root or next(module.parameters(), None) is not None:
+                    self._hooks.hook(module, session.before, session.after)
+        weakref.finalize(self, self._hooks.remove)
+
+    def compute_gramian(self, losses: Tensor) -> Tensor:
+        """The Gramian of the Jacobian of the losses.
+
+        Args:
+            losses: The objectives, a floating-point tensor of any shape with m elements, computed
+                from the outputs of the engine's modules. Their graph is kept.
+
+        Returns:
+            All inner products of the objectives' gradients, ``(m, m)``, in the row-major order of
+            the losses. In the dtype of the parameters, and at least float32. It is detached.
+
+            Cost: a backward pass through the activations, and contractions that cost between a
+            few percent and the whole of a forward pass. The first call, and each call after the
+            recorded shapes have changed, makes one more pass to find the samples.
+
+        Raises:
+            InvalidLossesError: The losses are not floating-point or require no gradient, or
+                gradients are disabled.
+            InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
+            NotConnectedError: The losses do not depend on the engine's parameters.
+            MixedSamplesError: ``batch_dim`` is an integer, and the losses are not per-sample.
+            NonFiniteError: The samples were sought, and a cotangent is not finite.
+            FreedGraphError: An earlier backward pass has freed the graph.
+            UnsupportedError: A recorded call has no gradient that belongs to an objective.
+
+        References:
+            Quinton and Rey 2024, arXiv:2406.16232, section 6 and algorithm 3.
+        """
+        _check_losses(losses)
+        if isinstance(self._batch_dim, int) and not (
+            -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
+        ):
+            raise InvalidBatchDimError(
+                f"`batch_dim` is {self._batch_dim}, but the losses have shape "
+                f"{tuple(losses.shape)}. Keep one loss per sample (`reduction='none'`), or pass "
+                "`batch_dim=None` to `Engine`."
+            )
+        if losses.numel() == 0:
+            return losses.new_zeros(0, 0)
+        return self._driver.gramian(losses)
+
+
+class _Session(threading.local):
+    """The recorder of the forward pass that is running, one for each thread."""
+
+    def __init__(self, channel: Channel, modules: tuple[nn.Module, ...]) -> None:
+        self._channel = channel
+        self._modules = modules
+        self._recorder: Recorder | None = None
+        self._depth = 0
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Opens the recording at the outermost module."""
+        del module
+        if self._recorder is not None:
+            self._depth += 1
+        elif torch.is_grad_enabled():
+            recorder = Recorder(self._channel, _names(self._modules))
+            recorder.begin((args, kwargs))
+            recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
+            self._recorder, self._depth = recorder, 1
+
+    def after(self, module: nn.Module, output: Any) -> Any:
+        """Closes the recording at the outermost module, also if its forward raised."""
+        del module
+        if self._recorder is None:
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        recorder, self._recorder = self._recorder, None
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
+        ended = recorder.end(output)
+        return None if ended is output else ended
+
+
+def _names(modules: tuple[nn.Module, ...]) -> dict[Tensor, str]:
+    """The parameters of the modules as they are now, with their qualified names."""
+    names: dict[Tensor, str] = {}
+    for i, module in enumerate(modules):
+        prefix = f"{i}" if len(modules) > 1 else ""
+        for name, parameter in module.named_parameters(prefix=prefix):
+            names.setdefault(parameter, name)
+    return names
+
+
+def _check_modules(modules: tuple[nn.Module, ...]) -> None:
+    """Refuses modules that cannot be hooked together."""
+    if not modules:
+        raise InvalidModulesError("No module was given. Pass the model: `Engine(model)`.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise InvalidModulesError(
+                f"A {type(module).__name__} was given where a module is needed. Pass modules as "
+                "separate arguments: `Engine(encoder, head)`."
+            )
+    for i, outer in enumerate(modules):
+        for j, inner in enumerate(modules):
+            inside = next((name for name, m in outer.named_modules() if m is inner), None)
+            if i != j and inside is not None:
+                place = f"`{inside}` in it" if inside else "the same"
+                raise InvalidModulesError(
+                    f"Module {j} ({type(inner).__name__}) is inside module {i} "
+                    f"({type(outer).__name__}): it is {place}. Pass the outer one alone."
+                )
+
+
+def _check_losses(losses: Tensor) -> None:
+    """Refuses losses that have no Jacobian here."""
+    if not isinstance(losses, Tensor):
+        raise InvalidLossesError(
+            f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
+            "several."
+        )
+    if not losses.is_floating_point():
+        raise InvalidLossesError(
+            f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
+            "numbers; of complex ones, take `.abs()` or `.real`."
+        )
+    if not torch.is_grad_enabled():
+        raise InvalidLossesError(
+            "Gradients are disabled (`torch.no_grad` or inference mode). Compute the losses and "
+            "call `compute_gramian` with gradients enabled."
+        )
+    if not losses.requires_grad:
+        raise InvalidLossesError(
+            "The losses do not require a gradient: they were detached, computed with gradients "
+            "disabled, or from frozen parameters alone. Keep their graph."
+        )

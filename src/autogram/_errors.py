@@ -1,0 +1,45 @@
+"""Errors and warnings of autogram: one base, and the builtin that each refines."""
+
+
+class AutogramError(Exception):
+    """Base of every error that autogram raises on purpose."""
+
+
+class InvalidModulesError(AutogramError, ValueError):
+    """The modules given to an engine cannot be hooked together."""
+
+
+class InvalidLossesError(AutogramError, ValueError):
+    """The tensor of objectives has no Jacobian that can be computed."""
+
+
+class InvalidBatchDimError(AutogramError, IndexError):
+    """``batch_dim`` is not a dimension of the losses."""
+
+
+class NotConnectedError(AutogramError, ValueError):
+    """No recorded use of a parameter is reachable from the losses."""
+
+
+class MixedSamplesError(AutogramError, ValueError):
+    """The samples meet before a parameter is used, so the losses are not per-sample."""
+
+
+class NonFiniteError(AutogramError, ArithmeticError):
+    """A cotangent is infinite or not a number where its zeros must be read."""
+
+
+class FreedGraphError(AutogramError, RuntimeError):
+    """The graph of the losses was freed by an earlier backward pass."""
+
+
+class UnsupportedError(AutogramError, NotImplementedError):
+    """A call is known to have no Jacobian block, and is refused rather than computed wrongly."""
+
+
+class RuleError(AutogramError, ValueError):
+    """A rule is registered twice, or its recipe does not fit the call."""
+
+
+class CoupledObjectivesWarning(UserWarning):
+    """The objectives are not per-sample, so the whole batch is treated as one sample."""

@@ -1,0 +1,25 @@
+"""Rules: what is known of single torch functions. One file per family, listed here."""
+
+from autogram.rules import (  # noqa: F401 - importing a file registers its rules
+    bilinear,
+    convolution,
+    elementwise,
+    embedding,
+    joining,
+    linear,
+    normalization,
+)
+from autogram.rules._recipe import Form, Recipe, lookup, multilinear, product
+from autogram.rules._registry import Rule, find_rule, register_rule, registered_functions
+
+__all__ = [
+    "Form",
+    "Recipe",
+    "Rule",
+    "find_rule",
+    "lookup",
+    "multilinear",
+    "product",
+    "register_rule",
+    "registered_functions",
+]

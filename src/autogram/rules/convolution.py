@@ -1,0 +1,121 @@
+"""Rules of convolutions, as matrix products with unfolded patches.
+
+With x^[n, i, q, l] the value that tap q of the kernel sees in channel i at output position l,
+
+    dW[o, i, q] = sum_l g[n, o, l] x^[n, i, q, l]        dc[o] = sum_l g[n, o, l]
+
+for each sample n, within each group of channels (Rochette et al. 2019, arXiv:1912.06015).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autogram.rules._recipe import Recipe, positions, product
+from autogram.rules._registry import register_rule
+
+Sizes = int | Sequence[int]
+
+
+@register_rule(torch.conv1d, torch.conv2d, torch.conv3d)
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> list[Recipe]:
+    """Kernel and bias of a convolution with any stride, padding, dilation and groups."""
+    n = weight.dim() - 2
+    batch = "n" if input.dim() == n + 2 else ""  # an input without batch dimension is one sample
+    dims = batch or "-"
+    recipes = []
+    if weight.requires_grad:
+        window = Window.of(tuple(weight.shape[2:]), stride, padding, dilation)
+        taps = "xyz"[:n]
+        equation = f"{batch}qol,{batch}qi{taps}l->qoi{taps}"
+        prepare = partial(_unfold, window, groups)
+        recipes.append(product(weight, equation, input, prepare=prepare, dims=dims, groups=groups))
+    if bias is not None and bias.requires_grad:
+        output = batch + "o" + positions(n)
+        recipes.append(product(bias, f"{output}->o", dims=dims))
+    return recipes
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which inputs each output position sees, per spatial dimension."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    """Zeros before and behind."""
+
+    @classmethod
+    def of(
+        cls, kernel: tuple[int, ...], stride: Sizes, padding: Sizes | str, dilation: Sizes
+    ) -> Window:
+        """The window of a convolution's arguments."""
+        n = len(kernel)
+        dilations = _per_dimension(dilation, n)
+        if padding == "same":
+            # As torch does: where the sum is odd, the additional zero comes behind.
+            totals = [d * (size - 1) for d, size in zip(dilations, kernel, strict=True)]
+            pads = tuple((total // 2, total - total // 2) for total in totals)
+        else:
+            zeros = 0 if isinstance(padding, str) else padding
+            pads = tuple((p, p) for p in _per_dimension(zeros, n))
+        return cls(kernel, _per_dimension(stride, n), dilations, pads)
+
+    def patches(self, input: Tensor) -> Tensor:
+        """What the kernel sees, ``(n, channels, *kernel, l)`` with ``l`` the output positions."""
+        if any(pad != (0, 0) for pad in self.padding):
+            input = F.pad(input, [p for pad in reversed(self.padding) for p in pad])
+        n = len(self.kernel)
+        if n == 1:
+            input, kernel = input.unsqueeze(2), (1, *self.kernel)
+            stride, dilation = (1, *self.stride), (1, *self.dilation)
+        elif n == 2:
+            kernel, stride, dilation = self.kernel, self.stride, self.dilation
+        else:
+            return self._strided_patches(input)
+        unfolded = F.unfold(input, kernel, dilation, 0, stride)
+        patches: Tensor = unfolded.unflatten(1, (-1, *self.kernel))
+        return patches
+
+    def _strided_patches(self, input: Tensor) -> Tensor:
+        """Patches in any number of dimensions, as a copy of a strided view."""
+        n = len(self.kernel)
+        for dim, (size, step, hole) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, strict=True), start=2
+        ):
+            input = input.unfold(dim, hole * (size - 1) + 1, step)[..., ::hole]
+        # (n, channels, *positions, *kernel) to (n, channels, *kernel, *positions)
+        order = (0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
+        return input.permute(order).flatten(2 + n)
+
+
+def _unfold(window: Window, groups: int, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Cotangents ``(k, n, q, o, l)`` and patches ``(n, q, i, *kernel, l)``, q the groups."""
+    n = len(window.kernel)
+    has_batch = input.dim() == n + 2
+    patches = window.patches(input if has_batch else input.unsqueeze(0))
+    channels = 1 + has_batch
+    grouped = cotangent.flatten(channels + 1).unflatten(channels, (groups, -1))
+    patches = patches.unflatten(1, (groups, -1))
+    return grouped, patches if has_batch else patches.squeeze(0)
+
+
+def _per_dimension(sizes: Sizes, n: int) -> tuple[int, ...]:
+    """One size for each spatial dimension."""
+    values = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return values * n if len(values) == 1 else values

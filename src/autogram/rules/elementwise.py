@@ -1,0 +1,125 @@
+"""Rules of broadcast arithmetic.
+
+With g the cotangent and the sums over the dimensions along which p is broadcast,
+
+    y = x + a p    dp = a sum g             y = x p      dp = sum g x
+    y = x / p      dp = sum -g x / p^2      y = p / x    dp = sum g / x
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._registry import register_rule, variants
+
+
+@register_rule(*variants("add", "add_", "__add__", "__radd__", "__iadd__"))
+def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
+    """``input + alpha * other``."""
+    return _weighted_sum((input, 1), (other, alpha))
+
+
+@register_rule(*variants("sub", "sub_", "__sub__", "__isub__", "subtract", "subtract_"))
+def sub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
+    """``input - alpha * other``."""
+    return _weighted_sum((input, 1), (other, -alpha))
+
+
+@register_rule(torch.rsub)
+def rsub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
+    """``other - alpha * input``."""
+    return _weighted_sum((input, -alpha), (other, 1))
+
+
+@register_rule(*variants("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"))
+def mul(input: Any, other: Any) -> list[Recipe] | None:
+    """``input * other``."""
+    if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
+        return None
+    output, (left, right) = broadcast(input.shape, other.shape)
+    return multilinear(output, (input, left), (other, right))
+
+
+@register_rule(
+    *variants("div", "div_", "__truediv__", "__itruediv__", "true_divide", "true_divide_"),
+    *variants("divide", "divide_"),
+)
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Recipe] | None:
+    """``input / other``, not rounded."""
+    if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
+        return None
+    shape = torch.broadcast_shapes(input.shape, other.shape)
+    output = positions(len(shape))
+    recipes = []
+    if input.requires_grad:
+        recipes.append(addend(input, output, shape, other, prepare=_by_numerator))
+    if other.requires_grad:
+        recipes.append(addend(other, output, shape, input, other, prepare=_by_denominator))
+    return recipes
+
+
+@register_rule(*variants("where"))
+def where(condition: Any, input: Any, other: Any) -> list[Recipe] | None:
+    """``input`` where a condition holds, and ``other`` elsewhere."""
+    if not isinstance(condition, Tensor):
+        return None
+    branches = [x for x in (input, other) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(condition.shape, *(x.shape for x in branches))
+    output = positions(len(shape))
+    return [
+        addend(x, output, shape, condition, prepare=partial(_masked, x is input))
+        for x in branches
+        if x.requires_grad
+    ]
+
+
+@register_rule(torch.prelu)
+def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
+    """The slope: dw = sum g min(x, 0), per channel or over all of them."""
+    output = positions(input.dim())
+    channel = "1" if weight.numel() == 1 else output[1:2]
+    equation = f"{output},{output}->{channel if weight.dim() else ''}"
+    return [product(weight, equation, input, prepare=_negative_part)]
+
+
+@register_rule(torch.Tensor.expand_as)
+def expand_as(input: Tensor, other: Tensor) -> list[Recipe]:
+    """A tensor repeated along the batch."""
+    return [addend(input, positions(other.dim()), other.shape)]
+
+
+def _weighted_sum(*terms: tuple[Any, float]) -> list[Recipe]:
+    """Recipes of a sum of broadcast tensors, each with its factor."""
+    tensors = [(term, scale) for term, scale in terms if isinstance(term, Tensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor, _ in tensors))
+    output = positions(len(shape))
+    return [
+        addend(tensor, output, shape, scale=scale)
+        for tensor, scale in tensors
+        if tensor.requires_grad
+    ]
+
+
+def _by_numerator(cotangent: Tensor, other: Tensor) -> tuple[Tensor]:
+    """The cotangent of ``x / y`` times its derivative by ``x``."""
+    return (cotangent / other,)
+
+
+def _by_denominator(cotangent: Tensor, input: Tensor, other: Tensor) -> tuple[Tensor]:
+    """The cotangent of ``x / y`` times its derivative by ``y``."""
+    return (cotangent * (-input / other.square()),)
+
+
+def _masked(kept: bool, cotangent: Tensor, condition: Tensor) -> tuple[Tensor]:
+    """The cotangent where the condition is ``kept``."""
+    return (cotangent * (condition if kept else ~condition),)
+
+
+def _negative_part(cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """The cotangent, and the input where it is negative."""
+    return cotangent, input.clamp(max=0)

@@ -1,0 +1,49 @@
+"""Rules of joining tensors: each takes its own part of the cotangent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from autogram.rules._recipe import Recipe, positions, product
+from autogram.rules._registry import register_rule, variants
+
+
+@register_rule(*variants("cat", "concat", "concatenate"))
+def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> list[Recipe] | None:
+    """Tensors joined along a dimension, along which no samples can lie."""
+    dim = (dim if axis is None else axis) % tensors[0].dim()
+    output = positions(tensors[0].dim())
+    dims = output[:dim] + "-" + output[dim + 1 :]
+    recipes, start = [], 0
+    for tensor in tensors:
+        if tensor.dim() != tensors[0].dim():  # an old exception of torch: empty 1-d tensors
+            return None
+        part = partial(_part, dim + 1, start, tensor.shape[dim])
+        if tensor.requires_grad:
+            recipes.append(product(tensor, f"{output}->{output}", prepare=part, dims=dims))
+        start += tensor.shape[dim]
+    return recipes
+
+
+@register_rule(*variants("stack"))
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> list[Recipe]:
+    """Tensors joined along a new dimension, along which no samples can lie."""
+    dim %= tensors[0].dim() + 1
+    output = positions(tensors[0].dim())
+    dims = output[:dim] + "-" + output[dim:]
+    return [
+        product(tensor, f"{output}->{output}", prepare=partial(_slice, dim + 1, i), dims=dims)
+        for i, tensor in enumerate(tensors)
+        if tensor.requires_grad
+    ]
+
+
+def _part(dim: int, start: int, length: int, cotangent: Tensor) -> tuple[Tensor]:
+    return (cotangent.narrow(dim, start, length),)
+
+
+def _slice(dim: int, place: int, cotangent: Tensor) -> tuple[Tensor]:
+    return (cotangent.select(dim, place),)

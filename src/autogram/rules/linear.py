@@ -1,0 +1,102 @@
+"""Rules of matrix products.
+
+y[t, o] = sum_i x[t, i] W[o, i] + c[o]; with g the cotangent of y, the rows of a sample are
+
+    dW[o, i] = sum_t g[t, o] x[t, i]        dc[o] = sum_t g[t, o]
+
+with t over the positions of that sample. Every other product here is the same sum with its own
+indices (Goodfellow 2015, arXiv:1510.01799, for one position; Li et al. 2021, arXiv:2110.05679, for
+several).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._registry import register_rule, variants
+
+
+@register_rule(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Recipe] | None:
+    """Weight and bias of ``F.linear``."""
+    if weight.dim() != 2:
+        return None
+    t = positions(input.dim() - 1)
+    recipes = [product(weight, f"{t}o,{t}i->oi", input)]
+    if bias is not None:
+        recipes.append(product(bias, f"{t}o->o"))
+    return recipes
+
+
+@register_rule(*variants("matmul", "__matmul__", "mm", "bmm"))
+def matmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
+    """Both sides of a matrix product, with batches broadcast."""
+    output, left, right = _matmul_labels(input, other)
+    return multilinear(output, (input, left), (other, right))
+
+
+@register_rule(torch.Tensor.__rmatmul__)
+def rmatmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
+    """``other @ input``."""
+    return matmul(other, input)
+
+
+@register_rule(*variants("addmm", "addmm_", "baddbmm", "baddbmm_"))
+def addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> list[Recipe] | None:
+    """``beta * input + alpha * mat1 @ mat2``."""
+    output, left, right = _matmul_labels(mat1, mat2)
+    recipes = multilinear(output, (mat1, left), (mat2, right), scale=alpha)
+    shape = (*mat1.shape[:-1], mat2.shape[-1])
+    return None if recipes is None else [*recipes, addend(input, output, shape, scale=beta)]
+
+
+@register_rule(torch.einsum)
+def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
+    """Every operand of ``torch.einsum`` in its string form."""
+    if not isinstance(equation, str):
+        return None
+    tensors = list(operands[0]) if isinstance(operands[0], (list, tuple)) else list(operands)
+    parsed = _explicit(equation.replace(" ", ""), [tensor.dim() for tensor in tensors])
+    if parsed is None:
+        return None
+    output, terms = parsed
+    return multilinear(output, *zip(tensors, terms, strict=True))
+
+
+def _matmul_labels(left: Tensor, right: Tensor) -> tuple[str, str, str]:
+    """Indices of the output and of both sides of a matrix product."""
+    output, (left_batch, right_batch) = broadcast(left.shape[:-2], right.shape[:-2])
+    row = "o" if left.dim() > 1 else ""
+    column = "p" if right.dim() > 1 else ""
+    return output + row + column, left_batch + row + "i", right_batch + "i" + column
+
+
+def _explicit(equation: str, dims: list[int]) -> tuple[str, list[str]] | None:
+    """Output and inputs of an einsum equation, renamed to letters that rules may use."""
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    extra = [n - len(term.replace("...", "")) for term, n in zip(terms, dims, strict=True)]
+    hidden = "".join(chr(0x2460 + i) for i in range(max([0, *extra])))  # stand for the ellipsis
+    terms = [
+        term.replace("...", hidden[len(hidden) - n :] if n else "")
+        for term, n in zip(terms, extra, strict=True)
+    ]
+    if not arrow:  # by default, what occurs once, in alphabetical order, behind the ellipsis
+        together = "".join(terms)
+        output = hidden + "".join(
+            sorted(c for c in set(together) if together.count(c) == 1 and c not in hidden)
+        )
+    output = output.replace("...", hidden)
+    letters = "".join(dict.fromkeys("".join(terms)))
+    usable = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
+    if len(letters) > len(usable):
+        return None
+    table = str.maketrans(letters, usable[: len(letters)])
+    return output.translate(table), [term.translate(table) for term in terms]

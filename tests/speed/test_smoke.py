@@ -1,0 +1,38 @@
+"""The benchmark runs; run with `pytest tests/speed`, as the suite collects the unit tests only."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .__main__ import main
+from .measure import Timing
+from .report import Outcome
+
+
+def test_benchmark_prints_a_table_and_writes_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One round on the smallest model."""
+    path = tmp_path / "results.json"
+    main(["--model", "mlp", "--rounds", "1", "--profile", "--json", str(path)])
+    printed = capsys.readouterr().out
+    assert "| MLP, 8 layers of width 512, B = 64 |" in printed
+    assert "gramian" in printed
+    (line,) = json.loads(path.read_text())["lines"]
+    assert line["outcomes"]["autogram"]["ratio"]["median"] > 0
+    assert line["outcomes"]["autogram"]["error"] < 1e-10
+
+
+def test_ratios_are_of_one_round_and_order() -> None:
+    """Twice the time in every round is a ratio of two, however slow some rounds were."""
+    ratio = Timing([2.0, 20.0], [4.0, 40.0]).over(Timing([1.0, 10.0], [2.0, 20.0]))
+    assert (ratio.low, ratio.median, ratio.high, ratio.by_order) == (2, 2, 2, (2, 2))
+
+
+def test_wrong_gramians_and_failures_are_named() -> None:
+    """A table must not show a wrong engine as a fast one."""
+    assert Outcome(error=0.1, remark="why").error_cell == "**wrong**: 1e-01 (why)"
+    assert "wrong" not in Outcome(error=1e-12).error_cell
+    assert Outcome(failure="ValueError: no").error_cell == "ValueError: no"
+    assert Outcome(failure="ValueError: no").time_cell == "does not run"

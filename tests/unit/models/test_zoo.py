@@ -1,0 +1,103 @@
+"""The zoo and the checks are themselves able to fail."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from autogram.testing import reference_jacobian
+
+from .checks import (
+    TOLERANCE,
+    assert_gramian_equals_autograd,
+    assert_no_gradients,
+    assert_same_gradients,
+    relative_error,
+    trainable,
+)
+from .zoo import GPT2, SPECIMENS
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_every_parameter_shows_in_the_gramian(name: str) -> None:
+    """A Gramian that leaves out a parameter misses by far more than the tolerance.
+
+    Unless no loss depends on it: then the zoo says so.
+    """
+    specimen = SPECIMENS[name]
+    model = specimen.make_model(specimen.attentions[0])
+    losses = specimen.compute_losses(model, specimen.make_batch(specimen.sizes[-1]))
+    jacobian = reference_jacobian(losses, trainable(model))
+    sizes = [parameter.numel() for parameter in trainable(model)]
+    for (parameter_name, _), share in zip(
+        model.named_parameters(), jacobian.split(sizes, dim=1), strict=True
+    ):
+        error = relative_error(jacobian @ jacobian.T - share @ share.T, jacobian)
+        is_visible = error > 100 * TOLERANCE
+        assert is_visible != parameter_name.endswith(specimen.invisible or ("none",)), (
+            parameter_name
+        )
+
+
+@pytest.mark.parametrize("name", SPECIMENS)
+def test_dropout_is_active(name: str) -> None:
+    """Two passes over one batch give different losses."""
+    specimen = SPECIMENS[name]
+    model, batch = specimen.make_model(specimen.attentions[0]), specimen.make_batch(3)
+    first, second = (specimen.compute_losses(model, batch) for _ in range(2))
+    assert not torch.isclose(first, second).any()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, item in SPECIMENS.items() if len(item.attentions) == 2]
+)
+def test_implementations_of_attention_differ(name: str) -> None:
+    """The option reaches the model, or one of the two would be tested twice."""
+    specimen = SPECIMENS[name]
+    for attention in specimen.attentions:
+        assert specimen.make_model(attention).config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_output_layer_is_tied_to_the_embedding(name: str) -> None:
+    """Weight tying survives the conversion to float64."""
+    model = SPECIMENS[name].make_model("sdpa")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_wrong_gramian_is_refused() -> None:
+    """An error of one part in a million in one entry is seen."""
+    model = nn.Linear(3, 1).double()
+    losses = model(torch.randn(4, 3, dtype=torch.float64)).square().squeeze(1)
+    jacobian = reference_jacobian(losses, trainable(model))
+    gramian = jacobian @ jacobian.T
+    assert_gramian_equals_autograd(gramian, losses, model)
+    gramian[0, 1] += 1e-6 * gramian.max()
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_gramian_equals_autograd(gramian, losses, model)
+
+
+def test_different_gradients_are_refused() -> None:
+    """One last bit in one gradient is seen, and so is a missing gradient."""
+    model = GPT2.make_model("eager")
+    twin = deepcopy(model)
+    GPT2.compute_losses(model, GPT2.make_batch(2)).sum().backward()
+    with pytest.raises(AssertionError):
+        assert_same_gradients(model, twin)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        other.grad = parameter.grad.clone()
+    assert_same_gradients(model, twin)
+    last = trainable(twin)[-1].grad
+    last.copy_(torch.nextafter(last, last + 1))
+    with pytest.raises(AssertionError):
+        assert_same_gradients(model, twin)
+
+
+def test_accumulated_gradients_are_refused() -> None:
+    """A gradient on one parameter is seen."""
+    model = nn.Linear(2, 2)
+    assert_no_gradients(model.parameters())
+    model.bias.grad = torch.zeros(2)
+    with pytest.raises(AssertionError):
+        assert_no_gradients(model.parameters())
