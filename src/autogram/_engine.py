@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autogram._capture import BatchDim, Channel, Driver, Recorder
+from autogram._capture import BatchDim, Channel, Driver, Recordings
 from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidModulesError
 from autogram.hooks import HookManager
 
@@ -27,7 +25,7 @@ class Engine:
 
     Args:
         modules: The modules whose trainable parameters J is taken with respect to. None may be
-            inside another. They are hooked where they are; the engine may be dropped.
+            inside another. The hooks are taken off when the engine is dropped.
         batch_dim: The dimension of the losses that counts the samples. ``None`` treats the whole
             batch as one sample: right for any losses, slower for many of them. ``"auto"`` takes
             dimension 0, and where the objectives turn out not to be per-sample, treats them as
@@ -72,13 +70,13 @@ class Engine:
         channel = Channel()
         self._driver = Driver(channel, batch_dim, max(1, memory_limit_bytes // _ELEMENT_BYTES))
         self._hooks = HookManager()
-        session = _Session(channel, modules)
+        recordings = Recordings(channel, modules)
         for root in modules:
             for module in root.modules():
                 # Every module, and not the outermost ones alone: activation checkpointing runs
                 # some of them again in the backward pass, where the same taps must appear.
-                if module is root or next(module.parameters(), None) is not None:
-                    self._hooks.hook(module, session.before, session.after)
+                if module is root or _can_be_hooked(module):
+                    self._hooks.hook(module, recordings.begin, recordings.end)
         weakref.finalize(self, self._hooks.remove)
 
     def compute_gramian(self, losses: Tensor) -> Tensor:
@@ -123,48 +121,10 @@ class Engine:
         return self._driver.gramian(losses)
 
 
-class _Session(threading.local):
-    """The recorder of the forward pass that is running, one for each thread."""
-
-    def __init__(self, channel: Channel, modules: tuple[nn.Module, ...]) -> None:
-        self._channel = channel
-        self._modules = modules
-        self._recorder: Recorder | None = None
-        self._depth = 0
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Opens the recording at the outermost module."""
-        del module
-        if self._recorder is not None:
-            self._depth += 1
-        elif torch.is_grad_enabled():
-            recorder = Recorder(self._channel, _names(self._modules))
-            recorder.begin((args, kwargs))
-            recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
-            self._recorder, self._depth = recorder, 1
-
-    def after(self, module: nn.Module, output: Any) -> Any:
-        """Closes the recording at the outermost module, also if its forward raised."""
-        del module
-        if self._recorder is None:
-            return None
-        self._depth -= 1
-        if self._depth:
-            return None
-        recorder, self._recorder = self._recorder, None
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
-        ended = recorder.end(output)
-        return None if ended is output else ended
-
-
-def _names(modules: tuple[nn.Module, ...]) -> dict[Tensor, str]:
-    """The parameters of the modules as they are now, with their qualified names."""
-    names: dict[Tensor, str] = {}
-    for i, module in enumerate(modules):
-        prefix = f"{i}" if len(modules) > 1 else ""
-        for name, parameter in module.named_parameters(prefix=prefix):
-            names.setdefault(parameter, name)
-    return names
+def _can_be_hooked(module: nn.Module) -> bool:
+    """Whether a module has parameters, and a forward that Python runs."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return not is_scripted and next(module.parameters(), None) is not None
 
 
 def _check_modules(modules: tuple[nn.Module, ...]) -> None:
@@ -176,6 +136,11 @@ def _check_modules(modules: tuple[nn.Module, ...]) -> None:
             raise InvalidModulesError(
                 f"A {type(module).__name__} was given where a module is needed. Pass modules as "
                 "separate arguments: `Engine(encoder, head)`."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidModulesError(
+                f"{type(module).__name__} is scripted, so that no hook can be put on it. Pass the "
+                "module that it was scripted from, or one that contains it."
             )
     for i, outer in enumerate(modules):
         for j, inner in enumerate(modules):

@@ -47,22 +47,11 @@ class HookManager:
                 ``None`` replaces. It is also called, with ``None``, when the forward raises.
         """
         if before is not None:
-            chosen_before = before
-
-            def run_before(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-            ) -> None:
-                if self.is_active:
-                    chosen_before(module, args, kwargs)
-
+            run_before = _RunBefore(self, before)
             handle = module.register_forward_pre_hook(run_before, with_kwargs=True)
             self._handles.append(handle)
         if after is not None:
-            chosen_after = after
-
-            def run_after(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
-                return chosen_after(module, output) if self.is_active else None
-
+            run_after = _RunAfter(self, after)
             handle = module.register_forward_hook(run_after, always_call=True)
             self._handles.append(handle)
 
@@ -80,3 +69,40 @@ class HookManager:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+class _RunBefore:
+    """A hook that runs while its manager is active. A copy or a pickle of it does nothing."""
+
+    def __init__(self, manager: HookManager, function: Before) -> None:
+        self._manager = manager
+        self._function = function
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._manager.is_active:
+            self._function(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        return _Nothing, ()
+
+
+class _RunAfter:
+    """The same after the forward."""
+
+    def __init__(self, manager: HookManager, function: After) -> None:
+        self._manager = manager
+        self._function = function
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        del args
+        return self._function(module, output) if self._manager.is_active else None
+
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """What a hook becomes in a copy of its module, which belongs to no manager."""
+
+    def __call__(self, *args: Any) -> None:
+        del args

@@ -28,5 +28,5 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         gradients = torch.autograd.grad(
             loss, trainable, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        rows.append(torch.cat([gradient.to_dense().flatten() for gradient in gradients]))
     return torch.stack(rows)

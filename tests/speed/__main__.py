@@ -78,7 +78,7 @@ def explain(workload: Workload) -> str:
             trainer.step()
         phases = time_phases(trainer, steps=10)
         text.append(f"{name:>10}: " + ", ".join(f"{p} {1000 * phases[p]:.1f}" for p in PHASES))
-    return "\n".join([*text, profile_gramian(trainers["autogram"])])
+    return "\n".join([*text, *map(str, profile_gramian(trainers["autogram"])[:15])])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -61,19 +61,18 @@ class Line:
 def describe_machine() -> str:
     """The machine in words, without its name."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = torch.get_num_threads()
     return (
         f"{cores} cores ({torch.backends.cpu.get_cpu_capability()}), "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, float32."
+        f"{threads} {'thread' if threads == 1 else 'threads'}, torch {torch.__version__}, float32."
     )
 
 
 def make_table(lines: list[Line]) -> str:
     """Markdown table, with one line per workload, and how to read it."""
     engines = list(lines[0].outcomes)
-    header = ["model", "SGD step"]
-    header += [f"{engine} / SGD" for engine in engines] + [
-        f"error of {engine}" for engine in engines
-    ]
+    header = ["model", "SGD step", *(f"{engine} / SGD" for engine in engines)]
+    header += [f"error of {engine}" for engine in engines]
     rows = [header, ["---"] + ["---:"] * (len(header) - 1)]
     for line in lines:
         outcomes = [line.outcomes[engine] for engine in engines]

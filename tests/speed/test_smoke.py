@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from .__main__ import main
-from .measure import Timing
+from .__main__ import ENGINES, main
+from .measure import Timing, gramian_error
 from .report import Outcome
+from .workloads import WORKLOADS
 
 
 def test_benchmark_prints_a_table_and_writes_its_results(
@@ -15,13 +16,21 @@ def test_benchmark_prints_a_table_and_writes_its_results(
 ) -> None:
     """One round on the smallest model."""
     path = tmp_path / "results.json"
-    main(["--model", "mlp", "--rounds", "1", "--profile", "--json", str(path)])
+    main(["--model", "mlp", "--rounds", "1", "--no-torchjd", "--profile", "--json", str(path)])
     printed = capsys.readouterr().out
     assert "| MLP, 8 layers of width 512, B = 64 |" in printed
     assert "gramian" in printed
     (line,) = json.loads(path.read_text())["lines"]
     assert line["outcomes"]["autogram"]["ratio"]["median"] > 0
     assert line["outcomes"]["autogram"]["error"] < 1e-10
+
+
+# torchjd maps over attention, which has no batching rule on a CPU.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_both_engines_can_be_compared() -> None:
+    """torchjd is called as it wants to be called."""
+    for make_engine in ENGINES.values():
+        assert gramian_error(WORKLOADS["vit"], make_engine) < 1e-10
 
 
 def test_ratios_are_of_one_round_and_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import combinations
 
 import torch
@@ -41,14 +42,14 @@ class Columns:
         Args:
             limit: The number of elements that one intermediate result may have.
         """
-        regions = set(self._blocks) | ({self._whole} if self._lookups else set())
+        regions = {*self._blocks, self._whole} if self._lookups else self._blocks.keys()
         if any(overlap(p, q) for p, q in combinations(regions, 2)):
             return gram(self._spread(), limit)
         totals = [gram(blocks, limit) for blocks in self._blocks.values()]
         if self._lookups:
             dense = self._blocks.get(self._whole, [])
             totals.append(gram_of_lookup(concatenate(self._lookups), dense, limit))
-        return torch.stack(totals).sum(0) if totals else None
+        return reduce(torch.add, totals) if totals else None
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""

@@ -14,6 +14,10 @@ from torch import Tensor
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
 
+# Beyond 32 MiB, the C library takes memory from the system for every tensor anew, and touching it
+# for the first time is slower than the arithmetic: rows of 150 MB took twice the time in one piece.
+_CPU_ELEMENTS = 2**22
+
 Signature = tuple[tuple[str, Shapes], ...]
 
 
@@ -44,11 +48,13 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
         All inner products of rows, of shape ``(k, b, k, b)``.
     """
     blocks = merge(blocks)
+    if blocks[0].operands[0].device.type == "cpu":
+        limit = min(limit, _CPU_ELEMENTS)
     plan = find_plan(tuple((block.equation, block.shapes) for block in blocks), limit)
     if plan.method == "rows":
         return _gram_of_rows(blocks, plan)
-    total = torch.zeros((), dtype=blocks[0].operands[0].dtype, device=blocks[0].operands[0].device)
-    for i, first in enumerate(blocks):
+    total = cross(blocks[0], blocks[0], plan.chunks)
+    for i, first in enumerate(blocks[1:], start=1):
         for second in blocks[:i]:
             product = cross(first, second, plan.chunks)
             total = total + product + product.permute(2, 3, 0, 1)
@@ -58,11 +64,11 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
 
 def cross(first: Block, second: Block, chunks: int = 1) -> Tensor:
     """Inner products of the rows of two blocks of one tensor, ``(k, b, k, b)``."""
-    parts = [
-        einsum(_cross_equation(first.equation, part.equation), first.operands + part.operands)
-        for part in second.chunks("b", chunks)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 3)
+    equation = _cross_equation(first.equation, second.equation)
+    if chunks == 1:
+        return einsum(equation, first.operands + second.operands)
+    parts = second.chunks("b", chunks)
+    return torch.cat([einsum(equation, first.operands + part.operands) for part in parts], 3)
 
 
 def rows(blocks: Sequence[Block]) -> Tensor:
@@ -79,6 +85,8 @@ def merge(blocks: Sequence[Block]) -> list[Block]:
     A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
     planner sees the applications as positions.
     """
+    if len(blocks) == 1:
+        return list(blocks)
     groups: dict[tuple[str, Shapes], list[Block]] = {}
     for block in blocks:
         groups.setdefault((block.equation, block.shapes), []).append(block)
@@ -102,28 +110,43 @@ def find_plan(signature: Signature, limit: int) -> Plan:
     so the two are compared here. Both are cut into pieces where they exceed the limit.
     """
     blocks = [Block(equation, _meta(shapes)) for equation, shapes in signature]
+    by_rows, by_factors = _plan_rows(blocks, limit), _plan_factors(blocks, limit)
+    return min(by_rows, by_factors, key=lambda plan: plan.cost)
+
+
+def _plan_rows(blocks: list[Block], limit: int) -> Plan:
+    """Forming the rows and multiplying them by themselves."""
     sizes = blocks[0].sizes
     m = sizes["k"] * sizes["b"]
     n = prod(sizes[label] for label in blocks[0].parameter)
-    forming = [find_path(block.equation, block.shapes) for block in blocks]
-    largest = max((1, *blocks[0].parameter), key=lambda label: sizes.get(str(label), 1))
-    row_chunks = -(-max(path.largest for path in forming) // limit)
-    by_rows = Plan(
-        "rows",
-        str(largest) if blocks[0].parameter else "",
-        min(row_chunks, sizes.get(str(largest), 1)),
-        sum(path.cost for path in forming) + m * m * (n + MEMORY_COST) + MEMORY_COST * m * n,
+    paths = [find_path(block.equation, block.shapes) for block in blocks]
+    cost = sum(path.cost for path in paths) + m * m * n + MEMORY_COST * (m * m + m * n)
+    # Cut along a dimension of the largest operand, so that its parts too are copied one by one.
+    largest = max(
+        (x.numel(), of)
+        for block in blocks
+        for of, x in zip(block.inputs, block.operands, strict=True)
     )
-    pairs = [
+    labels = [label for label in blocks[0].parameter if label in largest[1]] or blocks[0].parameter
+    label = max(labels, key=lambda label: sizes[label], default="")
+    elements = max(largest[0], *(path.largest for path in paths))
+    return Plan("rows", label, _chunks(elements, limit, sizes.get(label, 1)), cost)
+
+
+def _plan_factors(blocks: list[Block], limit: int) -> Plan:
+    """Contracting every pair of blocks without rows."""
+    paths = [
         find_path(_cross_equation(p.equation, q.equation), p.shapes + q.shapes)
         for i, p in enumerate(blocks)
         for q in blocks[: i + 1]
     ]
-    factor_chunks = -(-max(path.largest for path in pairs) // limit)
-    by_factors = Plan(
-        "factors", "b", min(factor_chunks, sizes["b"]), sum(path.cost for path in pairs)
-    )
-    return min(by_rows, by_factors, key=lambda plan: plan.cost)
+    chunks = _chunks(max(path.largest for path in paths), limit, blocks[0].sizes["b"])
+    return Plan("factors", "b", chunks, sum(path.cost for path in paths))
+
+
+def _chunks(elements: int, limit: int, size: int) -> int:
+    """Into how many parts to cut an index of some size, so that each part keeps the limit."""
+    return max(1, min(-(-elements // limit), size))
 
 
 def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:

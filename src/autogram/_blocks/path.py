@@ -95,7 +95,21 @@ def _step(positions: tuple[int, ...], equation: str, sizes: dict[str, int]) -> S
             return Step(
                 positions, partial(_multiply_sum, terms[0], terms[1], output), volume, volume
             )
-    return Step(positions, partial(torch.einsum, equation), volume, elements)
+    return Step(positions, partial(_einsum, equation), volume, elements)
+
+
+def _einsum(equation: str, *operands: Tensor) -> Tensor:
+    """``torch.einsum``, with views that repeat elements (patches of an image) copied beforehand.
+
+    Left to itself, it would copy them into an order in which they are read with large strides.
+    """
+    return torch.einsum(equation, *(x.contiguous() if _repeats(x) else x for x in operands))
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether a view reads some elements of its storage more than once."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((n - 1) * stride for n, stride in pairs) + 1 < tensor.numel()
 
 
 def _multiply_sum(first: str, second: str, output: str, x: Tensor, y: Tensor) -> Tensor:

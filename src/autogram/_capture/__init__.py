@@ -1,7 +1,7 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
 from autogram._capture.driver import BatchDim, Driver
-from autogram._capture.recorder import Recorder
 from autogram._capture.recording import Channel
+from autogram._capture.recordings import Recordings
 
-__all__ = ["BatchDim", "Channel", "Driver", "Recorder"]
+__all__ = ["BatchDim", "Channel", "Driver", "Recordings"]

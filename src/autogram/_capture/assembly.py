@@ -13,15 +13,21 @@ from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import Use, contiguous, pull_back
 
-LayoutsOf = Callable[[Recording], Mapping[int, Layout]]
+LayoutsOf = Callable[[Recording], Mapping[int, Layout] | None]
 
 
 class UnknownLayoutError(Exception):
-    """A use has a cotangent, and it is not known where its samples lie."""
+    """It is not known where the samples of a use lie.
 
-    def __init__(self, use: Use) -> None:
+    Attributes:
+        use: The use.
+        is_needed: Whether it has a cotangent, so that a layout must be found.
+    """
+
+    def __init__(self, use: Use, *, is_needed: bool) -> None:
         super().__init__(use.function)
         self.use = use
+        self.is_needed = is_needed
 
 
 class Assembly:
@@ -33,7 +39,8 @@ class Assembly:
 
     Args:
         channel: The channel of the taps.
-        layouts_of: The layouts of a recording's uses, or ``None`` if all is one sample.
+        layouts_of: The layouts of a recording's uses (``None`` if they were never sought), or
+            ``None`` if all is one sample.
         limit: The number of elements that one intermediate result may have.
     """
 
@@ -54,14 +61,17 @@ class Assembly:
         """Takes in one use."""
         self.has_arrivals = True
         layout = None
-        is_zero = False
+        is_skipped = False
         if self._layouts_of is not None:
-            layout = self._layouts_of(use.recording).get(use.index)
-            if layout is None:
-                is_zero = not bool(cotangent.any())
-                if not is_zero:
-                    raise UnknownLayoutError(use)
-        if not is_zero:
+            layouts = self._layouts_of(use.recording)
+            if layouts is None:
+                raise UnknownLayoutError(use, is_needed=False)
+            layout = layouts.get(use.index)
+            if layout is None:  # it had no cotangent so far: a branch with weights of zero, say
+                if bool(cotangent.any()):
+                    raise UnknownLayoutError(use, is_needed=True)
+                is_skipped = True
+        if not is_skipped:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
             self._count(tracked)
@@ -110,8 +120,10 @@ class Assembly:
     def _pull_back(self, tracked: Tracked) -> None:
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
         rows = self._derived.pop(tracked).dense()
+        is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
         with self._channel.blocking():
-            for parameter, block in pull_back(tracked, rows, self._limit):
+            pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
+            for parameter, block in pulled:
                 self._columns_of(parameter).add(Region.of(parameter), block)
 
     def _contract(self, parameter: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,22 +40,34 @@ def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
-    """The value with some tensors, given by their ``id``, exchanged; itself if it has none."""
+    """The value with some tensors, given by their ``id``, exchanged."""
+    return map_tensors(value, lambda tensor: substitutes.get(id(tensor), tensor))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The value with ``function`` of each tensor in it; itself if that changes nothing.
+
+    Containers are copied and not changed: they belong to the user's code, which may keep them.
+    """
     if isinstance(value, Tensor):
-        return substitutes.get(id(value), value)
-    if not any(id(tensor) in substitutes for tensor in tensors_in(value)):
+        return function(value)
+    if isinstance(value, _OPAQUE) or next(tensors_in(value), None) is None:
         return value
     if isinstance(value, (list, tuple)):
-        items = [exchange(item, substitutes) for item in value]
+        items = [map_tensors(item, function) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    # A copy, because the container belongs to the user's code, which may keep it.
+    members = dict(value.items() if isinstance(value, Mapping) else vars(value).items())
+    changed = {name: map_tensors(item, function) for name, item in members.items()}
+    if all(changed[name] is members[name] for name in members):
+        return value
     copied = copy.copy(value)
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            copied[key] = exchange(item, substitutes)
-    else:
-        for name, item in vars(value).items():
-            object.__setattr__(copied, name, exchange(item, substitutes))
+    for name, item in changed.items():
+        if isinstance(value, Mapping):
+            copied[name] = item
+        else:
+            object.__setattr__(copied, name, item)
     return copied
 
 

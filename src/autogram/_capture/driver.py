@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Mapping
 from typing import Literal
@@ -14,6 +15,7 @@ from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
 from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Probe
 from autogram._capture.recording import Channel, Recording
+from autogram._capture.tail import Tail
 from autogram._capture.visit import visit
 from autogram._errors import (
     CoupledObjectivesWarning,
@@ -22,7 +24,7 @@ from autogram._errors import (
 )
 
 BatchDim = int | Literal["auto"] | None
-Key = tuple[int, tuple[int, ...], int | None]
+Key = tuple[int, tuple[int, ...], int | None, int]
 
 # From `warnings.warn` through `_warn`, `_gramian`, `gramian` and `Engine` to the user's line.
 _USER_LEVEL = 5
@@ -46,7 +48,10 @@ class Driver:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
-        self._layouts: dict[Key, Mapping[int, Layout] | None] = {}
+        self._layouts: dict[Key, Mapping[int, Layout]] = {}
+        self._mixed: set[Key] = set()
+        self._structures: set[tuple[int, int | None, int]] = set()
+        self._generator = random.Random(0)  # of its own: the user's random state is not touched
         self._has_warned = False
 
     def gramian(self, losses: Tensor) -> Tensor:
@@ -66,45 +71,66 @@ class Driver:
         """The Gramian, with samples or without."""
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
+        tail = Tail.of(self._channel, losses)
         if objectives.samples > 1:
             try:
-                return self._assemble_per_sample(objectives)
+                return self._assemble_per_sample(objectives, tail)
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":
                     raise
                 self._warn(error)
-        return self._assemble(Objectives(losses, None), None)
+        return self._assemble(Objectives(losses, None), tail, None)
 
-    def _assemble_per_sample(self, objectives: Objectives) -> Tensor:
+    def _assemble_per_sample(self, objectives: Objectives, tail: Tail) -> Tensor:
         """The Gramian of per-sample losses, after a look for the samples where it is needed."""
+        # Where the losses pick samples by an index tensor, the next call may pick others.
+        known = {} if tail.has_indices else self._layouts
 
-        def layouts_of(recording: Recording) -> Mapping[int, Layout]:
-            key = self._key(recording, objectives)
-            known = self._layouts.get(key, {})
-            if known is None:
+        def layouts_of(recording: Recording) -> Mapping[int, Layout] | None:
+            key = self._key(recording, objectives, tail)
+            if key in self._mixed:
                 raise MixedSamplesError("The samples are mixed, as in an earlier call.")
-            return known
+            return known.get(key)
 
         while True:
             try:
-                return self._assemble(objectives, layouts_of)
+                return self._assemble(objectives, tail, layouts_of)
             except UnknownLayoutError as unknown:
-                probe = Probe(objectives.samples)
-                try:
-                    probe.run(self._channel, objectives, unknown.use)
-                except MixedSamplesError:
-                    self._remember(self._key(unknown.use.recording, objectives), None)
-                    raise
-                for recording, layouts in probe.found().items():
-                    self._remember(self._key(recording, objectives), layouts)
+                for recording, layouts in self._seek(objectives, tail, unknown).items():
+                    key = self._key(recording, objectives, tail)
+                    known[key] = {**known.pop(key, {}), **layouts}
+                    if len(known) > _REMEMBERED:
+                        del known[next(iter(known))]
 
-    def _assemble(self, objectives: Objectives, layouts_of: LayoutsOf | None) -> Tensor:
+    def _seek(
+        self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError
+    ) -> Mapping[Recording, Mapping[int, Layout]]:
+        """Finds the layouts of all uses that the losses depend on."""
+        recording = unknown.use.recording
+        structure = (recording.structure, objectives.batch_dim, tail.structure)
+        probe = Probe(self._channel, objectives)
+        try:
+            probe.run(
+                unknown.use if unknown.is_needed else None,
+                thorough=structure not in self._structures,
+                generator=self._generator,
+            )
+        except MixedSamplesError:
+            if not tail.has_indices:
+                self._mixed.add(self._key(recording, objectives, tail))
+            raise
+        self._structures.add(structure)
+        return {recording: {}, **probe.found()}
+
+    def _assemble(self, objectives: Objectives, tail: Tail, layouts_of: LayoutsOf | None) -> Tensor:
         """One pass past the taps, with the layouts that are known."""
         assembly = visit(
             self._channel,
             objectives.losses,
             objectives.cotangents(),
             lambda: Assembly(self._channel, layouts_of, self._limit),
+            is_batchable=tail.is_batchable
+            and all(recording.is_batchable for recording in self._channel.recordings),
         )
         if not assembly.has_arrivals:
             raise NotConnectedError(
@@ -119,16 +145,10 @@ class Driver:
             return objectives.losses.new_zeros(m, m, dtype=dtype)
         return objectives.arrange_gramian(gramian)
 
-    def _key(self, recording: Recording, objectives: Objectives) -> Key:
+    def _key(self, recording: Recording, objectives: Objectives, tail: Tail) -> Key:
         """What the layouts of a recording may depend on."""
-        return recording.signature, tuple(objectives.losses.shape), objectives.batch_dim
-
-    def _remember(self, key: Key, layouts: Mapping[int, Layout] | None) -> None:
-        """Keeps layouts for the next call, ``None`` if the samples are mixed."""
-        known = self._layouts.pop(key, None)
-        self._layouts[key] = {**known, **layouts} if known and layouts else layouts
-        if len(self._layouts) > _REMEMBERED:
-            del self._layouts[next(iter(self._layouts))]
+        shape = tuple(objectives.losses.shape)
+        return recording.signature, shape, objectives.batch_dim, tail.fingerprint
 
     def _warn(self, error: MixedSamplesError) -> None:
         """Tells the user, once, that the whole batch is treated as one sample."""

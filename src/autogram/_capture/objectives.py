@@ -39,15 +39,16 @@ class Objectives:
         eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
         return self._arrange(eye.unsqueeze(-1).expand(k, k, b))
 
-    def one_hot(self, sample: int) -> Tensor:
-        """Zero for all samples but one, of shape ``(1, *losses)``.
+    def only(self, chosen: Tensor) -> Tensor:
+        """Zero for all samples that are not ``chosen``, of shape ``(1, *losses)``.
 
-        The objectives of that sample get different weights: with equal ones, outputs that add up
+        The objectives of a sample get different weights: with equal ones, outputs that add up
         to a constant, such as probabilities, would have no gradient.
         """
         k, b = self.per_sample, self.samples
         cotangent = self.losses.new_zeros(1, k, b)
-        cotangent[0, :, sample] = torch.linspace(1.0, 2.0, k)
+        weights = torch.linspace(1.0, 2.0, k, dtype=cotangent.dtype, device=cotangent.device)
+        cotangent[0] = weights.unsqueeze(1) * chosen.to(cotangent.device)
         return self._arrange(cotangent)
 
     def arrange_gramian(self, gramian: Tensor) -> Tensor:

@@ -1,6 +1,9 @@
-"""The probe: finds where the samples lie, by a backward pass for one sample alone."""
+"""The probe: finds where the samples lie, by backward passes for some of the samples alone."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -12,60 +15,66 @@ from autogram._capture.use import Use
 from autogram._capture.visit import visit
 from autogram._errors import MixedSamplesError, NonFiniteError
 
-# After that many probes that do not tell two layouts apart, they agree wherever there is a
-# cotangent at all, and the first of them is as good as any.
-_MOST_PROBES_TO_TELL_APART = 4
-
 
 class Probe:
-    """The candidates that are left for each use, after the samples probed so far.
+    """The candidates that are left for each use, after the passes so far.
 
-    A cotangent that is zero for all samples but one must be exactly zero outside of that sample's
-    place: zeros survive every differentiable operation, so this needs no tolerance. What is not
-    zero there belongs to another place, or the samples are mixed.
+    Where the cotangent of the losses is zero for all but some chosen samples, that of a use must
+    be exactly zero outside of their places: zeros survive every differentiable operation, so this
+    needs no tolerance. A layout that says otherwise is wrong; if none is left, samples are mixed.
+
+    A *thorough* probe passes once for each binary digit of the samples' numbers, and once for its
+    complement. Any two samples differ in a digit, so no mixture and no permutation can hide. A
+    quick one takes half of the samples at random: enough where the same calls were probed before
+    on tensors of another shape.
     """
 
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
+    def __init__(self, channel: Channel, objectives: Objectives) -> None:
+        self._channel = channel
+        self._objectives = objectives
         self._left: dict[Use, list[Layout]] = {}
-        self._sample = 0
+        self._chosen = torch.zeros(0, dtype=torch.bool)
 
-    def run(self, channel: Channel, objectives: Objectives, wanted: Use) -> None:
-        """Probes samples until every use is settled.
+    def run(self, wanted: Use | None, *, thorough: bool, generator: random.Random) -> None:
+        """Passes until every use is settled.
 
         Args:
-            channel: The channel of the taps.
-            objectives: What to differentiate.
-            wanted: A use known to have a cotangent, so that a sample must be found that shows it.
+            wanted: A use known to have a cotangent, if there is one.
+            thorough: Whether nothing is known of these calls yet.
+            generator: Chooses the samples of a quick probe.
 
         Raises:
             MixedSamplesError: No layout fits a use.
             NonFiniteError: A cotangent is infinite or not a number.
         """
-        b = self._batch
-        # The middle first: places 0 and b - 1 are likelier to be those of a single token, too.
-        order = dict.fromkeys([b // 2, 0, b - 1, *range(b)])
-        for count, sample in enumerate(order):
-            unclear = any(len(left) > 1 for left in self._left.values())
-            if wanted in self._left and not (unclear and count < _MOST_PROBES_TO_TELL_APART):
+        b = self._objectives.samples
+        subsets = _digits(b) if thorough else _halves(b, generator)
+        for count, chosen in enumerate(subsets):
+            is_clear = all(len(left) == 1 for left in self._left.values())
+            if count and not thorough and is_clear and (not wanted or wanted in self._left):
                 return
-            self._sample = sample
-            visit(channel, objectives.losses, objectives.one_hot(sample), lambda: self._observe)
-        if wanted not in self._left:
+            self._chosen = chosen
+            cotangent = self._objectives.only(chosen)
+            visit(self._channel, self._objectives.losses, cotangent, lambda: self._observe)
+        if wanted and wanted not in self._left:
             raise MixedSamplesError(
-                f"{describe(wanted)} has a cotangent for all samples together and none for each "
-                "alone, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
+                f"{describe(wanted)} has a cotangent for all samples together and none for parts "
+                "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
             )
 
     def found(self) -> dict[Recording, dict[int, Layout]]:
-        """The layouts, by recording and index of the use."""
+        """The layouts, by recording and index of the use, of all uses that have a cotangent.
+
+        Where several are left after a thorough probe, they agree wherever the cotangent is not
+        zero, and the first is as good as any.
+        """
         layouts: dict[Recording, dict[int, Layout]] = {}
         for use, left in self._left.items():
             layouts.setdefault(use.recording, {})[use.index] = left[0]
         return layouts
 
     def _observe(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Rules out the layouts of a use that the cotangent of one sample contradicts."""
+        """Rules out the layouts of a use that the cotangent contradicts."""
         del saved
         if not torch.isfinite(cotangent).all():
             raise NonFiniteError(
@@ -73,33 +82,50 @@ class Probe:
                 "be seen where the samples lie. Look for a division by zero or an overflow behind "
                 "this call; `torch.autograd.detect_anomaly()` finds it."
             )
-        places = cotangent[0] != 0
+        places = (cotangent[0] != 0).cpu()
         if not places.any():
             return
         left = self._left.get(use)
         if left is None:
-            left = candidates(use.shape, use.dims, self._batch)
+            left = candidates(use.shape, use.dims, self._objectives.samples)
         left = [layout for layout in left if self._fits(layout, places)]
         if not left:
             raise MixedSamplesError(
                 f"The samples are mixed before the result of {describe(use)} reaches the losses: "
-                f"the cotangent of sample {self._sample} has no place of its own in a tensor of "
-                f"shape {use.shape}. Batch normalisation in training mode does this, and so do "
-                "losses that compare samples, or a parameter used without a batch. Call `.eval()` "
-                "on the normalisation, replace it by `nn.GroupNorm`, or pass `batch_dim=None` to "
+                f"in this tensor of shape {use.shape}, they have no places of their own. Batch "
+                "normalisation in training mode does this, and so do losses that compare or "
+                "reorder samples, and parameters that are used without a batch. Call `.eval()` on "
+                "the normalisation, replace it by `nn.GroupNorm`, or pass `batch_dim=None` to "
                 "`Engine` (exact for any losses, slower)."
             )
         self._left[use] = left
 
     def _fits(self, layout: Layout, places: Tensor) -> bool:
-        """Whether all places with a cotangent are those of the probed sample."""
-        along = places.movedim(layout.dim, 0).flatten(1).any(1)
+        """Whether all places with a cotangent are those of chosen samples."""
+        along = places.movedim(layout.dim, 0).reshape(places.shape[layout.dim], -1).any(1)
         by_sample = along.view(layout.before, layout.batch, layout.after).any(2).any(0)
-        by_sample[self._sample] = False
-        return not bool(by_sample.any())
+        return not bool((by_sample & ~self._chosen).any())
 
 
 def describe(use: Use) -> str:
     """A use by its function and the parameters that it reads."""
     names = dict.fromkeys(use.recording.names[p] for t in use.reads for p in t.sources)
     return f"`{use.function}` with " + ", ".join(f"`{name}`" for name in names)
+
+
+def _digits(b: int) -> Iterator[Tensor]:
+    """For each binary digit of the numbers below ``b``: those that have it, and the others."""
+    numbers = torch.arange(b)
+    for digit in range((b - 1).bit_length()):
+        has_digit = (numbers >> digit) % 2 == 1
+        yield has_digit
+        yield ~has_digit
+
+
+def _halves(b: int, generator: random.Random) -> Iterator[Tensor]:
+    """Half of the numbers below ``b`` and the other half, twice."""
+    for _ in range(2):
+        chosen = torch.zeros(b, dtype=torch.bool)
+        chosen[generator.sample(range(b), b // 2)] = True
+        yield chosen
+        yield ~chosen

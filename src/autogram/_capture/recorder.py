@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from autogram._capture.batching import WRONG_WHEN_BATCHED
 from autogram._capture.composite import inlined
-from autogram._capture.containers import exchange, tensors_in, tensors_in_call
+from autogram._capture.containers import exchange, map_tensors, tensors_in, tensors_in_call
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.tap import is_tap_of, tap
+from autogram._capture.tap import is_in_place_tap, is_tap_of, tap
 from autogram._capture.tracked import (
     Tracked,
     settle,
@@ -24,9 +25,11 @@ from autogram._capture.tracked import (
     track_unseen,
 )
 from autogram._capture.use import FallbackUse, Operand, RuleUse, Use
+from autogram._errors import UnsupportedError
 from autogram.rules import Recipe, Rule, find_rule, product
 
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
+_LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _IN_PLACE_OPERATORS = {
     "__setitem__",
     *(f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")),
@@ -38,9 +41,7 @@ class _Batched:
 
 
 _BATCHED = _Batched()
-Status = Tracked | _Batched | Tensor | None
-"""Tracked, batched, or a constant (``None``). A tensor stands for one that must be read in place
-of the marked one: its tapped version."""
+Status = Tracked | _Batched | None  # the last for a constant
 
 
 class Recorder(TorchFunctionMode):
@@ -52,9 +53,16 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, channel: Channel, parameters: Mapping[Tensor, str]) -> None:
         super().__init__()
+        for parameter, name in parameters.items():
+            if parameter.requires_grad and parameter.is_complex():
+                raise UnsupportedError(
+                    f"The parameter `{name}` is complex, and the inner product of complex "
+                    "gradients is not settled. Keep it as a real parameter with a last dimension "
+                    "of size two, and use `torch.view_as_complex` of it in the forward."
+                )
         self._recording = Recording(channel, dict(parameters))
         self._parameters = {id(p): track_parameter(p) for p in parameters if p.requires_grad}
-        self._marks: dict[int, tuple[weakref.ref[Tensor], Status]] = {}
+        self._marks: dict[int, tuple[weakref.ref[Tensor], Status, int, bool]] = {}
         channel.recordings.add(self._recording)
 
     def begin(self, inputs: Any) -> None:
@@ -77,9 +85,7 @@ class Recorder(TorchFunctionMode):
                 recipe = product(tensor, f"{letters}->{letters}")
                 operands = [(tensor, settle(tensor, status))]
                 use = self._rule_use("the output of the module", tensor, [recipe], operands)
-                status = tap(use, tensor, (), in_place=False)
-            if isinstance(status, Tensor):
-                substitutes[id(tensor)] = status
+                substitutes[id(tensor)] = tap(use, tensor, (), in_place=False)
         self._marks.clear()
         return exchange(output, substitutes) if substitutes else output
 
@@ -93,19 +99,20 @@ class Recorder(TorchFunctionMode):
         """Carries out one torch call, and records it."""
         del types
         kwargs = kwargs or {}
+        if torch._C._are_functorch_transforms_active():
+            # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What
+            # comes out of the transform is adopted, like the output of any call not seen.
+            return function(*args, **kwargs)
         tracked: list[tuple[Tensor, Tracked]] = []
         batched = False
-        substitutes: dict[int, Tensor] = {}
-        for tensor in tensors_in_call(args, kwargs):
+        # Of `x.to(y)` and the like, `y` gives no more than a dtype or a shape.
+        read = (args[:1], {}) if _name(function) in _LOOK_AT_OTHER else (args, kwargs)
+        for tensor in tensors_in_call(*read):
             status = self._status(tensor)
             if isinstance(status, Tracked):
                 tracked.append((tensor, status))
             elif status is not None:
                 batched = True
-                if isinstance(status, Tensor):
-                    substitutes[id(tensor)] = status
-        if substitutes:
-            args, kwargs = exchange(args, substitutes), exchange(kwargs, substitutes)
         if not torch.is_grad_enabled():
             tracked = []
         if not tracked:
@@ -128,7 +135,9 @@ class Recorder(TorchFunctionMode):
         operands: list[tuple[Tensor, Tracked]],
     ) -> Any:
         """A call that reads tracked and batched tensors."""
-        rule = find_rule(function)
+        is_complex = any(tensor.is_complex() for tensor in tensors_in_call(args, kwargs))
+        # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
+        rule = None if is_complex else find_rule(function)
         recipes = _recipes(rule, args, kwargs, operands) if rule is not None else None
         if recipes is not None:
             return self._use_with_rule(function, args, kwargs, operands, recipes)
@@ -188,14 +197,21 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """A call that is left to the fallback: made on aliases, which only this call reads."""
         in_place = _is_in_place(function)
-        aliases: dict[int, Tensor] = {}
-        edges = []
-        tracked = list({id(tensor): (tensor, status) for tensor, status in operands}.values())
-        for tensor, _ in tracked:
-            if not (in_place and tensor is args[0]):  # else the call must change the tensor itself
-                aliases[id(tensor)] = tensor.view_as(tensor)
-            edges.append(get_gradient_edge(aliases.get(id(tensor), tensor)))
-        args, kwargs = exchange(args, aliases), exchange(kwargs, aliases)
+        by_id = {id(tensor): status for tensor, status in operands}
+        edges: list[GradientEdge] = []
+        reads: list[Tracked] = []
+
+        def alias(tensor: Tensor) -> Tensor:
+            status = by_id.get(id(tensor))
+            if status is None:
+                return tensor
+            reads.append(status)
+            # What an in-place call changes must be the tensor itself; its edge is that of before.
+            own = tensor if in_place and tensor is args[0] else tensor.view_as(tensor)
+            edges.append(get_gradient_edge(own))
+            return own
+
+        args, kwargs = map_tensors((args, kwargs), alias)
         output = function(*args, **kwargs)
         changed = args[0] if in_place else output
         substitutes = {}
@@ -209,7 +225,7 @@ class Recorder(TorchFunctionMode):
                 _name(function),
                 tuple(tensor.shape),
                 tensor.dtype,
-                tuple(status for _, status in tracked),
+                tuple(reads),
                 get_gradient_edge(tensor),
                 tuple(edges),
             )
@@ -224,7 +240,7 @@ class Recorder(TorchFunctionMode):
         """Enters a use into the recording."""
         recording = self._recording
         recording.count += 1
-        recording.signature = hash((recording.signature, use.function, use.shape))
+        recording.signature = hash((recording.signature, use.shape))
         for tracked in use.reads:
             recording.add(tracked)
 
@@ -233,10 +249,15 @@ class Recorder(TorchFunctionMode):
         parameter = self._parameters.get(id(tensor))
         if parameter is not None:
             return parameter
+        has_graph = tensor.grad_fn is not None
         mark = self._marks.get(id(tensor))
         if mark is not None and mark[0]() is tensor:
-            return mark[1]
-        if tensor.grad_fn is None:
+            _, status, version, had_graph = mark
+            # A mark is stale where a view of the tensor was changed in place, or a custom autograd
+            # Function has made the result of its own, unrecorded calls a part of the graph.
+            if not has_graph or (had_graph and tensor._version == version):
+                return status
+        if not has_graph:
             return None
         status = self._adopt(tensor)
         self._mark(tensor, status)
@@ -247,7 +268,7 @@ class Recorder(TorchFunctionMode):
 
         That is a custom autograd Function, a scripted module, or a call before the recording. If
         parameters entered it there, the tensor is derived from them; if batched tensors did too,
-        it is a use, and is tapped where it is first read.
+        it is a use, and is tapped when it is first read.
         """
         sources, reaches_tap = self._untapped_parameters(tensor)
         if not sources:
@@ -266,9 +287,8 @@ class Recorder(TorchFunctionMode):
             sources,
         )
         self._count(use)
-        tapped = tap(use, tensor, (), in_place=False)
-        self._mark(tapped, _BATCHED)
-        return tapped
+        tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
+        return _BATCHED
 
     def _untapped_parameters(self, tensor: Tensor) -> tuple[tuple[Tensor, ...], bool]:
         """The parameters that reach a tensor past every tap, and whether a tap does."""
@@ -282,7 +302,8 @@ class Recorder(TorchFunctionMode):
             seen.add(node)
             if is_tap_of(self._recording.channel, node):
                 reaches_tap = True
-                continue
+                if not is_in_place_tap(node):  # else it may cover no more than a slice
+                    continue
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) in self._parameters:
                 found[id(variable)] = variable
@@ -291,7 +312,8 @@ class Recorder(TorchFunctionMode):
 
     def _mark(self, tensor: Tensor, status: Status) -> None:
         """Remembers what is known of a tensor."""
-        self._marks[id(tensor)] = (weakref.ref(tensor), status)
+        has_graph = tensor.grad_fn is not None
+        self._marks[id(tensor)] = (weakref.ref(tensor), status, tensor._version, has_graph)
 
     def _mark_batched(
         self,
@@ -310,10 +332,15 @@ class Recorder(TorchFunctionMode):
             self._mark(args[0], _BATCHED)
         else:
             return
-        # The flags of a call (the training mode of batch normalisation, say) can decide where
-        # samples meet, so they are part of the signature by which layouts are remembered.
-        flags = tuple(x for x in (*args, *kwargs.values()) if x is True or x is False)
-        self._recording.signature = hash((self._recording.signature, function, flags))
+        # The numbers in a call (the training mode of batch normalisation, the shift of a roll) can
+        # decide where samples lie or meet, so layouts are remembered together with them. Other
+        # integers than flags are often sizes: they are left out of the structure.
+        recording = self._recording
+        recording.is_batchable &= _name(function) not in WRONG_WHEN_BATCHED
+        numbers = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, int))
+        flags = tuple(x for x in numbers if isinstance(x, bool))
+        recording.structure = hash((recording.structure, function, flags))
+        recording.signature = hash((recording.signature, function, numbers))
 
     def _mark_derived(
         self,

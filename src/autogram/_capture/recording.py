@@ -68,8 +68,12 @@ class Recording:
     uses: dict[Tensor, int] = field(default_factory=dict)
     """How many uses each parameter had, directly or through derived tensors."""
     count: int = 0
+    is_batchable: bool = True
+    """Whether a backward pass through it may be batched."""
+    structure: int = 0
+    """A hash of the recorded calls: functions and flags."""
     signature: int = 0
-    """Changes whenever a recorded call does: the function, its flags, the shape of its output."""
+    """The same, with the shapes of outputs."""
 
     def add(self, tracked: Tracked) -> None:
         """Counts one more use of a tracked tensor."""

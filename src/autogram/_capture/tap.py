@@ -15,11 +15,14 @@ from autogram._capture.use import Use
 
 def tap(use: Use, output: Tensor, saved: tuple[Tensor, ...], *, in_place: bool) -> Tensor:
     """The output of a use with a tap on it (the same tensor, after an in-place call)."""
-    function = _InPlaceTap if in_place else _Tap
-    tapped: Tensor = function.apply(  # type: ignore[no-untyped-call]  # as typed in torch
-        use, use.recording.channel.anchor, output, *saved
-    )
-    return tapped
+    anchor = use.recording.channel.anchor
+    if not in_place:
+        tapped: Tensor = _Tap.apply(output, use, anchor, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
+        return tapped
+    # The values stay as they are, so what the call saved of its own result is still valid.
+    with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
+        _InPlaceTap.apply(output, use, anchor, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
+    return output
 
 
 def is_tap_of(channel: Channel, node: Any) -> bool:
@@ -32,11 +35,16 @@ def is_tap_of(channel: Channel, node: Any) -> bool:
     )
 
 
+def is_in_place_tap(node: Any) -> bool:
+    """Whether a tap is on a tensor that was changed in place, or on a slice of it."""
+    return isinstance(node, _InPlaceTap._backward_cls)  # type: ignore[attr-defined]  # made by autograd
+
+
 class _Tap(torch.autograd.Function):
     """Identity. Tensors are kept by autograd, to be freed and off-loaded with the graph."""
 
     @staticmethod
-    def forward(ctx: Any, use: Use, anchor: Tensor, output: Tensor, *saved: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, use: Use, anchor: Tensor, *saved: Tensor) -> Tensor:
         del anchor
         ctx.use = use
         ctx.set_materialize_grads(False)
@@ -49,10 +57,14 @@ class _Tap(torch.autograd.Function):
 
 
 class _InPlaceTap(torch.autograd.Function):
-    """A tap on a tensor that was changed in place, and stays the user's tensor."""
+    """A tap on a tensor that was changed in place, and stays the user's tensor.
+
+    It must be the first argument: where it is a view, autograd puts its base in the place of the
+    first tensor that the node has as an input.
+    """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, anchor: Tensor, output: Tensor, *saved: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, use: Use, anchor: Tensor, *saved: Tensor) -> Tensor:
         del anchor
         ctx.use = use
         ctx.set_materialize_grads(False)
@@ -105,4 +117,4 @@ def _show(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
         else:
             show = partial(receive, use, saved)
             _Unbatch.apply(cotangent, show, channel.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
-    return None, None, cotangent, *rest
+    return cotangent, None, None, *rest

@@ -54,6 +54,8 @@ def track_derived(
         region = origins[0].region
     elif base is not None and base.region is not None and derived._base is not None:
         region = _region_of_view(derived, derived._base, base.region)
+    if derived.is_complex():
+        region = None  # counted in complex numbers, where the parameter has real ones
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
     return _track(derived, sources, region)

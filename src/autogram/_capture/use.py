@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from autogram._blocks import Block, Layout, Lookup, Region
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
-from autogram._capture.vjp import Inputs, batched_vjp
+from autogram._capture.vjp import Inputs, many_vjps
 from autogram.rules import Form
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
@@ -120,14 +120,15 @@ class FallbackUse:
     ) -> Iterator[Contribution]:
         """Explicit rows, some samples at a time."""
         del saved
-        dtype = cotangent.dtype
         largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
         parts: list[list[Tensor | None]] = []
         for masked in one_sample_each(layout, cotangent, limit, largest):
             native = masked.flatten(0, 1).to(self.dtype)
             with self.recording.channel.blocking():
-                found = batched_vjp(self.edge, self.inputs, native)
-            parts.append([_rows(x, masked.shape[1], dtype) for x in found])
+                found = many_vjps(
+                    self.edge, self.inputs, native, is_batchable=self.recording.is_batchable
+                )
+            parts.append([_rows(x, masked.shape[1]) for x in found])
         for tracked, pieces in zip(self.reads, zip(*parts, strict=True), strict=True):
             if pieces[0] is not None:
                 whole = torch.cat([x for x in pieces if x is not None], 1)
@@ -135,13 +136,16 @@ class FallbackUse:
                 yield tracked, region, rows_block(whole)
 
 
-def pull_back(tracked: Tracked, rows: Tensor, limit: int) -> Iterator[tuple[Tensor, Block]]:
+def pull_back(
+    tracked: Tracked, rows: Tensor, limit: int, *, is_batchable: bool
+) -> Iterator[tuple[Tensor, Block]]:
     """Rows for the parameters that a derived tensor is computed from.
 
     Args:
         tracked: The derived tensor.
         rows: Its rows, ``(k, b, elements)``.
         limit: The number of elements that may be alive at once.
+        is_batchable: Whether rows may go through the derivation together.
     """
     assert tracked.edge is not None
     k = rows.shape[0]
@@ -149,16 +153,20 @@ def pull_back(tracked: Tracked, rows: Tensor, limit: int) -> Iterator[tuple[Tens
     parts = []
     for some in rows.split(max(1, limit // (k * needed)), 1):
         native = some.reshape(-1, *tracked.shape).to(tracked.dtype)
-        found = batched_vjp(tracked.edge, tracked.sources, native)
-        parts.append([_rows(x, some.shape[1], rows.dtype) for x in found])
+        found = many_vjps(tracked.edge, tracked.sources, native, is_batchable=is_batchable)
+        parts.append([_rows(x, some.shape[1]) for x in found])
     for parameter, pieces in zip(tracked.sources, zip(*parts, strict=True), strict=True):
         if pieces[0] is not None:
             yield parameter, rows_block(torch.cat([x for x in pieces if x is not None], 1))
 
 
-def _rows(found: Tensor | None, samples: int, dtype: torch.dtype) -> Tensor | None:
-    """What a batched product gives, as rows ``(k, samples, *tensor)``."""
-    return None if found is None else found.to(dtype).unflatten(0, (-1, samples))
+def _rows(found: Tensor | None, samples: int) -> Tensor | None:
+    """What a batched product gives, as rows ``(k, samples, *tensor)`` in at least float32."""
+    if found is None:
+        return None
+    dtype = torch.promote_types(found.dtype, torch.float32)
+    rows: Tensor = found.to(dtype).unflatten(0, (-1, samples))
+    return rows
 
 
 def one_sample_each(

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from autogram._capture.batching import batched
 from autogram._capture.recording import Channel, Receiver
 from autogram._capture.use import Use
 from autogram._errors import AutogramError, FreedGraphError
@@ -15,7 +16,14 @@ from autogram._errors import AutogramError, FreedGraphError
 R = TypeVar("R", bound=Receiver)
 
 
-def visit(channel: Channel, losses: Tensor, cotangents: Tensor, start: Callable[[], R]) -> R:
+def visit(
+    channel: Channel,
+    losses: Tensor,
+    cotangents: Tensor,
+    start: Callable[[], R],
+    *,
+    is_batchable: bool = True,
+) -> R:
     """Shows a receiver the cotangent of every use.
 
     No gradient of a parameter is computed on the way. Several cotangents go through one batched
@@ -26,6 +34,7 @@ def visit(channel: Channel, losses: Tensor, cotangents: Tensor, start: Callable[
         losses: The tensor to differentiate.
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.
+        is_batchable: Whether all cotangents may go in one pass.
 
     Returns:
         The receiver, after it was called with each use, what its tap saved, and its cotangent of
@@ -39,15 +48,19 @@ def visit(channel: Channel, losses: Tensor, cotangents: Tensor, start: Callable[
         with channel.visiting(receiver):
             _differentiate(channel, losses, cotangents[0])
         return receiver
-    try:
-        receiver = start()
-        with channel.visiting(receiver, hidden=len(cotangents)):
-            _differentiate(channel, losses, cotangents, is_batched=True)
-    except (AutogramError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError:  # an operation on the path cannot be batched (randomness, `.item()`, …)
-        receiver = start()
-        _visit_one_by_one(channel, losses, cotangents, receiver)
+    if is_batchable:
+        try:
+            receiver = start()
+            with channel.visiting(receiver, hidden=len(cotangents)):
+                _differentiate(channel, losses, cotangents, is_batched=True)
+        except (AutogramError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError:
+            pass  # an operation on the path cannot be batched (`.item()`, NumPy, …)
+        else:
+            return receiver
+    receiver = start()
+    _visit_one_by_one(channel, losses, cotangents, receiver)
     return receiver
 
 
@@ -72,15 +85,17 @@ def _differentiate(
     channel: Channel, losses: Tensor, cotangent: Tensor, *, is_batched: bool = False
 ) -> None:
     """Runs the backward pass from the losses to the taps."""
+
+    def differentiate(g: Tensor) -> Tensor:
+        inputs = [channel.anchor]
+        torch.autograd.grad([losses], inputs, [g], retain_graph=True, allow_unused=True)
+        return g  # a function under vmap must return a tensor
+
     try:
-        torch.autograd.grad(
-            [losses],
-            [channel.anchor],
-            [cotangent],
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=is_batched,
-        )
+        if is_batched:
+            batched(differentiate, cotangent)
+        else:
+            differentiate(cotangent)
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise FreedGraphError(

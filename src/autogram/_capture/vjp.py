@@ -6,38 +6,55 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from autogram._capture.batching import batched
+
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
 
 
-def batched_vjp(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[Tensor | None]:
+def many_vjps(
+    output: GradientEdge, inputs: Inputs, cotangents: Tensor, *, is_batchable: bool
+) -> list[Tensor | None]:
     """Vector-Jacobian products of one output with respect to some inputs.
 
     Args:
         output: The edge that the cotangents are of.
         inputs: Tensors or edges.
         cotangents: ``(n, *output)``.
+        is_batchable: Whether all may go in one pass, where PyTorch can do so.
 
     Returns:
         For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
     """
-    if cotangents.shape[0] > 1:
+    if is_batchable and cotangents.shape[0] > 1:
         try:
-            return list(
-                torch.autograd.grad(
-                    [output],
-                    inputs,
-                    [cotangents],
-                    retain_graph=True,
-                    allow_unused=True,
-                    is_grads_batched=True,
-                )
-            )
+            return _vmapped(output, inputs, cotangents)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
             pass  # an operation without a batching rule: one cotangent after the other
-    single = [
-        torch.autograd.grad([output], inputs, [g], retain_graph=True, allow_unused=True)
-        for g in cotangents
-    ]
-    return [None if found[0] is None else torch.stack(found) for found in zip(*single, strict=True)]
+    single = [_vjp(output, inputs, g) for g in cotangents]
+    return [_stack(found) for found in zip(*single, strict=True)]
+
+
+def _vmapped(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[Tensor | None]:
+    """All cotangents in one pass."""
+    used: list[int] = []
+
+    def differentiate(g: Tensor) -> tuple[Tensor, ...]:
+        found = _vjp(output, inputs, g)
+        used[:] = [i for i, x in enumerate(found) if x is not None]
+        return tuple(x for x in found if x is not None)  # vmap takes no None
+
+    by_input = dict(zip(used, batched(differentiate, cotangents), strict=True))
+    return [by_input.get(i) for i in range(len(inputs))]
+
+
+def _vjp(output: GradientEdge, inputs: Inputs, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    """One vector-Jacobian product."""
+    return torch.autograd.grad([output], inputs, [cotangent], retain_graph=True, allow_unused=True)
+
+
+def _stack(found: tuple[Tensor | None, ...]) -> Tensor | None:
+    """What all cotangents give, where they give something."""
+    present = [x for x in found if x is not None]
+    return torch.stack(present) if present else None

@@ -18,13 +18,13 @@ from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, posit
 from autogram.rules._registry import register_rule, variants
 
 
-@register_rule(*variants("add", "add_", "__add__", "__radd__", "__iadd__"))
+@register_rule(*variants("add", "add_"))
 def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input + alpha * other``."""
     return _weighted_sum((input, 1), (other, alpha))
 
 
-@register_rule(*variants("sub", "sub_", "__sub__", "__isub__", "subtract", "subtract_"))
+@register_rule(*variants("sub", "sub_", "subtract", "subtract_"))
 def sub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input - alpha * other``."""
     return _weighted_sum((input, 1), (other, -alpha))
@@ -36,7 +36,7 @@ def rsub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     return _weighted_sum((input, -alpha), (other, 1))
 
 
-@register_rule(*variants("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"))
+@register_rule(*variants("mul", "mul_", "multiply", "multiply_"))
 def mul(input: Any, other: Any) -> list[Recipe] | None:
     """``input * other``."""
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
@@ -46,7 +46,7 @@ def mul(input: Any, other: Any) -> list[Recipe] | None:
 
 
 @register_rule(
-    *variants("div", "div_", "__truediv__", "__itruediv__", "true_divide", "true_divide_"),
+    *variants("div", "div_", "true_divide", "true_divide_"),
     *variants("divide", "divide_"),
 )
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Recipe] | None:
@@ -63,19 +63,23 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
     return recipes
 
 
-@register_rule(*variants("where"))
-def where(condition: Any, input: Any, other: Any) -> list[Recipe] | None:
+@register_rule(torch.where)
+def where(condition: Tensor, input: Any, other: Any) -> list[Recipe]:
     """``input`` where a condition holds, and ``other`` elsewhere."""
-    if not isinstance(condition, Tensor):
-        return None
-    branches = [x for x in (input, other) if isinstance(x, Tensor)]
-    shape = torch.broadcast_shapes(condition.shape, *(x.shape for x in branches))
+    branches = [(x, x_if) for x, x_if in ((input, True), (other, False)) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(condition.shape, *(x.shape for x, _ in branches))
     output = positions(len(shape))
     return [
-        addend(x, output, shape, condition, prepare=partial(_masked, x is input))
-        for x in branches
+        addend(x, output, shape, condition, prepare=partial(_masked, x_if))
+        for x, x_if in branches
         if x.requires_grad
     ]
+
+
+@register_rule(torch.Tensor.where)
+def where_method(input: Tensor, condition: Tensor, other: Any) -> list[Recipe]:
+    """``input.where(condition, other)``."""
+    return where(condition, input, other)
 
 
 @register_rule(torch.prelu)
@@ -85,12 +89,6 @@ def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
     channel = "1" if weight.numel() == 1 else output[1:2]
     equation = f"{output},{output}->{channel if weight.dim() else ''}"
     return [product(weight, equation, input, prepare=_negative_part)]
-
-
-@register_rule(torch.Tensor.expand_as)
-def expand_as(input: Tensor, other: Tensor) -> list[Recipe]:
-    """A tensor repeated along the batch."""
-    return [addend(input, positions(other.dim()), other.shape)]
 
 
 def _weighted_sum(*terms: tuple[Any, float]) -> list[Recipe]:

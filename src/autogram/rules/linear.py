@@ -33,7 +33,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Re
     return recipes
 
 
-@register_rule(*variants("matmul", "__matmul__", "mm", "bmm"))
+@register_rule(*variants("matmul", "mm", "bmm"))
 def matmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
     """Both sides of a matrix product, with batches broadcast."""
     output, left, right = _matmul_labels(input, other)

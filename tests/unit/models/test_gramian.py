@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 
 from autogram import Engine
+from tests.unit.engines import assert_exact, assert_nothing_is_left
 
-from .checks import assert_gramian_equals_autograd, assert_no_gradients
 from .zoo import SPECIMENS, Attention
 
 CASES = [
@@ -36,9 +36,8 @@ def test_gramian_equals_autograd(
     model = specimen.make_model(attention)
     engine = Engine(model, batch_dim=batch_dim)
     losses = specimen.compute_losses(model, specimen.make_batch(batch_size))
-    gramian = engine.compute_gramian(losses)
-    assert_no_gradients(model.parameters())
-    assert_gramian_equals_autograd(gramian, losses, model)
+    assert_exact(engine, losses, model)
+    assert_nothing_is_left(model.parameters())
 
 
 @pytest.mark.parametrize(("name", "attention"), BOTH)
@@ -49,7 +48,7 @@ def test_batches_of_different_sizes_in_a_row(name: str, attention: Attention) ->
     engine = Engine(model)
     for batch_size in (*specimen.sizes, *reversed(specimen.sizes)):
         losses = specimen.compute_losses(model, specimen.make_batch(batch_size))
-        assert_gramian_equals_autograd(engine.compute_gramian(losses), losses, model)
+        assert_exact(engine, losses, model)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
@@ -59,7 +58,7 @@ def test_gramian_in_evaluation_mode(name: str) -> None:
     model = specimen.make_model(specimen.attentions[-1]).eval()
     engine = Engine(model)
     losses = specimen.compute_losses(model, specimen.make_batch(specimen.sizes[-1]))
-    assert_gramian_equals_autograd(engine.compute_gramian(losses), losses, model)
+    assert_exact(engine, losses, model)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
@@ -70,4 +69,4 @@ def test_gramian_of_two_forward_passes(name: str) -> None:
     engine = Engine(model)
     batch = specimen.make_batch(specimen.sizes[1])
     losses = specimen.compute_losses(model, batch) + specimen.compute_losses(model, batch)
-    assert_gramian_equals_autograd(engine.compute_gramian(losses), losses, model)
+    assert_exact(engine, losses, model)

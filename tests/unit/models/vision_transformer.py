@@ -84,5 +84,7 @@ class VisionTransformer(nn.Module):
         x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
         x = self.dropout(x + self.pos_embedding)
         if self.batch_first:
-            return self.head(self.ln(self.layers(x))[:, 0])
-        return self.head(self.ln(self.layers(x.transpose(0, 1)))[0])
+            token = self.ln(self.layers(x))[:, 0]
+        else:
+            token = self.ln(self.layers(x.transpose(0, 1)))[0]
+        return self.head(token)

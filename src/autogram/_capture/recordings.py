@@ -1,0 +1,86 @@
+"""Recordings: one for each forward pass, opened and closed by the hooks of the modules."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autogram._capture.recorder import Recorder
+from autogram._capture.recording import Channel
+
+
+class Recordings(threading.local):
+    """The recording that is open, one for each thread.
+
+    The first module that is entered opens it, and closes it when it is left. Modules inside find
+    it open. With gradients disabled nothing is opened.
+    """
+
+    def __init__(self, channel: Channel, modules: tuple[nn.Module, ...]) -> None:
+        self._channel = channel
+        self._modules = modules
+        self._recorder: Recorder | None = None
+        self._depth = 0
+        self._outermost: nn.Module | None = None
+        self._frame: FrameType | None = None
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enters a module."""
+        if self._recorder is not None and self._was_abandoned(module):
+            self._close()
+        if self._recorder is not None:
+            self._depth += 1
+        elif torch.is_grad_enabled():
+            recorder = Recorder(self._channel, _names(self._modules))
+            recorder.begin((args, kwargs))
+            recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
+            self._recorder, self._depth, self._outermost = recorder, 1, module
+            self._frame = sys._getframe(2)  # that of the module's call, behind the hook's
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """Leaves a module, also if its forward raised."""
+        del module
+        if self._recorder is None:
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        recorder = self._close()
+        ended = recorder.end(output)
+        return None if ended is output else ended
+
+    def _close(self) -> Recorder:
+        """Takes the recorder off PyTorch's stack of modes."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        self._outermost = self._frame = None
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
+        return recorder
+
+    def _was_abandoned(self, module: nn.Module) -> bool:
+        """Whether the call that opened the recording has ended without closing it.
+
+        PyTorch calls no hook when a forward is left by a keyboard interrupt. The next pass enters
+        one of the engine's modules, or the module that was left: only then is it worth a look.
+        """
+        if module is not self._outermost and not any(module is root for root in self._modules):
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is None
+
+
+def _names(modules: tuple[nn.Module, ...]) -> dict[Tensor, str]:
+    """The parameters of the modules as they are now, with their qualified names."""
+    names: dict[Tensor, str] = {}
+    for i, module in enumerate(modules):
+        prefix = f"{i}" if len(modules) > 1 else ""
+        for name, parameter in module.named_parameters(prefix=prefix):
+            names.setdefault(parameter, name)
+    return names

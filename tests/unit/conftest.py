@@ -1,0 +1,38 @@
+"""Fixtures of all unit tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+DTYPE = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float64"))
+DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> Iterator[None]:
+    """Give every test the same random numbers, and restore the generator after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Make tensors in the dtype of the environment, float64 unless it says otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    """Make tensors on the device of the environment, the CPU unless it says otherwise."""
+    before = torch.get_default_device()
+    if torch.device(DEVICE) != before:
+        torch.set_default_device(DEVICE)
+    yield
+    if torch.get_default_device() != before:
+        torch.set_default_device(before)

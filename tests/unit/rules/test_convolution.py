@@ -1,0 +1,148 @@
+"""Rules of convolutions."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.unit.checks import WITHOUT_SAMPLES, ModelFactory, Objectives, assert_gramian_is_exact
+from tests.unit.networks import call
+from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
+
+
+def folded(x, weight):
+    """Frames of a video, folded with the samples."""
+    b, t = x.shape[:2]
+    return F.conv2d(x.flatten(0, 1), weight).unflatten(0, (b, t))
+
+
+def folded_time_first(x, weight):
+    b, t = x.shape[:2]
+    flat = x.transpose(0, 1).flatten(0, 1)
+    return F.conv2d(flat, weight).unflatten(0, (t, b)).transpose(0, 1)
+
+
+CASES = [
+    pytest.param(lambda: nn.Conv1d(2, 5, 3), (3, 2, 7), id="1d"),
+    pytest.param(
+        lambda: nn.Conv1d(2, 5, 3, stride=2, padding=1), (3, 2, 7), id="1d, stride and padding"
+    ),
+    pytest.param(
+        lambda: nn.Conv1d(2, 5, 4, padding="same"),
+        (3, 2, 7),
+        id="1d, same, even kernel",
+        marks=pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel"),
+    ),
+    pytest.param(lambda: nn.Conv1d(2, 5, 3, dilation=2), (3, 2, 7), id="1d, dilation"),
+    pytest.param(lambda: nn.Conv1d(4, 6, 3, groups=2), (3, 4, 7), id="1d, groups"),
+    pytest.param(
+        lambda: nn.Conv1d(2, 5, 3, padding=2, padding_mode="circular"),
+        (3, 2, 7),
+        id="1d, circular padding",
+    ),
+    pytest.param(lambda: nn.Conv2d(2, 5, 3), (3, 2, 5, 6), id="2d"),
+    pytest.param(lambda: nn.Conv2d(2, 5, 3, bias=False), (3, 2, 5, 6), id="2d without bias"),
+    pytest.param(lambda: nn.Conv2d(2, 5, 1), (3, 2, 4, 4), id="2d, kernel of one"),
+    pytest.param(
+        lambda: nn.Conv2d(2, 5, (5, 6)), (3, 2, 5, 6), id="2d, kernel as large as the input"
+    ),
+    pytest.param(
+        lambda: nn.Conv2d(2, 3, 2, stride=2), (3, 2, 6, 6), id="2d, patches without overlap"
+    ),
+    pytest.param(lambda: nn.Conv2d(3, 3, 3, padding=1), (3, 3, 3, 3), id="2d, all sizes equal"),
+    pytest.param(lambda: nn.Conv2d(1, 1, 3), (3, 1, 4, 4), id="2d, one channel"),
+    pytest.param(
+        lambda: nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(0, 1), dilation=(1, 2)),
+        (3, 2, 6, 5),
+        id="2d, different in each dimension",
+    ),
+    pytest.param(
+        lambda: nn.Conv2d(2, 5, 2, stride=3), (3, 2, 7, 7), id="2d, stride over the kernel"
+    ),
+    pytest.param(lambda: nn.Conv2d(2, 5, 3, stride=2), (3, 2, 6, 6), id="2d, unused border"),
+    pytest.param(lambda: nn.Conv2d(2, 5, 3, padding="same"), (3, 2, 5, 4), id="2d, same"),
+    pytest.param(
+        lambda: nn.Conv2d(2, 5, (2, 4), padding="same", dilation=(1, 2)),
+        (3, 2, 7, 8),
+        id="2d, same, even and dilated kernel",
+        marks=pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel"),
+    ),
+    pytest.param(lambda: nn.Conv2d(2, 5, 3, padding="valid"), (3, 2, 5, 4), id="2d, valid"),
+    *(
+        pytest.param(
+            lambda mode=mode: nn.Conv2d(2, 5, 3, padding=(1, 2), padding_mode=mode),
+            (3, 2, 5, 5),
+            id=f"2d, padding {mode}",
+        )
+        for mode in ("reflect", "replicate", "circular")
+    ),
+    pytest.param(
+        lambda: nn.Conv2d(2, 5, 3, padding="same", padding_mode="reflect"),
+        (3, 2, 5, 5),
+        id="2d, same, padding reflect",
+    ),
+    pytest.param(lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), (3, 4, 5, 5), id="2d, groups"),
+    pytest.param(lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (3, 4, 4, 4), id="2d, depthwise"),
+    pytest.param(
+        lambda: nn.Conv2d(4, 8, 3, groups=4), (3, 4, 4, 4), id="2d, depthwise, two outputs"
+    ),
+    pytest.param(lambda: nn.Conv3d(2, 3, 2), (3, 2, 3, 4, 3), id="3d"),
+    pytest.param(
+        lambda: nn.Conv3d(2, 4, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 1), groups=2),
+        (3, 2, 2, 4, 3),
+        id="3d, different in each dimension",
+    ),
+    pytest.param(
+        lambda: nn.Conv3d(2, 2, 2, padding="same", dilation=2), (3, 2, 4, 3, 4), id="3d, same"
+    ),
+    pytest.param(lambda: nn.Conv3d(2, 2, 2, groups=2), (3, 2, 3, 3, 3), id="3d, depthwise"),
+    pytest.param(call(F.conv2d, (5, 2, 3, 3), (5,)), (3, 2, 4, 4), id="function"),
+    pytest.param(
+        call(
+            lambda x, w, c: torch.conv2d(input=x, bias=c, weight=w, stride=[2], padding=[1, 0]),
+            (5, 2, 3, 3),
+            (5,),
+        ),
+        (3, 2, 5, 5),
+        id="function by keywords, one stride for both dimensions",
+    ),
+    pytest.param(
+        call(folded, (5, 2, 3, 3)), (3, 4, 2, 4, 4), id="frames folded behind the samples"
+    ),
+    pytest.param(
+        call(folded_time_first, (5, 2, 3, 3)),
+        (3, 4, 2, 4, 4),
+        id="frames folded before the samples",
+    ),
+]
+
+UNBATCHED = [
+    pytest.param(lambda: nn.Conv1d(2, 5, 3, padding=1), (2, 7), id="1d"),
+    pytest.param(lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), (4, 5, 5), id="2d, groups"),
+    pytest.param(lambda: nn.Conv3d(2, 3, 2, padding="same"), (2, 3, 3, 3), id="3d, same"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "objectives"), SETTINGS)
+@pytest.mark.parametrize(("make_model", "shape"), CASES)
+def test_gramian_is_exact(
+    make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
+) -> None:
+    assert_rule_is_exact(make_model, torch.randn(shape), wrap, objectives)
+
+
+@pytest.mark.parametrize("objectives", WITHOUT_SAMPLES, ids=repr)
+@pytest.mark.parametrize(("make_model", "shape"), UNBATCHED)
+def test_input_without_batch_dimension(
+    make_model: ModelFactory, shape: tuple[int, ...], objectives: Objectives
+) -> None:
+    assert_gramian_is_exact(make_model, torch.randn(shape), objectives=objectives)
+
+
+@pytest.mark.parametrize("limit", [1, 2**12, 2**16])
+def test_memory_limit_does_not_matter(limit: int) -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 4, 3, groups=2))
+
+    x = torch.randn(4, 2, 8, 8)
+    assert_gramian_is_exact(make_model, x, memory_limit_bytes=limit)

@@ -1,0 +1,215 @@
+"""Calls without a rule, of every kind: rows through the nodes that the call recorded."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.unit.checks import ModelFactory, Objectives, assert_gramian_is_exact
+from tests.unit.networks import call
+from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
+
+
+def attention(x, bias, *, dropout=0.0):
+    """Attention with a learned bias; the rows of `x` are queries, keys and values."""
+    x = x.unsqueeze(1)
+    return F.scaled_dot_product_attention(x, x, x, attn_mask=bias, dropout_p=dropout).squeeze(1)
+
+
+def first_of_split(x, p):
+    left, right = torch.functional.split(x * p, 2, 1)
+    return left * right
+
+
+def extremes(x, p):
+    low, high = torch.aminmax(torch.maximum(x, p), dim=1)
+    return torch.stack([low, high], 1)
+
+
+def both_outputs(x, p):
+    """A call with two outputs, which both depend on the parameter."""
+    values, vectors = torch.linalg.eigh(x.mT @ x + torch.diag_embed(p.expand(len(x), 4)))
+    return torch.cat([values.unsqueeze(1), vectors.square()], 1)
+
+
+def one_of_two_outputs(x, p):
+    values, _ = torch.frexp(x * 2)
+    mean, std = torch.var_mean(torch.stack([values, p.expand_as(x)], 2), 2)
+    return mean + 0 * std
+
+
+def filled_by_mask(x, p):
+    y = x * 2
+    y[y > 0] = p
+    return y
+
+
+def lerped_in_place(x, p):
+    y = x.sin()
+    return y.lerp_(p, 0.3)
+
+
+def powered_in_place(x, p):
+    y = x.square() + 1
+    y **= p
+    return y
+
+
+def copied(x, p):
+    y = torch.zeros_like(x)
+    y.copy_(p)
+    return y * x
+
+
+def into_output(x, p):
+    """Dropout directly behind the call, from the same generator."""
+    return F.dropout(F.cosine_similarity(x.unsqueeze(1), p, dim=-1), 0.5)
+
+
+CASES = [
+    pytest.param(call(torch.cdist, (5, 4)), (3, 2, 4), id="cdist"),
+    pytest.param(
+        call(lambda x, p: torch.cdist(x, p), (5, 4)), (3, 4), id="cdist, samples are rows"
+    ),
+    pytest.param(
+        call(lambda x, p: F.cosine_similarity(x.unsqueeze(1), p, dim=-1), (5, 4)),
+        (3, 4),
+        id="cosine similarity",
+    ),
+    pytest.param(call(attention, (2, 2)), (3, 2, 4), id="attention with a bias"),
+    pytest.param(
+        call(attention, (3, 1, 2, 2)), (3, 2, 4), id="attention with a bias for each sample"
+    ),
+    pytest.param(
+        call(lambda x, p: attention(x, p, dropout=0.5), (2, 2)),
+        (3, 2, 4),
+        id="attention with a bias and dropout",
+    ),
+    pytest.param(call(into_output, (5, 4)), (3, 4), id="dropout follows"),
+    pytest.param(
+        call(lambda x, p: F.dropout(x, 0.5) * F.dropout(p.expand_as(x), 0.5), (4,)),
+        (3, 4),
+        id="dropout of an expanded parameter",
+    ),
+    pytest.param(call(lambda x, p: torch.lerp(x, p, 0.3), (4,)), (3, 4), id="lerp"),
+    pytest.param(
+        call(lambda x, p, q: torch.lerp(p, x, q), (4,), (4,)), (3, 4), id="lerp, two of them"
+    ),
+    pytest.param(call(lambda x, p: x.lerp(x.sin(), p), (4,)), (3, 4), id="lerp, weight"),
+    pytest.param(call(lerped_in_place, (3, 4)), (3, 4), id="lerp_"),
+    pytest.param(call(lambda x, p: torch.addcmul(x, p, x, value=2), (4,)), (3, 4), id="addcmul"),
+    pytest.param(call(lambda x, p: torch.addcmul(x, p, p), (4,)), (3, 4), id="addcmul, twice"),
+    pytest.param(call(lambda x, p: torch.addcdiv(x, x, p), (4,)), (3, 4), id="addcdiv"),
+    pytest.param(call(lambda x, p: (x.abs() + 1) ** p, (4,)), (3, 4), id="x ** p"),
+    pytest.param(call(lambda x, p: (p.abs() + 1) ** x, (4,)), (3, 4), id="p ** x"),
+    pytest.param(call(lambda x, p: torch.pow(p.abs() + 1, x), (1,)), (3, 4), id="pow(p, x)"),
+    pytest.param(call(powered_in_place, (4,)), (3, 4), id="x **= p"),
+    pytest.param(call(torch.max, (4,)), (3, 4), id="max(x, p)"),
+    pytest.param(call(lambda x, p: torch.minimum(p, x), (4,)), (3, 4), id="minimum(p, x)"),
+    pytest.param(call(torch.logaddexp, (4,)), (3, 4), id="logaddexp"),
+    pytest.param(call(torch.atan2, (4,)), (3, 4), id="atan2"),
+    pytest.param(call(torch.hypot, (1,)), (3, 4), id="hypot"),
+    pytest.param(
+        call(lambda x, p: torch.clamp(x, min=p, max=p + 1), (4,)), (3, 4), id="clamp between two"
+    ),
+    pytest.param(call(lambda x, p: x.masked_fill(x > 0, p), ()), (3, 4), id="masked_fill"),
+    pytest.param(call(filled_by_mask, ()), (3, 4), id="x[mask] = p"),
+    pytest.param(call(copied, (4,)), (3, 4), id="copy_"),
+    pytest.param(call(torch.kron, (1, 2)), (3, 4), id="kron"),
+    pytest.param(call(lambda x, p: torch.tensordot(x, p, 1), (4, 5)), (3, 4), id="tensordot"),
+    pytest.param(call(lambda x, p: torch.linalg.solve(p, x.mT).mT, (4, 4)), (3, 2, 4), id="solve"),
+    pytest.param(call(lambda x, p: x.mv(p), (4,)), (3, 4), id="mv"),
+    pytest.param(call(lambda x, p: torch.inner(x, p), (5, 4)), (3, 4), id="inner"),
+    pytest.param(call(lambda x, p: torch.outer(x[:, 0], p), (5,)), (3, 4), id="outer"),
+    pytest.param(
+        call(lambda x, w: F.conv_transpose2d(x, w, stride=2), (2, 3, 2, 2)),
+        (3, 2, 3, 4),
+        id="transposed convolution",
+    ),
+    pytest.param(
+        call(lambda x, w: torch.einsum(x, [0, 1], w, [1, 2], [0, 2]), (4, 5)),
+        (3, 4),
+        id="einsum with lists of indices",
+    ),
+    pytest.param(
+        call(lambda x, w: torch.einsum("bi,ii->bi", x, w), (4, 4)),
+        (3, 4),
+        id="einsum, index repeated within a term",
+    ),
+    pytest.param(
+        call(lambda x, w: torch.einsum("bi,io->b", x, w), (4, 5)),
+        (3, 4),
+        id="einsum, index in one term alone",
+    ),
+    pytest.param(
+        call(lambda x, w: torch.einsum("bi,...->b...", x, w), (5,)),
+        (3, 4),
+        id="einsum, ellipsis in one term alone",
+    ),
+    pytest.param(
+        call(lambda x, p: torch.div(x, p.exp(), rounding_mode=None) + p * 0, (4,)),
+        (3, 4),
+        id="div, no rounding",
+    ),
+    pytest.param(
+        call(lambda x, p: torch.div(x, p.exp(), rounding_mode="floor") * p, (4,)),
+        (3, 4),
+        id="div, rounding",
+    ),
+    pytest.param(
+        call(
+            lambda x, w, c: F.multi_head_attention_forward(
+                x.transpose(0, 1),
+                x.transpose(0, 1),
+                x.transpose(0, 1),
+                4,
+                2,
+                w,
+                c,
+                None,
+                None,
+                False,
+                0.0,
+                torch.eye(4),
+                None,
+                need_weights=False,
+            )[0].transpose(0, 1),
+            (12, 4),
+            (12,),
+        ),
+        (3, 2, 4),
+        id="multi-head attention, a composite",
+    ),
+    pytest.param(
+        call(lambda x, w: F.embedding_bag(x.abs().long() % 5, w, mode="sum"), (5, 4)),
+        (3, 6),
+        id="embedding bag",
+    ),
+    pytest.param(
+        call(lambda x, p: x.index_add(1, torch.tensor([0, 2]), p), (3, 2)),
+        (3, 4),
+        id="index_add",
+    ),
+    pytest.param(
+        call(lambda x, p: x.scatter(1, torch.zeros(3, 2).long() + torch.arange(2), p), (3, 2)),
+        (3, 4),
+        id="scatter",
+    ),
+    pytest.param(call(first_of_split, (4,)), (3, 4), id="split of a product"),
+    pytest.param(call(extremes, (4,)), (3, 4), id="two outputs behind"),
+    pytest.param(call(both_outputs, (4,)), (3, 4, 4), id="two outputs"),
+    pytest.param(call(one_of_two_outputs, (4,)), (3, 4), id="two outputs, of a stack"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "objectives"), SETTINGS)
+@pytest.mark.parametrize(("make_model", "shape"), CASES)
+def test_gramian_is_exact(
+    make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
+) -> None:
+    assert_rule_is_exact(make_model, torch.randn(shape), wrap, objectives)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2**29])
+def test_memory_limit_does_not_matter(limit: int) -> None:
+    x = torch.randn(5, 2, 4)
+    assert_gramian_is_exact(call(torch.cdist, (5, 4)), x, memory_limit_bytes=limit)

@@ -1,0 +1,357 @@
+"""Every error: what happened, where, what to do. The next call works, and nothing is left."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autogram
+from autogram import (
+    AutogramError,
+    CoupledObjectivesWarning,
+    Engine,
+    FreedGraphError,
+    InvalidBatchDimError,
+    InvalidLossesError,
+    InvalidModulesError,
+    MixedSamplesError,
+    NonFiniteError,
+    NotConnectedError,
+    UnsupportedError,
+)
+from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
+
+BUILTINS = {
+    "InvalidModulesError": ValueError,
+    "InvalidLossesError": ValueError,
+    "InvalidBatchDimError": IndexError,
+    "NotConnectedError": ValueError,
+    "MixedSamplesError": ValueError,
+    "NonFiniteError": ArithmeticError,
+    "FreedGraphError": RuntimeError,
+    "UnsupportedError": NotImplementedError,
+    "RuleError": ValueError,
+}
+
+
+def test_every_error_has_the_base_and_refines_a_builtin() -> None:
+    """Users can catch all of them, or what they know from elsewhere."""
+    errors = {name for name in autogram.__all__ if name.endswith("Error")} - {"AutogramError"}
+    assert errors == set(BUILTINS)
+    for name, builtin in BUILTINS.items():
+        assert issubclass(getattr(autogram, name), (AutogramError, builtin))
+        assert issubclass(getattr(autogram, name), builtin)
+    assert issubclass(CoupledObjectivesWarning, UserWarning)
+
+
+class TestModules:
+    """What an engine is made from."""
+
+    def test_no_module(self) -> None:
+        with pytest.raises(InvalidModulesError, match=r"No module was given.*`Engine\(model\)`"):
+            Engine()
+
+    @pytest.mark.parametrize("given", [[nn.Linear(2, 2)], "model", torch.zeros(2), None])
+    def test_something_else_than_a_module(self, given: Any) -> None:
+        with pytest.raises(InvalidModulesError, match=rf"A {type(given).__name__} was given.*Pass"):
+            Engine(given)
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_one_inside_another(self, order: int) -> None:
+        model = mlp()
+        with pytest.raises(InvalidModulesError, match=r"\(Linear\).*\(Sequential\).*`0`.*Pass the"):
+            Engine(*(model, model[0])[::order])
+        assert_no_hooks(model)
+
+    def test_one_twice(self) -> None:
+        model = mlp()
+        with pytest.raises(InvalidModulesError, match="the same"):
+            Engine(model, model)
+        assert_no_hooks(model)
+
+    def test_a_deeper_one(self) -> None:
+        """The name of the inner one is its place in the outer one."""
+        model = nn.Sequential(mlp(), nn.Linear(2, 2))
+        with pytest.raises(InvalidModulesError, match=r"`0\.2`"):
+            Engine(model, model[0][2])
+
+    def test_a_complex_parameter(self) -> None:
+        """Its gradients have no agreed inner product; as two real numbers they do."""
+        model = nn.Linear(3, 2, dtype=torch.complex128)
+        engine = Engine(model)
+        with pytest.raises(UnsupportedError, match=r"`weight` is complex.*view_as_complex"):
+            engine.compute_gramian(model(batch(4, 3).to(torch.complex128)).abs().sum(1))
+
+
+def assert_no_hooks(model: nn.Module) -> None:
+    """Assert that an engine that was refused has left nothing."""
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class TestBatchDim:
+    """Which dimension counts the samples."""
+
+    @pytest.mark.parametrize("batch_dim", ["first", 1.0, (0,), True])
+    def test_not_a_dimension(self, batch_dim: Any) -> None:
+        with pytest.raises(InvalidBatchDimError, match=r"`batch_dim` is .*`None`.*\"auto\""):
+            Engine(mlp(), batch_dim=batch_dim)
+
+    @pytest.mark.parametrize(
+        ("batch_dim", "shape"), [(1, (4,)), (-2, (4,)), (2, (4, 2)), (-3, (4, 2)), (1, ())]
+    )
+    def test_out_of_range(self, batch_dim: int, shape: tuple[int, ...]) -> None:
+        model = mlp()
+        engine = Engine(model, batch_dim=batch_dim)
+        losses = model(batch(4, 3))
+        losses = losses if len(shape) == 2 else losses.sum(1) if shape else losses.sum()
+        expected = rf"`batch_dim` is {batch_dim}.*shape \({', '.join(map(str, shape))}.*reduction"
+        with pytest.raises(InvalidBatchDimError, match=expected):
+            engine.compute_gramian(losses)
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a list": (lambda y: [y.sum(), y.sum()], r"are a list.*torch\.stack"),
+    "a number": (lambda y: float(y.detach().sum()), "are a float"),
+    "integers": (lambda y: y.argmax(1), r"dtype torch\.int64"),
+    "booleans": (lambda y: y > 0, r"dtype torch\.bool"),
+    "complex": (lambda y: torch.fft.fft(y), r"dtype torch\.complex128.*`\.abs\(\)`"),
+    "detached": (lambda y: y.detach(), "do not require a gradient.*Keep their graph"),
+    "constant": (lambda _: torch.ones(4), "do not require a gradient"),
+}
+
+
+@pytest.mark.parametrize("batch_dim", ["auto", 0, None])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_without_a_jacobian(name: str, batch_dim: Any) -> None:
+    """The message says what they are instead."""
+    of, message = LOSSES[name]
+    model = mlp()
+    engine = Engine(model, batch_dim=batch_dim)
+    with pytest.raises(InvalidLossesError, match=message):
+        engine.compute_gramian(of(model(batch(4, 3))))
+    assert_works(engine, model, batch(4, 3))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_call_with_gradients_disabled(context: Callable[[], Any]) -> None:
+    """Losses with a graph, in a block that disables gradients."""
+    model = mlp()
+    engine = Engine(model)
+    losses = per_sample(model(batch(4, 3)))
+    with context(), pytest.raises(InvalidLossesError, match=r"Gradients are disabled.*enabled"):
+        engine.compute_gramian(losses)
+    assert_exact(engine, losses, model)
+
+
+def test_losses_of_a_forward_pass_without_gradients() -> None:
+    """They have no graph."""
+    model = mlp()
+    engine = Engine(model)
+    with torch.no_grad():
+        losses = per_sample(model(batch(4, 3)))
+    with pytest.raises(InvalidLossesError, match="computed with gradients disabled"):
+        engine.compute_gramian(losses)
+    assert_works(engine, model, batch(4, 3))
+
+
+@pytest.mark.parametrize("batch_dim", ["auto", 0, None])
+class TestNotConnected:
+    """Losses that depend on none of the engine's parameters."""
+
+    def test_losses_of_another_model(self, batch_dim: Any) -> None:
+        model, other = mlp(), mlp()
+        engine = Engine(model, batch_dim=batch_dim)
+        model(batch(4, 3))
+        with pytest.raises(NotConnectedError, match=r"do not depend on any parameter.*after the"):
+            engine.compute_gramian(per_sample(other(batch(4, 3))))
+        assert_works(engine, model, batch(4, 3))
+
+    def test_a_forward_pass_before_the_engine(self, batch_dim: Any) -> None:
+        model = mlp()
+        losses = per_sample(model(batch(4, 3)))
+        engine = Engine(model, batch_dim=batch_dim)
+        with pytest.raises(NotConnectedError, match="after the engine was made"):
+            engine.compute_gramian(losses)
+        assert_works(engine, model, batch(4, 3))
+
+    def test_losses_of_the_inputs(self, batch_dim: Any) -> None:
+        model = mlp()
+        engine = Engine(model, batch_dim=batch_dim)
+        x = batch(4, 3).requires_grad_()
+        model(x)
+        with pytest.raises(NotConnectedError):
+            engine.compute_gramian(per_sample(x))
+        assert x.grad is None
+        assert_works(engine, model, batch(4, 3))
+
+    def test_a_module_without_parameters(self, batch_dim: Any) -> None:
+        model = nn.Tanh()
+        engine = Engine(model, batch_dim=batch_dim)
+        with pytest.raises(NotConnectedError):
+            engine.compute_gramian(per_sample(model(batch(4, 3).requires_grad_())))
+
+    def test_a_frozen_model(self, batch_dim: Any) -> None:
+        model = mlp().requires_grad_(False)
+        engine = Engine(model, batch_dim=batch_dim)
+        with pytest.raises(NotConnectedError, match="that requires a gradient"):
+            engine.compute_gramian(per_sample(model(batch(4, 3).requires_grad_())))
+        model.requires_grad_(True)
+        assert_works(engine, model, batch(4, 3))
+
+
+@pytest.mark.parametrize("batch_dim", ["auto", 0, None])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_graph_that_was_freed(batch_dim: Any, outputs: int) -> None:
+    """A backward pass before the Gramian, at the first call or a later one."""
+    model = mlp(outputs=outputs)
+    engine = Engine(model, batch_dim=batch_dim)
+    for _ in range(2):
+        losses = model(batch(4, 3)).square()
+        losses.sum().backward()
+        model.zero_grad()
+        with pytest.raises(
+            FreedGraphError, match=r"before.*`compute_gramian` before.*retain_graph"
+        ):
+            engine.compute_gramian(losses)
+        assert_works(engine, model, batch(4, 3))
+
+
+class TestMixedSamples:
+    """Losses that are not per-sample, where the user says that they are."""
+
+    def test_names_the_parameter_and_the_call(self) -> None:
+        model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten())
+        engine = Engine(model, batch_dim=0)
+        x = batch(4, 1, 3, 3)
+        expected = r"(?s)mixed.*`conv2d` with `0\.weight`.*\.eval\(\).*GroupNorm.*`batch_dim=None`"
+        for _ in range(2):  # found out, then known
+            losses = per_sample(model(x))
+            with pytest.raises(MixedSamplesError, match=expected):
+                engine.compute_gramian(losses)
+        model.eval()
+        assert_works(engine, model, x)
+
+    def test_names_the_parameter_among_several_modules(self) -> None:
+        first, second = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        engine = Engine(first, second, batch_dim=0)
+        losses = per_sample(second(first(batch(4, 3))))
+        with pytest.raises(MixedSamplesError, match=r"`linear` with `1\.0\.weight`"):
+            engine.compute_gramian(losses)
+
+    def test_losses_that_compare_samples(self) -> None:
+        model = mlp()
+        engine = Engine(model, batch_dim=0)
+        output = model(batch(4, 3))
+        with pytest.raises(MixedSamplesError, match=r"`2\.weight`.*compare"):
+            engine.compute_gramian((output @ output.T).logsumexp(1))
+        assert_works(engine, model, batch(4, 3))
+
+    def test_tasks_taken_for_samples(self) -> None:
+        model = mlp()
+        engine = Engine(model, batch_dim=0)
+        with pytest.raises(MixedSamplesError, match="batch_dim=None"):
+            engine.compute_gramian(model(batch(4, 3)).square().mean(0))
+        assert_works(engine, model, batch(4, 3))
+
+    def test_a_parameter_that_is_used_without_a_batch(self) -> None:
+        """It leaves the module as it is, and no dimension of it counts samples."""
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(batch(2))
+
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+                return self.layer(x), self.scale.exp()
+
+        model = Model()
+        engine = Engine(model, batch_dim=0)
+        output, scale = model(batch(5, 3))
+        with pytest.raises(MixedSamplesError, match=r"`scale`.*without a batch"):
+            engine.compute_gramian((output * scale).square().sum(1))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("batch_dim", ["auto", 0])
+def test_cotangents_that_are_not_finite(value: float, batch_dim: Any) -> None:
+    """Where zeros must be read, the first number that is none is reported with its place."""
+    model = mlp()
+    engine = Engine(model, batch_dim=batch_dim)
+    losses = per_sample(model(batch(4, 3))) * value
+    expected = r"`linear` with `2\.weight`.*infinite or not a number.*detect_anomaly"
+    with pytest.raises(NonFiniteError, match=expected):
+        engine.compute_gramian(losses)
+    assert_works(engine, model, batch(4, 3))
+
+
+def test_overflow_after_the_layouts_are_known() -> None:
+    """As plain autograd does, the rows concerned are not finite, and the others are right."""
+    model = mlp()
+    engine = Engine(model, batch_dim=0)
+    x, factors = batch(4, 3), torch.ones(4)
+    expected = engine.compute_gramian(per_sample(model(x)) * factors)
+    factors = torch.tensor([1, 1, math.nan, 1])
+    gramian = engine.compute_gramian(per_sample(model(x)) * factors)
+    finite = [0, 1, 3]
+    assert torch.equal(gramian[finite][:, finite], expected[finite][:, finite])
+    assert gramian[2].isnan().all()
+
+
+EMBEDDINGS = {
+    "max_norm": (lambda: nn.Embedding(5, 3, max_norm=1.0), "`max_norm`.*parametrize"),
+    "scale_grad_by_freq": (
+        lambda: nn.Embedding(5, 3, scale_grad_by_freq=True),
+        "`scale_grad_by_freq=True`.*Set it to False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_calls_that_are_refused(name: str) -> None:
+    """What has no gradient for each objective; without the option, the engine works."""
+    make, message = EMBEDDINGS[name]
+    model = nn.Sequential(make(), nn.Linear(3, 2))
+    ids = torch.randint(0, 5, (4, 2))
+    engine = Engine(model)
+    with pytest.raises(UnsupportedError, match=rf"(?s){message}"):
+        engine.compute_gramian(per_sample(model(ids)))
+    model[0].max_norm, model[0].scale_grad_by_freq = None, False
+    assert_works(engine, model, ids)
+
+
+def test_an_error_of_the_users_backward_passes_through() -> None:
+    """What a custom function raises is not hidden, with one objective per sample or several."""
+
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(*_: Any) -> Tensor:
+            raise ValueError("refused by the user")
+
+    model = mlp()
+    engine = Engine(model, batch_dim=0)
+    for losses in (model(batch(4, 3)), per_sample(model(batch(4, 3)))):
+        with pytest.raises(ValueError, match="refused by the user"):
+            engine.compute_gramian(Refusing.apply(losses))
+        assert_works(engine, model, batch(4, 3))
+
+
+def test_errors_do_not_silence_the_warning() -> None:
+    """The warning of "auto" comes at the first call that deserves it, whatever came before."""
+    model = mlp()
+    engine = Engine(model)
+    with pytest.raises(NonFiniteError):
+        engine.compute_gramian(per_sample(model(batch(4, 3))) * math.nan)
+    output = model(batch(4, 3))
+    with pytest.warns(CoupledObjectivesWarning, match=r"`2\.weight`"):
+        engine.compute_gramian((output @ output.T).logsumexp(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_works(engine, model, batch(4, 3))

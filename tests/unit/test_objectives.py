@@ -1,0 +1,137 @@
+"""Losses of every shape and number, on models with several layouts."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import CoupledObjectivesWarning, Engine
+from autogram.testing import reference_jacobian
+from tests.unit.checks import (
+    EVERY_KIND,
+    ModelFactory,
+    Objectives,
+    assert_close_to_reference,
+    assert_gramian_is_exact,
+    features,
+    trainable,
+)
+from tests.unit.networks import Call
+
+
+class Mixed(nn.Module):
+    """Layers with samples first, tokens first and folded, a bias and a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.second = nn.Linear(3, 4)
+        self.third = nn.Linear(4, 2)
+        self.offset = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # (b, t, 4)
+        y = self.norm(self.first(x.transpose(0, 1)).tanh())  # (t, b, 3)
+        y = self.second(y.reshape(-1, 3)).tanh().view(x.shape[1], x.shape[0], 4)
+        return self.third(y.transpose(0, 1).reshape(-1, 4)).view(*x.shape[:2], 2) + self.offset
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Conv1d(4, 2, 1), nn.ELU()
+    )
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+MODELS = [
+    pytest.param(Mixed, id="mixed layouts"),
+    pytest.param(convolutional, id="convolutions"),
+    pytest.param(perceptron, id="perceptron"),
+]
+
+# Samples, objectives of a sample; 1 to 64 in total.
+NUMBERS = [(1, 1), (1, 5), (2, 1), (2, 2), (4, 1), (4, 2), (7, 3), (16, 4), (64, 1), (1, 64)]
+
+
+def several(count: int, *, transposed: bool = False) -> Objectives:
+    def of(output: Tensor) -> Tensor:
+        found = features(output, count)
+        return found.T if transposed else found
+
+    return Objectives("", of, batch_dim=1 if transposed else "auto")
+
+
+@pytest.mark.parametrize(
+    "transposed", [pytest.param(False, id="(B, K)"), pytest.param(True, id="(K, B)")]
+)
+@pytest.mark.parametrize(("samples", "count"), NUMBERS)
+@pytest.mark.parametrize("make_model", MODELS)
+def test_numbers(make_model: ModelFactory, samples: int, count: int, transposed: bool) -> None:
+    objectives = several(count, transposed=transposed)
+    assert_gramian_is_exact(make_model, torch.randn(samples, 2, 4), objectives=objectives)
+
+
+@pytest.mark.parametrize("objectives", EVERY_KIND, ids=repr)
+@pytest.mark.parametrize("make_model", MODELS)
+def test_kinds(make_model: ModelFactory, objectives: Objectives) -> None:
+    assert_gramian_is_exact(make_model, torch.randn(5, 2, 4), objectives=objectives)
+
+
+@pytest.mark.parametrize(
+    "batch_dim", [pytest.param(1, id="middle"), pytest.param(-2, id="middle, from the end")]
+)
+def test_batch_dim_in_the_middle(batch_dim: int) -> None:
+    """The Gramian has the row-major order of the losses."""
+    objectives = Objectives(
+        "", lambda y: features(y, 6).unflatten(1, (2, 3)).movedim(0, 1), batch_dim=batch_dim
+    )
+    assert_gramian_is_exact(Mixed, torch.randn(4, 2, 4), objectives=objectives)
+
+
+def test_as_many_tokens_as_samples_as_features() -> None:
+    """Sizes do not tell where the samples are."""
+    assert_gramian_is_exact(Mixed, torch.randn(4, 4, 4), objectives=several(4))
+
+
+def test_a_sample_without_a_gradient() -> None:
+    """The rows of one sample are zero, and layouts are still found."""
+    x = torch.randn(4, 2, 4)
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    objectives = Objectives("", lambda y: features(y, 1).squeeze(1) * mask)
+    assert_gramian_is_exact(Mixed, x, objectives=objectives)
+
+
+def test_losses_of_tokens_are_objectives_too() -> None:
+    """One loss for each token, of shape (B, T)."""
+    objectives = Objectives("", lambda y: (y + y.sin()).sum(2))
+    assert_gramian_is_exact(Mixed, torch.randn(3, 5, 4)[:, :2], objectives=objectives)
+
+
+COUPLINGS = [
+    pytest.param(lambda y: y - y.mean(0), id="mean over the batch"),
+    pytest.param(lambda y: y.cumsum(0), id="running sum"),
+    pytest.param(lambda y: y * y.flip(0), id="pairs"),
+    pytest.param(lambda y: y.softmax(0), id="softmax over the batch"),
+    pytest.param(lambda y: y[torch.tensor([2, 0, 3, 1])], id="another order"),
+]
+
+
+@pytest.mark.parametrize("couple", COUPLINGS)
+def test_coupled_losses_are_found(couple) -> None:
+    """A warning is right here, and the Gramian too."""
+    model = perceptron()
+    engine = Engine(model)
+    losses = features(couple(model(torch.randn(4, 2, 4))), 1).squeeze(1)
+    with pytest.warns(CoupledObjectivesWarning, match="batch_dim=None"):
+        gramian = engine.compute_gramian(losses)
+    jacobian = reference_jacobian(losses, trainable(model))
+    assert_close_to_reference(gramian, jacobian @ jacobian.T)
+
+
+def test_output_of_a_call_as_losses() -> None:
+    model = Call(lambda x, p: x @ p, (4,))
+    assert_gramian_is_exact(
+        lambda: model, torch.randn(5, 4), objectives=Objectives("", lambda y: y)
+    )
