@@ -61,7 +61,8 @@ class Engine:
         memory_limit_bytes: int = 2**29,
     ) -> None:
         _check_modules(modules)
-        if not (batch_dim is None or batch_dim == "auto" or isinstance(batch_dim, int)):
+        is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
+        if not (batch_dim is None or batch_dim == "auto" or is_dim):
             raise InvalidBatchDimError(
                 f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
                 'samples, `None` to treat the batch as one sample, or "auto".'
@@ -117,7 +118,8 @@ class Engine:
                 "`batch_dim=None` to `Engine`."
             )
         if losses.numel() == 0:
-            return losses.new_zeros(0, 0)
+            dtype = torch.promote_types(losses.dtype, torch.float32)
+            return losses.new_zeros(0, 0, dtype=dtype)
         return self._driver.gramian(losses)
 
 

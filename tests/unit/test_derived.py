@@ -395,6 +395,23 @@ def test_parametrization_cached_over_several_calls(objectives: Objectives) -> No
     assert_gramian_is_exact(Cached, torch.randn(3, 4), objectives=objectives)
 
 
+@EXACT
+def test_functional_call_with_another_weight(objectives: Objectives) -> None:
+    """A module is called with a weight that is computed from its own and another."""
+
+    class Updated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.update = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = {"weight": self.layer.weight + self.update}
+            return torch.func.functional_call(self.layer, weights, (self.layer(x).sin(),))
+
+    assert_gramian_is_exact(Updated, torch.randn(3, 4), objectives=objectives)
+
+
 # --- Expanded along the batch ---------------------------------------------------------------------
 
 

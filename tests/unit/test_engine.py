@@ -58,8 +58,6 @@ class TestForwardPasses:
     def test_passes_of_different_shapes_added(self) -> None:
         """Other positions in each pass."""
         model = mlp()
-        losses = per_sample(model(batch(4, 2, 3))) + per_sample(model(batch(4, 5, 3)))
-        assert_no_engine_was_there(losses)
         engine = Engine(model, batch_dim=0)
         losses = per_sample(model(batch(4, 2, 3))) + per_sample(model(batch(4, 5, 3)))
         assert_exact(engine, losses, model)
@@ -968,3 +966,25 @@ def test_two_threads() -> None:
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(run, i) for i in range(2)]:
             done.result()
+
+
+@pytest.mark.parametrize("batch_dim", ["auto", None])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_retained_gradients_of_activations(outputs: int, batch_dim: Any) -> None:
+    """After the backward pass, `.grad` of an activation is what it is without an engine."""
+    model = mlp(outputs=outputs)
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    model[0].register_forward_hook(keep)
+    x = batch(4, 3)
+    model(x).square().sum().backward()
+    model.zero_grad()
+    engine = Engine(model, batch_dim=batch_dim)
+    losses = model(x).square()
+    engine.compute_gramian(losses)
+    losses.sum().backward()
+    assert torch.equal(kept[1].grad, kept[0].grad)

@@ -60,6 +60,13 @@ class TestModules:
         with pytest.raises(InvalidModulesError, match=rf"A {type(given).__name__} was given.*Pass"):
             Engine(given)
 
+    def test_a_scripted_module(self) -> None:
+        """No hook can be put on it; inside of another module, it is all right."""
+        with pytest.warns(DeprecationWarning, match="script"):
+            model = torch.jit.script(nn.Linear(3, 2))
+        with pytest.raises(InvalidModulesError, match=r"is scripted.*scripted from"):
+            Engine(model)
+
     @pytest.mark.parametrize("order", [1, -1])
     def test_one_inside_another(self, order: int) -> None:
         model = mlp()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autogram import CoupledObjectivesWarning, Engine
 from autogram.testing import reference_jacobian
@@ -135,3 +136,68 @@ def test_output_of_a_call_as_losses() -> None:
     assert_gramian_is_exact(
         lambda: model, torch.randn(5, 4), objectives=Objectives("", lambda y: y)
     )
+
+
+LOOPS = [
+    pytest.param(lambda x, w: torch.stack([F.linear(row, w).sin() for row in x]), id="stack"),
+    pytest.param(lambda x, w: torch.cat([F.linear(r, w).sin() for r in x.split(1)]), id="cat"),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_over_the_samples(loop) -> None:
+    """A warning is right here: a call for one sample has no place for the others."""
+    model = Call(loop, (5, 4))
+    engine = Engine(model)
+    losses = features(model(torch.randn(3, 4)), 1).squeeze(1)
+    with pytest.warns(CoupledObjectivesWarning, match="`linear`"):
+        gramian = engine.compute_gramian(losses)
+    jacobian = reference_jacobian(losses, trainable(model))
+    assert_close_to_reference(gramian, jacobian @ jacobian.T)
+
+
+UNBATCHED = [
+    pytest.param(lambda: nn.Linear(4, 5), torch.zeros(4), id="linear"),
+    pytest.param(lambda: nn.LayerNorm(4), torch.zeros(4), id="layer norm"),
+    pytest.param(lambda: nn.RMSNorm(4), torch.zeros(4), id="rms norm"),
+    pytest.param(lambda: nn.Embedding(5, 4), torch.tensor(3), id="embedding"),
+    pytest.param(lambda: nn.PReLU(), torch.zeros(()), id="prelu"),
+    pytest.param(lambda: Call(torch.matmul, (4,)), torch.zeros(4), id="dot product"),
+    pytest.param(
+        lambda: Call(lambda x, w: F.layer_norm(x, x.shape, w), (3, 4)),
+        torch.zeros(3, 4),
+        id="layer norm over all",
+    ),
+    pytest.param(
+        lambda: Call(lambda x, w: F.bilinear(x, x, w), (5, 4, 4)), torch.zeros(4), id="bilinear"
+    ),
+]
+
+
+@pytest.mark.parametrize(("make_model", "like"), UNBATCHED)
+def test_input_without_batch_dimension(make_model: ModelFactory, like: Tensor) -> None:
+    """Every element of the output makes an objective, and all are of one sample."""
+    x = -torch.rand(like.shape) if like.is_floating_point() else like  # a slope acts below zero
+    objectives = Objectives("", lambda y: (y * 2 + y.sin()).flatten(), batch_dim=None)
+    assert_gramian_is_exact(make_model, x, objectives=objectives)
+
+
+@pytest.mark.parametrize("folded", [pytest.param(True, id="folded"), pytest.param(False, id="not")])
+def test_layout_that_one_batch_leaves_open(folded: bool) -> None:
+    """Each sample has its loss at a token of its own, and another one in the next batch.
+
+    In the first batch, places 0 and 3 of the four have a gradient. The samples may be first or
+    second there; only the next batches tell.
+    """
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        by_token = x.transpose(0, 1)
+        flat = by_token.reshape(-1, 3) if folded else by_token
+        return F.linear(flat, w).tanh().view(*by_token.shape[:2], -1).transpose(0, 1)
+
+    model = Call(forward, (4, 3))
+    engine = Engine(model)
+    for tokens in ([0, 1], [1, 1], [1, 0], [0, 0]):
+        losses = model(torch.randn(2, 2, 3))[torch.arange(2), torch.tensor(tokens)].sum(1)
+        jacobian = reference_jacobian(losses, trainable(model))
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)

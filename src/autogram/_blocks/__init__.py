@@ -3,7 +3,7 @@
 from autogram._blocks.block import Block, assemble
 from autogram._blocks.columns import Columns, block_of_lookup
 from autogram._blocks.gram import rows
-from autogram._blocks.layout import Layout, candidates
+from autogram._blocks.layout import Layout, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
 
@@ -13,6 +13,7 @@ __all__ = [
     "Layout",
     "Lookup",
     "Region",
+    "agree",
     "assemble",
     "block_of_lookup",
     "candidates",

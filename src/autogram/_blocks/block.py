@@ -59,6 +59,11 @@ class Block:
             length = min(step, size - start)
             yield self.map(label, lambda x, dim, s=start, n=length: x.narrow(dim, s, n))  # type: ignore[misc]  # defaults bind the loop's values
 
+    def reorder(self, order: list[int]) -> Block:
+        """The block with the tensor's dimensions in another order."""
+        labels = "".join(self.parameter[dim] for dim in order)
+        return Block(f"{self.equation.split('->')[0]}->kb{labels}", self.operands)
+
     def to(self, dtype: torch.dtype) -> Block:
         """The block with its operands in another dtype."""
         return Block(self.equation, tuple(x.to(dtype) for x in self.operands))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import combinations
 
 import torch
@@ -89,7 +89,13 @@ def _canonical(block: Block, region: Region) -> Block:
     Dimensions that address nothing new leave the output: for an expanded one, that is the sum over
     the copies.
     """
-    inputs, output = block.equation.split("->")
-    assert len(output) - 2 == len(region.shape), (block.equation, region)
+    return Block(_canonical_equation(block.equation, region), block.operands)
+
+
+@lru_cache(maxsize=4096)
+def _canonical_equation(equation: str, region: Region) -> str:
+    """The equation of a block with the tensor's dimensions in canonical order."""
+    inputs, output = equation.split("->")
+    assert len(output) - 2 == len(region.shape), (equation, region)
     labels = "".join(output[2 + dim] for dim in region.order)
-    return Block(f"{inputs}->kb{labels}", block.operands)
+    return f"{inputs}->kb{labels}"

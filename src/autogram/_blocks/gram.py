@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
 from typing import Literal
 
@@ -14,9 +14,13 @@ from torch import Tensor
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
 
-# Beyond 32 MiB, the C library takes memory from the system for every tensor anew, and touching it
+# From 32 MiB on, the C library takes memory from the system for every tensor anew, and touching it
 # for the first time is slower than the arithmetic: rows of 150 MB took twice the time in one piece.
-_CPU_ELEMENTS = 2**22
+_CPU_BYTES = 2**24
+
+# With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
+_FEWEST_SAMPLES = 16
+_WORTH_MIRRORING = 2**28
 
 Signature = tuple[tuple[str, Shapes], ...]
 
@@ -48,17 +52,18 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
         All inner products of rows, of shape ``(k, b, k, b)``.
     """
     blocks = merge(blocks)
-    if blocks[0].operands[0].device.type == "cpu":
-        limit = min(limit, _CPU_ELEMENTS)
+    operand = blocks[0].operands[0]
+    if operand.device.type == "cpu":
+        limit = min(limit, _CPU_BYTES // operand.element_size())
     plan = find_plan(tuple((block.equation, block.shapes) for block in blocks), limit)
     if plan.method == "rows":
         return _gram_of_rows(blocks, plan)
-    total = cross(blocks[0], blocks[0], plan.chunks)
+    total = _gram_of_factors(blocks[0], plan)
     for i, first in enumerate(blocks[1:], start=1):
         for second in blocks[:i]:
             product = cross(first, second, plan.chunks)
             total = total + product + product.permute(2, 3, 0, 1)
-        total = total + cross(first, first, plan.chunks)
+        total = total + _gram_of_factors(first, plan)
     return total
 
 
@@ -121,15 +126,15 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
     n = prod(sizes[label] for label in blocks[0].parameter)
     paths = [find_path(block.equation, block.shapes) for block in blocks]
     cost = sum(path.cost for path in paths) + m * m * n + MEMORY_COST * (m * m + m * n)
-    # Cut along a dimension of the largest operand, so that its parts too are copied one by one.
-    largest = max(
-        (x.numel(), of)
-        for block in blocks
-        for of, x in zip(block.inputs, block.operands, strict=True)
-    )
-    labels = [label for label in blocks[0].parameter if label in largest[1]] or blocks[0].parameter
-    label = max(labels, key=lambda label: sizes[label], default="")
-    elements = max(largest[0], *(path.largest for path in paths))
+    pairs = [pair for block in blocks for pair in zip(block.shapes, block.inputs, strict=True)]
+    shape, labels = max(pairs, key=lambda pair: prod(pair[0]))
+    elements = max(prod(shape), *(path.largest for path in paths))
+    # Cut along an outer dimension of the largest operand, so that its parts too are copied one by
+    # one, in long runs.
+    inner = [label for label in blocks[0].parameter if label not in labels]
+    order = [label for label in labels if label in blocks[0].parameter] + inner
+    enough = [label for label in order if sizes[label] * limit >= elements]
+    label = next(iter(enough), max(order, key=lambda label: sizes[label], default=""))
     return Plan("rows", label, _chunks(elements, limit, sizes.get(label, 1)), cost)
 
 
@@ -151,11 +156,38 @@ def _chunks(elements: int, limit: int, size: int) -> int:
 
 def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
     """The Gramian by explicit rows, a part of the tensor at a time."""
+    # In what order the rows have their elements does not matter to their products. The order of
+    # the operands is the one in which a matrix product leaves them.
+    labels = "".join(dict.fromkeys("".join(blocks[0].inputs)))
+    order = sorted(
+        range(len(blocks[0].parameter)), key=lambda d: labels.index(blocks[0].parameter[d])
+    )
+    blocks = [block.reorder(order) for block in blocks]
     if plan.chunks == 1:
         return _outer(rows(blocks))
     position = blocks[0].parameter.index(plan.label)
     cut = [block.chunks(block.parameter[position], plan.chunks) for block in blocks]
-    return torch.stack([_outer(rows(part)) for part in zip(*cut, strict=True)]).sum(0)
+    return reduce(torch.add, (_outer(rows(part)) for part in zip(*cut, strict=True)))
+
+
+def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
+    """The Gramian of one block by its factors, of which one half is the mirror of the other."""
+    chunks = plan.chunks
+    if plan.cost > _WORTH_MIRRORING:
+        chunks = max(chunks, min(4, block.sizes["b"] // _FEWEST_SAMPLES))
+    if chunks == 1:
+        return cross(block, block)
+    k, b = block.sizes["k"], block.sizes["b"]
+    total = block.operands[0].new_empty(k, b, k, b)
+    start = 0
+    for part in block.chunks("b", chunks):
+        stop = start + part.sizes["b"]
+        rest = block.map("b", lambda x, dim, s=start: x.narrow(dim, s, b - s))  # type: ignore[misc]  # the default binds the loop's value
+        product = cross(rest, part)
+        total[:, start:, :, start:stop] = product
+        total[:, start:stop, :, start:] = product.permute(2, 3, 0, 1)
+        start = stop
+    return total
 
 
 def _outer(matrix: Tensor) -> Tensor:

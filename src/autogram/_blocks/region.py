@@ -24,7 +24,7 @@ class Region:
     @classmethod
     def of(cls, tensor: Tensor, shift: int = 0) -> Region:
         """The elements of its storage that ``tensor`` addresses, moved by ``shift``."""
-        return cls(int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride())
+        return _region(int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride())
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -70,6 +70,12 @@ class Region:
         return self.offset, self.offset + sum(
             (self.shape[d] - 1) * self.strides[d] for d in self.order
         )
+
+
+@lru_cache(maxsize=4096)
+def _region(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
+    """One object for equal regions, so that what is derived from them is computed once."""
+    return Region(offset, shape, strides)
 
 
 @lru_cache(maxsize=4096)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Layout, Region
+from autogram._blocks import Columns, Layout, Region, agree
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import Use, contiguous, pull_back
 
-LayoutsOf = Callable[[Recording], Mapping[int, Layout] | None]
+LayoutsOf = Callable[[Recording], Mapping[int, Sequence[Layout]] | None]
 
 
 class UnknownLayoutError(Exception):
@@ -60,19 +60,10 @@ class Assembly:
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Takes in one use."""
         self.has_arrivals = True
-        layout = None
-        is_skipped = False
-        if self._layouts_of is not None:
-            layouts = self._layouts_of(use.recording)
-            if layouts is None:
-                raise UnknownLayoutError(use, is_needed=False)
-            layout = layouts.get(use.index)
-            if layout is None:  # it had no cotangent so far: a branch with weights of zero, say
-                if bool(cotangent.any()):
-                    raise UnknownLayoutError(use, is_needed=True)
-                is_skipped = True
-        if not is_skipped:
-            self._add(use, layout, saved, cotangent)
+        if self._layouts_of is None:
+            self._add(use, None, saved, cotangent)
+        elif layouts := self._layouts(use, cotangent):
+            self._add(use, layouts[0], saved, cotangent)
         for tracked in use.reads:
             self._count(tracked)
 
@@ -83,6 +74,24 @@ class Assembly:
         for parameter in list(self._columns):
             self._contract(parameter)
         return self._gramian
+
+    def _layouts(self, use: Use, cotangent: Tensor) -> Sequence[Layout]:
+        """The layouts of a use that are possible and agree, or none if its cotangent is zero."""
+        assert self._layouts_of is not None
+        of_recording = self._layouts_of(use.recording)
+        if of_recording is None:
+            raise UnknownLayoutError(use, is_needed=False)
+        layouts = of_recording.get(use.index, ())
+        if len(layouts) == 1:
+            return layouts
+        # It had no cotangent so far (a branch with weights of zero, say), or one that left several
+        # layouts possible (at a single token, say). This one may tell more.
+        places = (cotangent != 0).any(0)
+        if layouts and agree(layouts, places):
+            return layouts
+        if bool(places.any()):
+            raise UnknownLayoutError(use, is_needed=True)
+        return ()
 
     def _add(
         self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor

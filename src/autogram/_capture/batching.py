@@ -11,8 +11,13 @@ from torch import Tensor
 
 # In torch 2.13, the batching rule of the backward pass of `torch.cdist` is wrong where only the
 # cotangent is batched (seen by comparing it with a loop). No other such rule is known.
-WRONG_WHEN_BATCHED = {"cdist"}
-WRONG_NODES_WHEN_BATCHED = {"CdistBackward0"}
+_WRONG = {"cdist"}
+WRONG_NODES = {"CdistBackward0"}
+
+# The user would be shown the hidden dimension.
+_SHOWN_TO_THE_USER = {"retain_grad", "register_hook"}
+
+NOT_TO_BE_BATCHED = _WRONG | _SHOWN_TO_THE_USER
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 

@@ -21,11 +21,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         item = pending.pop()
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, _OPAQUE) or id(item) in seen:
-            continue
-        else:
+        elif not isinstance(item, _OPAQUE) and id(item) not in seen:
             seen.add(id(item))
-            pending.extend(_members(item))
+            pending.extend(reversed(list(_members(item))))  # so that the first comes out first
 
 
 def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Layout
 from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
 from autogram._capture.objectives import Objectives
-from autogram._capture.probe import Probe
+from autogram._capture.probe import Layouts, Probe
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tail import Tail
 from autogram._capture.visit import visit
@@ -24,6 +22,7 @@ from autogram._errors import (
 )
 
 BatchDim = int | Literal["auto"] | None
+T = TypeVar("T")
 Key = tuple[int, tuple[int, ...], int | None, int]
 
 # From `warnings.warn` through `_warn`, `_gramian`, `gramian` and `Engine` to the user's line.
@@ -48,8 +47,8 @@ class Driver:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
-        self._layouts: dict[Key, Mapping[int, Layout]] = {}
-        self._mixed: set[Key] = set()
+        self._layouts: dict[Key, Layouts] = {}
+        self._mixed: dict[Key, str] = {}
         self._structures: set[tuple[int, int | None, int]] = set()
         self._generator = random.Random(0)  # of its own: the user's random state is not touched
         self._has_warned = False
@@ -83,44 +82,37 @@ class Driver:
 
     def _assemble_per_sample(self, objectives: Objectives, tail: Tail) -> Tensor:
         """The Gramian of per-sample losses, after a look for the samples where it is needed."""
-        # Where the losses pick samples by an index tensor, the next call may pick others.
-        known = {} if tail.has_indices else self._layouts
 
-        def layouts_of(recording: Recording) -> Mapping[int, Layout] | None:
+        def layouts_of(recording: Recording) -> Layouts | None:
             key = self._key(recording, objectives, tail)
             if key in self._mixed:
-                raise MixedSamplesError("The samples are mixed, as in an earlier call.")
-            return known.get(key)
+                raise MixedSamplesError(self._mixed[key])
+            return self._layouts.get(key)
 
         while True:
             try:
                 return self._assemble(objectives, tail, layouts_of)
             except UnknownLayoutError as unknown:
-                for recording, layouts in self._seek(objectives, tail, unknown).items():
-                    key = self._key(recording, objectives, tail)
-                    known[key] = {**known.pop(key, {}), **layouts}
-                    if len(known) > _REMEMBERED:
-                        del known[next(iter(known))]
+                self._seek(objectives, tail, unknown)
 
-    def _seek(
-        self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError
-    ) -> Mapping[Recording, Mapping[int, Layout]]:
-        """Finds the layouts of all uses that the losses depend on."""
+    def _seek(self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError) -> None:
+        """Finds the layouts of all uses that the losses depend on, and remembers them."""
         recording = unknown.use.recording
         structure = (recording.structure, objectives.batch_dim, tail.structure)
         probe = Probe(self._channel, objectives)
         try:
             probe.run(
                 unknown.use if unknown.is_needed else None,
-                thorough=structure not in self._structures,
+                thorough=unknown.is_needed or structure not in self._structures,
                 generator=self._generator,
             )
-        except MixedSamplesError:
-            if not tail.has_indices:
-                self._mixed.add(self._key(recording, objectives, tail))
+        except MixedSamplesError as error:
+            _remember(self._mixed, self._key(recording, objectives, tail), str(error))
             raise
         self._structures.add(structure)
-        return {recording: {}, **probe.found()}
+        for found, layouts in {recording: {}, **probe.found()}.items():
+            key = self._key(found, objectives, tail)
+            _remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
 
     def _assemble(self, objectives: Objectives, tail: Tail, layouts_of: LayoutsOf | None) -> Tensor:
         """One pass past the taps, with the layouts that are known."""
@@ -160,3 +152,11 @@ class Driver:
             "them so without this warning, also pass `batch_dim=None`."
         )
         warnings.warn(message, CoupledObjectivesWarning, stacklevel=_USER_LEVEL)
+
+
+def _remember(memory: dict[Key, T], key: Key, value: T) -> None:
+    """Adds an entry to a memory of limited size, in the place of the oldest."""
+    memory.pop(key, None)
+    memory[key] = value
+    if len(memory) > _REMEMBERED:
+        del memory[next(iter(memory))]

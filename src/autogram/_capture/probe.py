@@ -15,6 +15,8 @@ from autogram._capture.use import Use
 from autogram._capture.visit import visit
 from autogram._errors import MixedSamplesError, NonFiniteError
 
+Layouts = dict[int, tuple[Layout, ...]]
+
 
 class Probe:
     """The candidates that are left for each use, after the passes so far.
@@ -62,15 +64,14 @@ class Probe:
                 "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
             )
 
-    def found(self) -> dict[Recording, dict[int, Layout]]:
-        """The layouts, by recording and index of the use, of all uses that have a cotangent.
+    def found(self) -> dict[Recording, Layouts]:
+        """The layouts that are left, by recording and index of the use.
 
-        Where several are left after a thorough probe, they agree wherever the cotangent is not
-        zero, and the first is as good as any.
+        Where a thorough probe leaves several, they agree on all places that have a cotangent now.
         """
-        layouts: dict[Recording, dict[int, Layout]] = {}
+        layouts: dict[Recording, Layouts] = {}
         for use, left in self._left.items():
-            layouts.setdefault(use.recording, {})[use.index] = left[0]
+            layouts.setdefault(use.recording, {})[use.index] = tuple(left)
         return layouts
 
     def _observe(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from autogram._capture.batching import NOT_TO_BE_BATCHED
+from autogram._capture.call import Call
 from autogram._capture.tracked import Tracked
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
@@ -42,10 +45,14 @@ class Channel:
         """Shows cotangents to ``receive``."""
         before = self.receive, self.hidden
         self.receive, self.hidden = receive, hidden
+        references = [found for recording in self.recordings for found in recording.retained]
+        retained = [(x, x.grad) for x in (reference() for reference in references) if x is not None]
         try:
             yield
         finally:
             self.receive, self.hidden = before
+            for tensor, gradient in retained:  # a pass of ours is none of the user's
+                tensor.grad = gradient
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -75,8 +82,22 @@ class Recording:
     signature: int = 0
     """The same, with the shapes of outputs."""
 
-    def add(self, tracked: Tracked) -> None:
-        """Counts one more use of a tracked tensor."""
-        tracked.uses += 1
-        for source in tracked.sources:
-            self.uses[source] = self.uses.get(source, 0) + 1
+    retained: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """Activations whose gradient the user has asked to keep."""
+
+    def note(self, call: Call, structure: object, numbers: object) -> None:
+        """Takes a call on batched tensors into the hashes."""
+        self.is_batchable &= call.kind.name not in NOT_TO_BE_BATCHED
+        self.structure = hash((self.structure, structure))
+        self.signature = hash((self.signature, self.structure, numbers))
+        if call.kind.name == "retain_grad":
+            self.retained.append(weakref.ref(call.args[0]))
+
+    def add(self, shape: tuple[int, ...], reads: tuple[Tracked, ...]) -> None:
+        """Counts a use with an output of some shape."""
+        self.count += 1
+        self.signature = hash((self.signature, shape))
+        for tracked in reads:
+            tracked.uses += 1
+            for source in tracked.sources:
+                self.uses[source] = self.uses.get(source, 0) + 1

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from autogram._capture.batching import WRONG_NODES_WHEN_BATCHED
+from autogram._capture.batching import WRONG_NODES
+from autogram._capture.graph import nodes_behind
+from autogram._capture.picking import Values, picked_by_node
 from autogram._capture.recording import Channel
 from autogram._capture.tap import is_tap_of
-
-_INDEX_NODES = {"IndexBackward0", "IndexSelectBackward0", "TakeBackward0", "TakeAlongDimBackward0"}
 
 
 @dataclass(frozen=True)
@@ -23,35 +23,24 @@ class Tail:
     """
 
     structure: int
-    """A hash of the operations."""
+    """A hash of the operations, and of index tensors that pick samples."""
     fingerprint: int
     """The same, with their numbers, such as the sizes of a view."""
-    has_indices: bool
-    """Whether samples may be picked by an index tensor, which no fingerprint can tell."""
     is_batchable: bool
     """Whether a backward pass through it may be batched."""
 
     @classmethod
     def of(cls, channel: Channel, losses: Tensor) -> Tail:
         """The tail of some losses."""
-        names: list[str] = []
+        names: list[tuple[str, Values]] = []
         numbers: list[Any] = []
-        pending, seen = [losses.grad_fn], set()
-        while pending:
-            node = pending.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            names.append(node.name())
-            if is_tap_of(channel, node):
-                continue
-            numbers.extend(getattr(node, field) for field in _numbers(type(node)))
-            pending.extend(following for following, _ in node.next_functions)
+        for node in nodes_behind(losses, lambda node: is_tap_of(channel, node)):
+            names.append((node.name(), picked_by_node(node)))
+            numbers.extend(getattr(node, field) for field in _numbers(node.__class__))
         return cls(
             hash(tuple(names)),
             hash((*names, *numbers)),
-            not _INDEX_NODES.isdisjoint(names),
-            WRONG_NODES_WHEN_BATCHED.isdisjoint(names),
+            WRONG_NODES.isdisjoint(name for name, _ in names),
         )
 
 

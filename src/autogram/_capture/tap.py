@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from autogram._capture.recording import Channel
 from autogram._capture.use import Use
 
 
-def tap(use: Use, output: Tensor, saved: tuple[Tensor, ...], *, in_place: bool) -> Tensor:
+def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool) -> Tensor:
     """The output of a use with a tap on it (the same tensor, after an in-place call)."""
     anchor = use.recording.channel.anchor
     if not in_place:
@@ -37,7 +37,7 @@ def is_tap_of(channel: Channel, node: Any) -> bool:
 
 def is_in_place_tap(node: Any) -> bool:
     """Whether a tap is on a tensor that was changed in place, or on a slice of it."""
-    return isinstance(node, _InPlaceTap._backward_cls)  # type: ignore[attr-defined]  # made by autograd
+    return isinstance(node, _InPlaceTap._backward_cls)
 
 
 class _Tap(torch.autograd.Function):
@@ -74,6 +74,9 @@ class _InPlaceTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.use.recording.channel.is_blocked and cotangent is not None:
+            # Zeros and not `None`, with which autograd would drop what lies beside a slice, too.
+            return torch.zeros_like(cotangent), *(None,) * (len(ctx.needs_input_grad) - 1)
         return _show(ctx, cotangent)
 
 

@@ -41,7 +41,7 @@ def convolution(
     if weight.requires_grad:
         window = Window.of(tuple(weight.shape[2:]), stride, padding, dilation)
         t, taps = positions(n), "xyz"[:n]
-        equation = f"{batch}qo{t},{batch}qi{taps}{t}->qoi{taps}"
+        equation = f"{batch}qo{t},{batch}{t}{taps}qi->qoi{taps}"
         prepare = partial(_unfold, window, groups)
         recipes.append(product(weight, equation, input, prepare=prepare, dims=dims, groups=groups))
     if bias is not None and bias.requires_grad:
@@ -77,25 +77,26 @@ class Window:
         return cls(kernel, _per_dimension(stride, n), dilations, pads)
 
     def patches(self, input: Tensor) -> Tensor:
-        """What the kernel sees, ``(n, channels, *kernel, *positions)``.
+        """What the kernel sees, ``(n, *positions, *kernel, channels)``.
 
-        A strided view: the contraction copies what it needs, one part at a time. On a CPU that
-        took two thirds of the time of ``F.unfold``, which writes all of it first.
+        A strided view of the input with its channels last. The contraction copies what it needs,
+        one part at a time, in runs as long as the channels: on a CPU, half of the time of
+        ``F.unfold``, which writes all of it first and reads it with strides.
         """
-        if any(pad != (0, 0) for pad in self.padding):
-            input = F.pad(input, [p for pad in reversed(self.padding) for p in pad])
+        input = input.movedim(1, -1)
+        zeros = [0, 0, *(p for pad in reversed(self.padding) for p in pad)]
+        input = F.pad(input, zeros) if any(zeros) else input.contiguous()
         sizes = zip(self.kernel, self.stride, self.dilation, strict=True)
-        for dim, (size, step, hole) in enumerate(sizes, start=2):
+        for dim, (size, step, hole) in enumerate(sizes, start=1):
             input = input.unfold(dim, hole * (size - 1) + 1, step)[..., ::hole]
-        n = len(self.kernel)
-        return input.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
+        return input.movedim(len(self.kernel) + 1, -1)
 
 
 def _unfold(window: Window, groups: int, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Cotangents ``(k, n, q, o, *l)`` and patches ``(n, q, i, *kernel, *l)``, q the groups."""
+    """Cotangents ``(k, n, q, o, *l)`` and patches ``(n, *l, *kernel, q, i)``, q the groups."""
     has_batch = input.dim() == len(window.kernel) + 2
     patches = window.patches(input if has_batch else input.unsqueeze(0))
-    patches = patches.unflatten(1, (groups, -1))
+    patches = patches.unflatten(-1, (groups, -1))
     return (
         cotangent.unflatten(1 + has_batch, (groups, -1)),
         patches if has_batch else patches.squeeze(0),

@@ -198,6 +198,65 @@ CASES = [
     pytest.param(call(extremes, (4,)), (3, 4), id="two outputs behind"),
     pytest.param(call(both_outputs, (4,)), (3, 4, 4), id="two outputs"),
     pytest.param(call(one_of_two_outputs, (4,)), (3, 4), id="two outputs, of a stack"),
+    pytest.param(
+        call(lambda x, p: torch.lerp(p, p * 2, x), (4,)), (3, 4), id="a tensor and its derived one"
+    ),
+    pytest.param(
+        call(lambda x, p: torch.addcmul(p.exp(), p, x), (4,)), (3, 4), id="a derived one and itself"
+    ),
+    pytest.param(call(F.linear, (4,)), (3, 4), id="linear with a vector"),
+    pytest.param(
+        call(lambda x, p: torch.take_along_dim(p, (x > 0).long(), 1) * x, (3, 4)),
+        (3, 4),
+        id="take_along_dim",
+    ),
+    pytest.param(call(lambda x, p: p.take((x > 0).long()) * x, (4,)), (3, 4), id="take"),
+    pytest.param(
+        call(lambda x, p: p.expand(3, 4).gather(1, (x > 0).long()) * x, (4,)), (3, 4), id="gather"
+    ),
+    pytest.param(
+        call(
+            lambda x, p: F.grid_sample(
+                p.expand(3, 1, 4, 4), x.view(3, 2, 1, 2).tanh(), align_corners=False
+            ),
+            (1, 1, 4, 4),
+        ),
+        (3, 4),
+        id="grid_sample",
+    ),
+    pytest.param(
+        call(lambda x, w, v: torch.linalg.multi_dot([x, w, v]), (4, 5), (5, 6)),
+        (3, 4),
+        id="multi_dot",
+    ),
+    pytest.param(
+        call(
+            lambda x, p: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(p), n=4), (3, 2)
+        ),
+        (3, 4),
+        id="complex filter",
+    ),
+    pytest.param(
+        call(lambda x, p: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(p), n=4), (4,)),
+        (3, 4),
+        id="spectrum of a parameter",
+    ),
+    pytest.param(
+        call(lambda x, p: (torch.fft.rfft(x) @ torch.view_as_complex(p)).abs(), (3, 5, 2)),
+        (3, 4),
+        id="complex weight",
+    ),
+    pytest.param(call(lambda x, p: (x * p * 1j + x).abs(), (4,)), (3, 4), id="imaginary part"),
+    pytest.param(
+        call(lambda x, w: torch.vmap(lambda v: F.linear(x, v))(w).movedim(0, 1).sin(), (6, 5, 4)),
+        (3, 4),
+        id="vmap over weights",
+    ),
+    pytest.param(
+        call(lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x).sin(), (5, 4)),
+        (3, 4),
+        id="vmap over samples",
+    ),
 ]
 
 
@@ -213,3 +272,9 @@ def test_gramian_is_exact(
 def test_memory_limit_does_not_matter(limit: int) -> None:
     x = torch.randn(5, 2, 4)
     assert_gramian_is_exact(call(torch.cdist, (5, 4)), x, memory_limit_bytes=limit)
+
+
+def test_second_input_of_another_size() -> None:
+    """What the model is given first says how many samples there are."""
+    model = call(lambda x, scale, p: x * p + scale.sum() * p, (4,))
+    assert_gramian_is_exact(model, torch.randn(3, 4), torch.randn(7))

@@ -129,7 +129,7 @@ def test_statistics_of_the_batch_are_found(make_norm: ModelFactory) -> None:
     model = between_layers(make_norm())
     engine = Engine(model)
     losses = PER_SAMPLE.of(model(torch.randn(5, 3)))
-    with pytest.warns(CoupledObjectivesWarning, match="`linear` with `0.weight`"):
+    with pytest.warns(CoupledObjectivesWarning, match=r"`linear` with `0\.weight`"):
         gramian = engine.compute_gramian(losses)
     jacobian = reference_jacobian(losses, trainable(model))
     assert_close_to_reference(gramian, jacobian @ jacobian.T)
@@ -140,7 +140,7 @@ def test_statistics_of_the_batch_are_refused(make_norm: ModelFactory) -> None:
     model = between_layers(make_norm())
     engine = Engine(model, batch_dim=0)
     losses = PER_SAMPLE.of(model(torch.randn(5, 3)))
-    with pytest.raises(MixedSamplesError, match="`linear` with `0.weight`"):
+    with pytest.raises(MixedSamplesError, match=r"`linear` with `0\.weight`"):
         engine.compute_gramian(losses)
 
 

@@ -1,0 +1,69 @@
+"""Calls of torch functions, and what is known of a function by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+# Calls that tell something about a tensor and compute nothing: a third of all in some models.
+_PROPERTIES = (
+    "shape dtype device ndim layout requires_grad is_cuda is_leaf grad_fn is_nested is_sparse"
+)
+_METHODS = "size dim numel stride is_contiguous is_floating_point is_complex element_size"
+_QUESTIONS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+}
+_CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
+_LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+_IN_PLACE_OPERATORS = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")),
+}
+
+
+class Kind(NamedTuple):
+    """What is known of a torch function."""
+
+    name: str
+    is_question: bool
+    """It computes no tensor."""
+    is_in_place: bool
+    """It changes its first argument."""
+    is_cast: bool
+    """Its output has the elements of its first argument."""
+    reads_first_only: bool
+    """Its other tensors give no more than a dtype or a shape, as in ``x.to(y)``."""
+
+
+class Call(NamedTuple):
+    """A torch function with its arguments."""
+
+    function: Callable[..., Any]
+    kind: Kind
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Carries it out."""
+        return self.function(*self.args, **self.kwargs)
+
+    def changed(self, output: Any) -> Any:
+        """What holds the result: the output, or the argument that was changed in place."""
+        return self.args[0] if self.kind.is_in_place else output
+
+
+@lru_cache(maxsize=4096)
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """What is known of a torch function."""
+    name = getattr(function, "__name__", str(function))
+    return Kind(
+        name,
+        function in _QUESTIONS,
+        name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")),
+        name in _CASTS,
+        name in _LOOK_AT_OTHER,
+    )

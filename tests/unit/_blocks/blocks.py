@@ -1,0 +1,47 @@
+"""Blocks built by hand, and what they are in dense form."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block
+
+SIZES = dict(zip("kbtsoijqp", (2, 3, 5, 4, 6, 7, 3, 2, 4), strict=True))
+
+# Every form of block that a rule makes.
+EQUATIONS = [
+    pytest.param("kbo,bi->kboi", id="linear"),
+    pytest.param("kbto,bti->kboi", id="linear with positions"),
+    pytest.param("kbtso,btsi->kboi", id="linear with two dimensions of positions"),
+    pytest.param("ktbo,tbi->kboi", id="linear, sequence first"),
+    pytest.param("kbto->kbo", id="bias"),
+    pytest.param("kbo->kbo", id="addend"),
+    pytest.param("kbto->kb", id="scalar"),
+    pytest.param("kbto,bto->kbo", id="scale"),
+    pytest.param("kbo,o->kbo", id="scale by a constant"),
+    pytest.param("kbqot,bqipt->kbqoip", id="grouped convolution"),
+    pytest.param("kbto,bti,btj->kboij", id="bilinear"),
+    pytest.param("kboij->kboij", id="rows"),
+    pytest.param("kbto,tj->kboj", id="factor without samples"),
+]
+
+
+def make_block(equation: str) -> Block:
+    """A block of random operands."""
+    inputs = equation.split("->")[0].split(",")
+    return Block(equation, tuple(torch.randn([SIZES[x] for x in labels]) for labels in inputs))
+
+
+def dense(block: Block) -> Tensor:
+    """The rows of a block, ``(k, b, *tensor)``."""
+    return torch.einsum(block.equation, *block.operands)
+
+
+def gramian_of(*rows: Tensor) -> Tensor:
+    """The inner products of the sum of some rows, ``(k, b, k, b)``."""
+    total = sum(rows)
+    k, b = total.shape[:2]
+    flat = total.reshape(k * b, math.prod(total.shape[2:]))
+    return (flat @ flat.T).view(k, b, k, b)

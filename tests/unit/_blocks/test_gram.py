@@ -1,0 +1,110 @@
+"""Products of blocks: whatever the plan, the result is that of the rows."""
+
+import itertools
+
+import pytest
+import torch
+
+from autogram._blocks import Block, rows
+from autogram._blocks.gram import cross, find_plan, gram, merge
+from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, make_block
+from tests.unit.checks import assert_close_to_reference
+
+LIMITS = [1, 10, 100, 2**40]
+OF_A_MATRIX = [param for param in EQUATIONS if len(param.values[0].split("->")[1]) == 4]
+PAIRS = [
+    pytest.param(p.values[0], q.values[0], id=f"{p.id} and {q.id}")
+    for p, q in itertools.product(OF_A_MATRIX, OF_A_MATRIX)
+    if p.values[0][-1] == q.values[0][-1]
+]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_gram(equation: str, limit: int) -> None:
+    block = make_block(equation)
+    assert_close_to_reference(gram([block], limit), gramian_of(dense(block)))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_gram_of_a_sum(first: str, second: str, limit: int) -> None:
+    """The cross terms of two uses are part of it, of equal and of different forms."""
+    blocks = [make_block(first), make_block(second)]
+    assert_close_to_reference(gram(blocks, limit), gramian_of(*map(dense, blocks)))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_gram_of_many(limit: int) -> None:
+    equations = ["kbto,bti->kboi", "kbo,bi->kboi", "kbto,bti->kboi", "kboi->kboi"]
+    blocks = [make_block(equation) for equation in equations]
+    assert_close_to_reference(gram(blocks, limit), gramian_of(*map(dense, blocks)))
+
+
+# For the first, factors are cheaper, and for the second, rows are.
+FEW = ("kbo,bi->kboi", ((1, 4, 80), (4, 90)))
+MANY = ("kbto,bti->kboi", ((1, 4, 60, 5), (4, 60, 6)))
+
+
+@pytest.mark.parametrize(
+    ("signature", "method"),
+    [
+        pytest.param(FEW, "factors", id="few positions"),
+        pytest.param(MANY, "rows", id="many positions"),
+    ],
+)
+def test_method_follows_cost(signature, method: str) -> None:
+    assert find_plan((signature,), 2**40).method == method
+
+
+@pytest.mark.parametrize(
+    ("signature", "limit"),
+    [
+        pytest.param(FEW, 1, id="factors, sample by sample"),
+        pytest.param(FEW, 8, id="factors, two samples at a time"),
+        pytest.param(MANY, 1, id="rows, line by line"),
+        pytest.param(MANY, 60, id="rows, some lines at a time"),
+    ],
+)
+def test_both_methods_in_parts(signature, limit: int) -> None:
+    equation, shapes = signature
+    block = Block(equation, tuple(torch.randn(shape) for shape in shapes))
+    assert find_plan((signature,), limit).chunks > 1
+    assert_close_to_reference(gram([block], limit), gramian_of(dense(block)))
+
+
+def test_parts_are_at_most_as_many_as_there_are_places() -> None:
+    block = make_block("kbo->kbo")
+    plan = find_plan(((block.equation, block.shapes),), 1)
+    assert plan.chunks <= max(block.sizes.values())
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 50])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_cross(first: str, second: str, chunks: int) -> None:
+    p, q = make_block(first), make_block(second)
+    expected = torch.einsum("kboi,lcoi->kblc", dense(p), dense(q))
+    assert_close_to_reference(cross(p, q, chunks), expected)
+
+
+def test_rows() -> None:
+    blocks = [make_block("kbto,bti->kboi"), make_block("kbo,bi->kboi")]
+    assert_close_to_reference(rows(blocks), sum(map(dense, blocks)))
+
+
+def test_blocks_of_equal_form_are_merged() -> None:
+    blocks = [make_block("kbto,bti->kboi") for _ in range(3)] + [make_block("kbo,bi->kboi")]
+    merged = merge(blocks)
+    assert len(merged) == 2
+    assert_close_to_reference(sum(map(dense, merged)), sum(map(dense, blocks)))
+
+
+def test_shapes_tell_forms_apart() -> None:
+    short = Block("kbto,bti->kboi", (torch.randn(2, 3, 1, 6), torch.randn(3, 1, 7)))
+    assert len(merge([make_block("kbto,bti->kboi"), short])) == 2
+
+
+def test_plans_are_found_once() -> None:
+    block = make_block("kbo->kbo")
+    signature = ((block.equation, block.shapes),)
+    assert find_plan(signature, 100) is find_plan(signature, 100)

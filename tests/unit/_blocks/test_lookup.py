@@ -1,0 +1,74 @@
+"""The block of an embedding."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block, Lookup
+from autogram._blocks.lookup import concatenate, gram_of_lookup
+from tests.unit._blocks.blocks import dense, gramian_of
+from tests.unit.checks import assert_close_to_reference
+
+K, B, T, V, D = 2, 3, 5, 7, 4
+
+
+def make_lookup(*, tokens: int = T, rows: int = V, columns: int = D) -> Lookup:
+    return Lookup(torch.randint(0, rows, (B, tokens)), torch.randn(K, B, tokens, columns))
+
+
+def dense_rows(lookup: Lookup, size: int = V) -> Tensor:
+    """Row by row."""
+    k, b, t, d = lookup.cotangents.shape
+    rows = torch.zeros(k, b, size, d)
+    for sample in range(b):
+        for place in range(t):
+            token = lookup.indices[sample, place]
+            rows[:, sample, token] += lookup.cotangents[:, sample, place]
+    return rows
+
+
+def dense_block() -> Block:
+    """As of an output layer with the same table."""
+    return Block("kbtv,btd->kbvd", (torch.randn(K, B, T, V), torch.randn(B, T, D)))
+
+
+def test_rows() -> None:
+    lookup = make_lookup()
+    assert_close_to_reference(lookup.rows(V), dense_rows(lookup))
+
+
+def test_concatenate() -> None:
+    lookups = [make_lookup(), make_lookup(tokens=2)]
+    expected = sum(map(dense_rows, lookups))
+    assert_close_to_reference(dense_rows(concatenate(lookups)), expected)
+    assert concatenate(lookups[:1]) is lookups[0]
+
+
+@pytest.mark.parametrize("limit", [1, 30, 2**40])
+@pytest.mark.parametrize("rows", [1, 3, V])
+def test_gram(limit: int, rows: int) -> None:
+    """Repeated tokens, and tokens of the table that do not occur."""
+    lookup = make_lookup(rows=rows)
+    assert_close_to_reference(gram_of_lookup(lookup, [], limit), gramian_of(dense_rows(lookup)))
+
+
+@pytest.mark.parametrize("limit", [1, 30, 2**40])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gram_with_dense_blocks(limit: int, count: int) -> None:
+    """Their own products are left out, the cross terms are there twice."""
+    lookup, blocks = make_lookup(rows=4), [dense_block() for _ in range(count)]
+    whole = gramian_of(dense_rows(lookup), *map(dense, blocks))
+    expected = whole - gramian_of(*map(dense, blocks))
+    assert_close_to_reference(gram_of_lookup(lookup, blocks, limit), expected)
+
+
+def test_one_token_for_all() -> None:
+    lookup = Lookup(torch.zeros(B, T, dtype=torch.long), torch.randn(K, B, T, D))
+    expected = gramian_of(lookup.cotangents.sum(2))
+    assert_close_to_reference(gram_of_lookup(lookup, [], 2**40), expected)
+
+
+def test_other_dtype() -> None:
+    lookup = make_lookup().to(torch.float32)
+    assert lookup.cotangents.dtype == torch.float32
+    assert not lookup.indices.is_floating_point()

@@ -1,0 +1,62 @@
+"""Einsums along paths."""
+
+import pytest
+import torch
+
+from autogram._blocks.path import einsum, find_path
+from tests.unit._blocks.blocks import SIZES
+from tests.unit.checks import assert_close_to_reference
+
+EQUATIONS = [
+    "bt->bt",
+    "bt->tb",
+    "bto->b",
+    "bto,bti->boi",
+    "bto,bto->bo",
+    "bto,bto->b",
+    "bts,bts->",
+    "bt,o->bto",
+    "bto,t->bo",
+    "to,bto->ob",
+    "bto,b->tob",
+    "bto,bti,btj->boij",
+    "bto,bti,sjo,sji->bs",
+    "kbto,bti,qpso,psi->kbqp",
+    "b,b,b->b",
+]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_result_is_that_of_torch(equation: str) -> None:
+    inputs = equation.split("->")[0].split(",")
+    operands = [torch.randn([SIZES[label] for label in labels]) for labels in inputs]
+    assert_close_to_reference(einsum(equation, operands), torch.einsum(equation, *operands))
+
+
+def test_dimensions_of_size_one() -> None:
+    operands = [torch.randn(1, 4, 1), torch.randn(1, 4, 3)]
+    expected = torch.einsum("bto,bti->boi", *operands)
+    assert_close_to_reference(einsum("bto,bti->boi", operands), expected)
+
+
+def test_cost_of_a_matrix_product() -> None:
+    path = find_path("to,ti->oi", ((5, 2), (5, 3)))
+    assert len(path.steps) == 1
+    assert path.steps[0].multiplications == 5 * 2 * 3
+    assert path.largest == 2 * 3
+
+
+def test_largest_counts_a_product_before_its_sum() -> None:
+    """No matrix product is to be had, so the elementwise product is formed."""
+    assert find_path("bto,bto->b", ((2, 50, 60), (2, 50, 60))).largest == 2 * 50 * 60
+
+
+def test_cheapest_order() -> None:
+    """A chain is contracted from its narrow end."""
+    shapes = ((100, 1), (1, 100), (100, 1))
+    assert find_path("ab,bc,cd->ad", shapes).largest == 100
+
+
+def test_paths_are_found_once() -> None:
+    shapes = ((5, 2), (5, 3))
+    assert find_path("to,ti->oi", shapes) is find_path("to,ti->oi", shapes)
