@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from autogram._capture.picking import PICKING
+
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
 _PROPERTIES = (
     "shape dtype device ndim layout requires_grad is_cuda is_leaf grad_fn is_nested is_sparse"
@@ -35,6 +37,8 @@ class Kind(NamedTuple):
     """It changes its first argument."""
     is_cast: bool
     """Its output has the elements of its first argument."""
+    may_pick: bool
+    """It may read its first argument at places that an index tensor gives."""
     reads_first_only: bool
     """Its other tensors give no more than a dtype or a shape, as in ``x.to(y)``."""
 
@@ -65,5 +69,6 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         function in _QUESTIONS,
         name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")),
         name in _CASTS,
+        name in PICKING,
         name in _LOOK_AT_OTHER,
     )

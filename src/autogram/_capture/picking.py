@@ -13,7 +13,15 @@ from torch import Tensor
 
 Values = tuple[Any, ...]
 
-_ALONG_DIM = {"index_select", "gather", "take_along_dim", "scatter", "scatter_add", "index_add"}
+_BY_INDEX = {"__getitem__", "__setitem__", "index_put", "index_put_"}
+_BY_PLACE = {"masked_select", "take"}
+_ALONG_DIM = {
+    "index_select",
+    "gather",
+    "take_along_dim",
+    *(name + suffix for name in ("scatter", "scatter_add", "index_add") for suffix in ("", "_")),
+}
+PICKING = _BY_INDEX | _BY_PLACE | _ALONG_DIM
 _NODES_ALONG_DIM = {
     "IndexSelectBackward0",
     "GatherBackward0",
@@ -27,12 +35,12 @@ _NODES_ALONG_DIM = {
 
 def picked_by_call(name: str, args: tuple[Any, ...]) -> Values:
     """The values by which a torch call picks along the first dimension of its first argument."""
-    if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
+    if name in _BY_INDEX:
         index = args[1][0] if isinstance(args[1], (tuple, list)) and args[1] else args[1]
         return _values(index)
-    if name in ("masked_select", "take"):
+    if name in _BY_PLACE:
         return _values(args[1])
-    if name.rstrip("_") in _ALONG_DIM:
+    if name in _ALONG_DIM:
         dims = [x for x in args[1:3] if isinstance(x, int)]
         index = next((x for x in args[1:3] if isinstance(x, Tensor)), None)
         return _values(index) if dims in ([], [0]) else ()

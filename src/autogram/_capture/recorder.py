@@ -147,15 +147,14 @@ class Recorder(TorchFunctionMode):
 
     def _mark_batched(self, call: Call, output: Any) -> None:
         """Marks the output of a call that reads a batched tensor."""
-        results = tensors_in_call((call.changed(output),), {})
-        for tensor in results:
+        for tensor in tensors_in_call((call.changed(output),), {}):
             self._marks.set(tensor, BATCHED)
         # The numbers in a call (the training mode of batch normalisation, the shift of a roll) can
         # decide where samples lie or meet, so layouts are remembered together with them. Other
         # integers than flags are often sizes: they are left out of the structure.
-        numbers = tuple(x for x in (*call.args, *call.kwargs.values()) if isinstance(x, int))
-        flags = tuple(x for x in numbers if isinstance(x, bool))
-        picked = picked_by_call(call.kind.name, call.args)
+        numbers = tuple([x for x in (*call.args, *call.kwargs.values()) if isinstance(x, int)])
+        flags = tuple([x for x in numbers if isinstance(x, bool)]) if numbers else ()
+        picked = picked_by_call(call.kind.name, call.args) if call.kind.may_pick else ()
         self._recording.note(call, (call.function, flags, picked), numbers)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
