@@ -16,7 +16,7 @@ from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
 
 # From 32 MiB on, the C library takes memory from the system for every tensor anew, and touching it
 # for the first time is slower than the arithmetic: rows of 150 MB took twice the time in one piece.
-_CPU_BYTES = 24 * 2**20
+_CPU_BYTES = 12 * 2**20
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16

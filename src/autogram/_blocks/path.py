@@ -99,7 +99,7 @@ def _step(positions: tuple[int, ...], equation: str, sizes: dict[str, int]) -> S
 
 def _own(labels: str, others: str, sizes: dict[str, int]) -> str:
     """The indices that one side has alone, without those of size one."""
-    return "".join(label for label in labels if label not in others and sizes[label] > 1)
+    return "".join(label for label in labels if label not in others and sizes[label] != 1)
 
 
 @dataclass(frozen=True)

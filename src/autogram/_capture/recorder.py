@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autogram._capture.call import Call, kind_of
+from autogram._capture.checkpoints import Checkpoints
 from autogram._capture.composite import inlined
 from autogram._capture.containers import exchange, tensors_in, tensors_in_call
 from autogram._capture.graph import nodes_behind
@@ -38,16 +39,18 @@ class Recorder(TorchFunctionMode):
         self._recording = Recording(channel, dict(parameters))
         self._marks = Marks(parameters)
         self._tapper = Tapper(self._recording)
+        self.checkpoints = Checkpoints()
         channel.recordings.add(self._recording)
 
     def begin(self, inputs: Any) -> None:
         """Marks what the outermost module is given."""
         tensors = [t for t in tensors_in(inputs) if self._marks.parameter(t) is None]
         sizes = [t.shape[0] for t in tensors if t.dim() > 0]
+        size = next((n for n in sizes if n != 1), 1)
         for tensor in tensors:
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
-            if sizes and sizes[0] in tensor.shape[:2]:
+            if size in tensor.shape[:2]:
                 self._marks.set(tensor, BATCHED)
 
     def end(self, output: Any) -> Any:
@@ -100,7 +103,7 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, call: Call, operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
-        rule = find_rule(call.function)
+        rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
         if rule and not any(x.is_complex() for x in tensors_in_call(call.args, call.kwargs)):
             recipes = _recipes(rule, call, operands)

@@ -35,6 +35,7 @@ class Recordings(threading.local):
             self._close()
         if self._recorder is not None:
             self._depth += 1
+            self._recorder.checkpoints.enter()
         elif torch.is_grad_enabled():
             recorder = Recorder(self._channel, _names(self._modules))
             recorder.begin((args, kwargs))
@@ -49,6 +50,7 @@ class Recordings(threading.local):
             return None
         self._depth -= 1
         if self._depth:
+            self._recorder.checkpoints.leave()
             return None
         recorder = self._close()
         ended = recorder.end(output)
