@@ -3,15 +3,15 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
-from pytest import mark, param
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@mark.parametrize("page", [param(page, id=page.name) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
 def test_snippets_run(page: Path) -> None:
     """One after the other, with the names of the ones before."""
     namespace: dict[str, object] = {}

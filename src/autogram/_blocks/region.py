@@ -26,6 +26,24 @@ class Region:
         """The elements of its storage that ``tensor`` addresses, moved by ``shift``."""
         return _region(int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride())
 
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...]) -> Region:
+        """All elements of a tensor that has blocks of its own."""
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * max(size, 1))
+        return _region(0, shape, tuple(reversed(strides))[len(strides) - len(shape) :])
+
+    @classmethod
+    def of_parameter(cls, parameter: Tensor) -> Region:
+        """All elements of a parameter.
+
+        To autograd, those of an expanded one are independent, though they share their memory.
+        """
+        region = cls.of(parameter)
+        is_dense = region.is_injective and all(region.strides[d] for d in range(parameter.dim()))
+        return region if is_dense else cls.contiguous(region.shape)
+
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The dimensions that matter, in canonical order."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from autogram._blocks import Columns, Layout, Region, agree
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
-from autogram._capture.use import Use, contiguous, pull_back
+from autogram._capture.use import Use, pull_back
 
 LayoutsOf = Callable[[Recording], Mapping[int, Sequence[Layout]] | None]
 
@@ -106,14 +106,14 @@ class Assembly:
             else:
                 columns = self._derived.get(tracked)
                 if columns is None:
-                    columns = self._derived[tracked] = Columns(contiguous(tracked.shape))
+                    columns = self._derived[tracked] = Columns(Region.contiguous(tracked.shape))
                 columns.add(region, block)
 
     def _columns_of(self, parameter: Tensor) -> Columns:
         """The columns of a parameter, made when first asked for."""
         columns = self._columns.get(parameter)
         if columns is None:
-            columns = self._columns[parameter] = Columns(Region.of(parameter))
+            columns = self._columns[parameter] = Columns(Region.of_parameter(parameter))
         return columns
 
     def _count(self, tracked: Tracked) -> None:
@@ -133,7 +133,7 @@ class Assembly:
         with self._channel.blocking():
             pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
             for parameter, block in pulled:
-                self._columns_of(parameter).add(Region.of(parameter), block)
+                self._columns_of(parameter).add(Region.of_parameter(parameter), block)
 
     def _contract(self, parameter: Tensor) -> None:
         """Adds the Gramian of a parameter's columns to the total, and drops them."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
+from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Layouts, Probe
 from autogram._capture.recording import Channel, Recording
@@ -22,6 +23,7 @@ from autogram._errors import (
 )
 
 BatchDim = int | Literal["auto"] | None
+K = TypeVar("K")
 T = TypeVar("T")
 Key = tuple[int, tuple[int, ...], int | None, int]
 
@@ -49,7 +51,7 @@ class Driver:
         self._limit = limit
         self._layouts: dict[Key, Layouts] = {}
         self._mixed: dict[Key, str] = {}
-        self._structures: set[tuple[int, int | None, int]] = set()
+        self._structures: dict[tuple[int, int | None, int], None] = {}
         self._generator = random.Random(0)  # of its own: the user's random state is not touched
         self._has_warned = False
 
@@ -70,7 +72,8 @@ class Driver:
         """The Gramian, with samples or without."""
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
-        tail = Tail.of(self._channel, losses)
+        with explaining_freed_graphs():
+            tail = Tail.of(self._channel, losses)
         if objectives.samples > 1:
             try:
                 return self._assemble_per_sample(objectives, tail)
@@ -107,12 +110,12 @@ class Driver:
                 generator=self._generator,
             )
         except MixedSamplesError as error:
-            _remember(self._mixed, self._key(recording, objectives, tail), str(error))
+            self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
             raise
-        self._structures.add(structure)
+        self._remember(self._structures, structure, None)
         for found, layouts in {recording: {}, **probe.found()}.items():
             key = self._key(found, objectives, tail)
-            _remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
+            self._remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
 
     def _assemble(self, objectives: Objectives, tail: Tail, layouts_of: LayoutsOf | None) -> Tensor:
         """One pass past the taps, with the layouts that are known."""
@@ -142,6 +145,14 @@ class Driver:
         shape = tuple(objectives.losses.shape)
         return recording.signature, shape, objectives.batch_dim, tail.fingerprint
 
+    def _remember(self, memory: dict[K, T], key: K, value: T) -> None:
+        """Adds an entry to a memory, in the place of the oldest if it is full."""
+        memory.pop(key, None)
+        memory[key] = value
+        # The passes of one graph must all fit, or they would push each other out without end.
+        if len(memory) > max(_REMEMBERED, len(self._channel.recordings)):
+            del memory[next(iter(memory))]
+
     def _warn(self, error: MixedSamplesError) -> None:
         """Tells the user, once, that the whole batch is treated as one sample."""
         if self._has_warned:
@@ -152,11 +163,3 @@ class Driver:
             "them so without this warning, also pass `batch_dim=None`."
         )
         warnings.warn(message, CoupledObjectivesWarning, stacklevel=_USER_LEVEL)
-
-
-def _remember(memory: dict[Key, T], key: Key, value: T) -> None:
-    """Adds an entry to a memory of limited size, in the place of the oldest."""
-    memory.pop(key, None)
-    memory[key] = value
-    if len(memory) > _REMEMBERED:
-        del memory[next(iter(memory))]

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+from autogram._errors import FreedGraphError
+
+
+@contextmanager
+def explaining_freed_graphs() -> Iterator[None]:
+    """Says what to do where autograd finds that a graph is freed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "after they have already been freed" not in str(error):
+            raise
+        raise FreedGraphError(
+            "The graph of the losses is freed: a backward pass ran before the Gramian was "
+            "computed. Call `compute_gramian` before `losses.backward`, or give that call "
+            "`retain_graph=True`."
+        ) from error
 
 
 def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool]) -> Iterator[Any]:

@@ -1,11 +1,13 @@
-"""Picking: index tensors along the first dimension, which can move samples to other places.
+"""Picking: index tensors, which can move samples to other places.
 
-No shape shows which samples a mask or a permutation picks, so the values of such an index are a
-part of what layouts are remembered by. Along other dimensions, samples stay where they are.
+No shape shows which samples a mask or a permutation picks, so the values of indices are a part of
+what layouts are remembered by. Two uses that are in every training loop are left out, because they
+pick for each sample on its own: ``x[arange, y]`` and ``x.gather(-1, y)``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,55 +15,74 @@ from torch import Tensor
 
 Values = tuple[Any, ...]
 
-_BY_INDEX = {"__getitem__", "__setitem__", "index_put", "index_put_"}
-_BY_PLACE = {"masked_select", "take"}
-_ALONG_DIM = {
-    "index_select",
-    "gather",
-    "take_along_dim",
-    *(name + suffix for name in ("scatter", "scatter_add", "index_add") for suffix in ("", "_")),
-}
-PICKING = _BY_INDEX | _BY_PLACE | _ALONG_DIM
-_NODES_ALONG_DIM = {
+_BY_INDEX = {"__getitem__", "__setitem__"}
+_ALONG_LAST = {"gather", "take_along_dim"}
+_BY_ORDER = {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
+PICKING = (
+    {"index_select", "masked_select", "take", "index_put", "index_put_", "sort", "topk"}
+    | {name + end for name in ("scatter", "scatter_add", "index_add") for end in ("", "_")}
+    | _BY_INDEX
+    | _ALONG_LAST
+    | _BY_ORDER
+)
+
+_NODES_ALONG_LAST = {"GatherBackward0", "SortBackward0", "TopkBackward0"}
+_NODES = {
     "IndexSelectBackward0",
-    "GatherBackward0",
+    "MaskedSelectBackward0",
+    "TakeBackward0",
     "ScatterBackward0",
     "ScatterAddBackward0",
     "IndexAddBackward0",
-    "SortBackward0",
-    "TopkBackward0",
 }
 
 
-def picked_by_call(name: str, args: tuple[Any, ...]) -> Values:
-    """The values by which a torch call picks along the first dimension of its first argument."""
+def picked_by_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
+    """The values by which a torch call picks from its arguments."""
+    if name in _BY_ORDER:  # of the outputs of one `unbind`, say
+        return tuple(tensor.output_nr for tensor in args[0]) if args else ()
     if name in _BY_INDEX:
-        index = args[1][0] if isinstance(args[1], (tuple, list)) and args[1] else args[1]
-        return _values(index)
-    if name in _BY_PLACE:
-        return _values(args[1])
-    if name in _ALONG_DIM:
-        dims = [x for x in args[1:3] if isinstance(x, int)]
-        index = next((x for x in args[1:3] if isinstance(x, Tensor)), None)
-        return _values(index) if dims in ([], [0]) else ()
-    return ()
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return _values_of_all(index)
+    others = (*args[1:], *kwargs.values())
+    if name in _ALONG_LAST and args:
+        dims = [x for x in others if isinstance(x, int)]
+        if dims and dims[0] in (-1, args[0].dim() - 1):
+            return ()
+    return tuple(_values(x) for x in others)
 
 
 def picked_by_node(node: Any) -> Values:
-    """The values by which a node of the graph picks along the first dimension."""
+    """The values by which a node of the graph picks."""
     name = node.name()
     if name in ("IndexBackward0", "IndexPutBackward0"):
-        return _values(node._saved_indices[0])
-    if name == "MaskedSelectBackward0":
-        return _values(node._saved_mask)
-    if name == "TakeBackward0" or (name in _NODES_ALONG_DIM and node._saved_dim == 0):
-        return _values(getattr(node, "_saved_index", getattr(node, "_saved_indices", None)))
-    return ()
-
-
-def _values(index: Any) -> Values:
-    """The values of an index tensor; nothing of a slice or a number."""
-    if not isinstance(index, Tensor) or index.dtype.is_floating_point:
+        return _values_of_all(node._saved_indices)
+    if name in _NODES_ALONG_LAST:
+        sizes = getattr(node, "_saved_self_sym_sizes", None) or node._saved_self.shape
+        if node._saved_dim % (1 << 64) in ((1 << 64) - 1, len(sizes) - 1):
+            return ()
+    elif name not in _NODES:
         return ()
+    fields = ("_saved_index", "_saved_indices", "_saved_mask")
+    return tuple(_values(getattr(node, field, None)) for field in fields)
+
+
+def _values_of_all(index: Iterable[Any]) -> Values:
+    """The values of an index with several entries, if it does not run through the samples."""
+    entries = tuple(index)
+    first = entries[0] if entries else None
+    if len(entries) > 1 and isinstance(first, Tensor) and first.dim() == 1:
+        with torch.no_grad():
+            if torch.equal(first, torch.arange(len(first), device=first.device)):
+                return ("in order",)
+    return tuple(_values(entry) for entry in entries)
+
+
+def _values(index: Any) -> Any:
+    """The values of an index tensor or a list; nothing of a slice or a number."""
+    if isinstance(index, list):
+        return tuple(_values(entry) if not isinstance(entry, int) else entry for entry in index)
+    if not isinstance(index, Tensor) or index.is_floating_point() or index.is_complex():
+        return None
     with torch.no_grad():
         return tuple(index.flatten().tolist())

@@ -157,7 +157,9 @@ class Recorder(TorchFunctionMode):
         # integers than flags are often sizes: they are left out of the structure.
         numbers = tuple([x for x in (*call.args, *call.kwargs.values()) if isinstance(x, int)])
         flags = tuple([x for x in numbers if isinstance(x, bool)]) if numbers else ()
-        picked = picked_by_call(call.kind.name, call.args) if call.kind.may_pick else ()
+        picked = (
+            picked_by_call(call.kind.name, call.args, call.kwargs) if call.kind.may_pick else ()
+        )
         self._recording.note(call, (call.function, flags, picked), numbers)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:

@@ -87,7 +87,8 @@ class Recording:
 
     def note(self, call: Call, structure: object, numbers: object) -> None:
         """Takes a call on batched tensors into the hashes."""
-        self.is_batchable &= call.kind.name not in NOT_TO_BE_BATCHED
+        if call.kind.name in NOT_TO_BE_BATCHED:
+            self.is_batchable = False
         self.structure = hash((self.structure, structure))
         self.signature = hash((self.signature, self.structure, numbers))
         if call.kind.name == "retain_grad":

@@ -36,6 +36,7 @@ class Tail:
         numbers: list[Any] = []
         for node in nodes_behind(losses, lambda node: is_tap_of(channel, node)):
             names.append((node.name(), picked_by_node(node)))
+            names.append(("edges", tuple(place for _, place in node.next_functions)))
             numbers.extend(getattr(node, field) for field in _numbers(node.__class__))
         return cls(
             hash(tuple(names)),

@@ -34,7 +34,7 @@ class Tracked:
 
 def track_parameter(parameter: Tensor) -> Tracked:
     """A parameter as the whole of itself."""
-    return _track(parameter, (parameter,), Region.of(parameter))
+    return _track(parameter, (parameter,), Region.of_parameter(parameter))
 
 
 def track_derived(

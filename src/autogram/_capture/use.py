@@ -88,7 +88,7 @@ class RuleUse:
         for operand in self.operands:
             factors = [_as(cotangent.dtype, x) for x in saved[operand.saved]]
             block = operand.form.block(layout, cotangent, *factors)
-            region = operand.tracked.region or contiguous(operand.tracked.shape)
+            region = operand.tracked.region or Region.contiguous(operand.tracked.shape)
             yield operand.tracked, operand.form.region(region), block
 
 
@@ -132,7 +132,7 @@ class FallbackUse:
         for tracked, pieces in zip(self.reads, zip(*parts, strict=True), strict=True):
             if pieces[0] is not None:
                 whole = torch.cat([x for x in pieces if x is not None], 1)
-                region = tracked.region or contiguous(tracked.shape)
+                region = tracked.region or Region.contiguous(tracked.shape)
                 yield tracked, region, rows_block(whole)
 
 
@@ -198,15 +198,6 @@ def rows_block(rows: Tensor) -> Block:
     """Explicit rows ``(k, b, *tensor)`` as a block."""
     labels = "kb" + "acdefghijlmnopqrstuvwxyz"[: rows.dim() - 2]
     return Block(f"{labels}->{labels}", (rows,))
-
-
-def contiguous(shape: tuple[int, ...]) -> Region:
-    """The region of a tensor that has blocks of its own."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return Region(0, shape, tuple(reversed(strides)))
 
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:

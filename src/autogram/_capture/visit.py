@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from autogram._capture.batching import batched
+from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.recording import Channel, Receiver
 from autogram._capture.use import Use
-from autogram._errors import AutogramError, FreedGraphError
+from autogram._errors import AutogramError
 
 R = TypeVar("R", bound=Receiver)
 
@@ -91,16 +92,8 @@ def _differentiate(
         torch.autograd.grad([losses], inputs, [g], retain_graph=True, allow_unused=True)
         return g  # a function under vmap must return a tensor
 
-    try:
+    with explaining_freed_graphs():
         if is_batched:
             batched(differentiate, cotangent)
         else:
             differentiate(cotangent)
-    except RuntimeError as error:
-        if "backward through the graph a second time" in str(error):
-            raise FreedGraphError(
-                "The graph of the losses is freed: a backward pass ran before the Gramian was "
-                "computed. Call `compute_gramian` before `losses.backward`, or give that call "
-                "`retain_graph=True`."
-            ) from error
-        raise

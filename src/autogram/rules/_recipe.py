@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +35,7 @@ class Form(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """The block of one tensor that a call reads.
 
     Attributes:
@@ -79,19 +79,23 @@ def product(
     Raises:
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
+    of_cotangent = _check_equation(equation)
+    return Recipe(operand, Product(equation, dims or of_cotangent, prepare, groups, scale), saved)
+
+
+@lru_cache(maxsize=4096)
+def _check_equation(equation: str) -> str:
+    """The indices of the cotangent in an equation that is valid for a rule."""
     inputs, output = equation.split("->")
-    letters = set(equation) - set(",->1")
-    if letters & set("kb") or not set(output) - {"1"} <= set(inputs):
+    if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
             f"The equation `{equation}` of a rule is not valid: the indices `k` and `b` belong to "
             "the objectives and the samples, and every index of the operand must be in a factor."
         )
-    form = Product(equation, dims or inputs.split(",")[0], prepare, groups, scale)
-    return Recipe(operand, form, saved)
+    return inputs.split(",")[0]
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """The form of :func:`product`."""
 
     equation: str
