@@ -92,8 +92,9 @@ class Engine:
             the losses. In the dtype of the parameters, and at least float32. It is detached.
 
             Cost: a backward pass through the activations, and contractions that cost between a
-            few percent and the whole of a forward pass. The first call, and each call after the
-            recorded shapes have changed, makes one more pass to find the samples.
+            few percent and the whole of a forward pass. The first call makes two further passes
+            for each binary digit of B to find the samples; calls in which only shapes are new,
+            and the calls 2, 4, 8, ..., make one or a few.
 
         Raises:
             InvalidLossesError: The losses are not floating-point or require no gradient, or

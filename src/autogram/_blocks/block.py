@@ -35,6 +35,17 @@ class Block:
         return self.equation.split("->")[1][2:]
 
     @property
+    def is_rows(self) -> bool:
+        """Whether these are explicit rows."""
+        inputs, output = self.equation.split("->")
+        return inputs == output
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the operands."""
+        return self.operands[0].dtype
+
+    @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each operand."""
         return tuple(tuple(operand.shape) for operand in self.operands)

@@ -34,7 +34,12 @@ class Columns:
                 self._lookups.append(block)
                 return
             block = block_of_lookup(block, region.shape)
-        self._blocks.setdefault(region.canonical, []).append(_canonical(block, region))
+        blocks = self._blocks.setdefault(region.canonical, [])
+        block = _canonical(block, region)
+        if blocks and block.is_rows and blocks[-1].equation == block.equation:
+            # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
+            block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
+        blocks.append(block)
 
     def gram(self, limit: int) -> Tensor | None:
         """The Gramian of these columns, ``(k, b, k, b)``, or ``None`` if nothing was added.
@@ -42,6 +47,7 @@ class Columns:
         Args:
             limit: The number of elements that one intermediate result may have.
         """
+        self._unify()
         regions = {*self._blocks, self._whole} if self._lookups else self._blocks.keys()
         if any(overlap(p, q) for p, q in combinations(regions, 2)):
             return gram(self._spread(), limit)
@@ -50,6 +56,16 @@ class Columns:
             dense = self._blocks.get(self._whole, [])
             totals.append(gram_of_lookup(concatenate(self._lookups), dense, limit))
         return reduce(torch.add, totals) if totals else None
+
+    def _unify(self) -> None:
+        """Promotes all blocks to one dtype, where a network reads a parameter in several."""
+        dtypes = {block.dtype for blocks in self._blocks.values() for block in blocks}
+        dtypes.update(lookup.dtype for lookup in self._lookups)
+        if len(dtypes) > 1:
+            dtype = reduce(torch.promote_types, dtypes)
+            for blocks in self._blocks.values():
+                blocks[:] = [block.to(dtype) for block in blocks]
+            self._lookups = [lookup.to(dtype) for lookup in self._lookups]
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""

@@ -22,6 +22,9 @@ _CPU_BYTES = 16 * 2**20
 _FEWEST_SAMPLES = 16
 _WORTH_MIRRORING = 2**28
 
+# Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
+_MOST_BLOCKS_IN_PAIRS = 8
+
 # A matrix product with few rows and columns and a long sum leaves all but one thread with little
 # to do. Cut into parts of the sum, it took three quarters of the time on two threads.
 _WORTH_SPLITTING = 2**19
@@ -90,7 +93,7 @@ def rows(blocks: Sequence[Block]) -> Tensor:
 
 
 def merge(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks of equal form made one, by a further index that is summed over.
+    """Blocks of equal form made one, along an index that is summed over.
 
     A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
     planner sees the applications as positions.
@@ -99,17 +102,39 @@ def merge(blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
     groups: dict[tuple[str, Shapes], list[Block]] = {}
     for block in blocks:
-        groups.setdefault((block.equation, block.shapes), []).append(block)
-    return [_stack(group) if len(group) > 1 else group[0] for group in groups.values()]
+        groups.setdefault((block.equation, _shapes_beside_positions(block)), []).append(block)
+    return [_join(group) if len(group) > 1 else group[0] for group in groups.values()]
 
 
-def _stack(blocks: list[Block]) -> Block:
+def _position(equation: str) -> str | None:
+    """An index that every operand has and that is summed over, if there is one."""
+    inputs, output = equation.split("->")
+    common = set.intersection(*(set(of) for of in inputs.split(","))) - set(output)
+    return min(common, default=None)
+
+
+def _shapes_beside_positions(block: Block) -> Shapes:
+    """The shapes of a block, less what may differ between blocks that are joined."""
+    label = _position(block.equation)
+    pairs = zip(block.inputs, block.shapes, strict=True)
+    return tuple(
+        tuple(0 if of == label else n for of, n in zip(labels, shape, strict=True))
+        for labels, shape in pairs
+    )
+
+
+def _join(blocks: list[Block]) -> Block:
     """One block for several of equal form."""
     inputs, output = blocks[0].equation.split("->")
+    operands = list(zip(*(block.operands for block in blocks), strict=True))
+    label = _position(blocks[0].equation)
+    if label is not None:
+        dims = [of.index(label) for of in inputs.split(",")]
+        joined = (torch.cat(uses, dim) for uses, dim in zip(operands, dims, strict=True))
+        return Block(blocks[0].equation, tuple(joined))
     label = next(unused_labels(inputs))
-    operands = zip(*(block.operands for block in blocks), strict=True)
-    equation = ",".join(of + label for of in inputs.split(","))
-    return Block(f"{equation}->{output}", tuple(torch.stack(uses, -1) for uses in operands))
+    equation = ",".join(label + of for of in inputs.split(","))
+    return Block(f"{equation}->{output}", tuple(torch.stack(uses) for uses in operands))
 
 
 @lru_cache(maxsize=4096)
@@ -120,8 +145,10 @@ def find_plan(signature: Signature, limit: int) -> Plan:
     so the two are compared here. Both are cut into pieces where they exceed the limit.
     """
     blocks = [Block(equation, _meta(shapes)) for equation, shapes in signature]
-    by_rows, by_factors = _plan_rows(blocks, limit), _plan_factors(blocks, limit)
-    return min(by_rows, by_factors, key=lambda plan: plan.cost)
+    by_rows = _plan_rows(blocks, limit)
+    if len(blocks) > _MOST_BLOCKS_IN_PAIRS:
+        return by_rows
+    return min(by_rows, _plan_factors(blocks, limit), key=lambda plan: plan.cost)
 
 
 def _plan_rows(blocks: list[Block], limit: int) -> Plan:

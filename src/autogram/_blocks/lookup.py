@@ -24,6 +24,11 @@ class Lookup:
     cotangents: Tensor
     """``(k, b, t, d)``, where ``d`` runs over all further dimensions of the table."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the cotangents."""
+        return self.cotangents.dtype
+
     def to(self, dtype: torch.dtype) -> Lookup:
         """The lookup with its cotangents in another dtype."""
         return Lookup(self.indices, self.cotangents.to(dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Layout, Region, agree
+from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import Use, pull_back
@@ -66,6 +67,15 @@ class Assembly:
             self._add(use, layouts[0], saved, cotangent)
         for tracked in use.reads:
             self._count(tracked)
+
+    def add_tail(self, use: Use, objectives: Objectives) -> None:
+        """Adds what parameters contribute that the losses reach past every tap.
+
+        Args:
+            use: The losses, as a use of these parameters.
+            objectives: The losses with their samples.
+        """
+        self._add(use, objectives.layout, (), objectives.cotangents())
 
     def gramian(self) -> Tensor | None:
         """The Gramian, ``(k, b, k, b)``, or ``None`` if every cotangent was zero."""

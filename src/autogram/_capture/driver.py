@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
 from autogram._capture.graph import explaining_freed_graphs
@@ -15,10 +16,13 @@ from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Layouts, Probe
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tail import Tail
+from autogram._capture.tracked import track_parameter
+from autogram._capture.use import FallbackUse
 from autogram._capture.visit import visit
 from autogram._errors import (
     CoupledObjectivesWarning,
     MixedSamplesError,
+    NonFiniteError,
     NotConnectedError,
 )
 
@@ -53,6 +57,7 @@ class Driver:
         self._mixed: dict[Key, str] = {}
         self._structures: dict[tuple[int, int | None, int], None] = {}
         self._generator = random.Random(0)  # of its own: the user's random state is not touched
+        self._calls = 0
         self._has_warned = False
 
     def gramian(self, losses: Tensor) -> Tensor:
@@ -85,21 +90,32 @@ class Driver:
 
     def _assemble_per_sample(self, objectives: Objectives, tail: Tail) -> Tensor:
         """The Gramian of per-sample losses, after a look for the samples where it is needed."""
+        # Values can couple samples where no shape changes (a margin that is exceeded, a mixing
+        # weight). Another look at the calls 2, 4, 8, ... costs nothing on average.
+        self._calls += 1
+        is_due = self._calls > 1 and self._calls.bit_count() == 1
+        sought: set[Recording] = set()
 
         def layouts_of(recording: Recording) -> Layouts | None:
             key = self._key(recording, objectives, tail)
             if key in self._mixed:
                 raise MixedSamplesError(self._mixed[key])
-            return self._layouts.get(key)
+            return None if is_due and recording not in sought else self._layouts.get(key)
 
         while True:
             try:
                 return self._assemble(objectives, tail, layouts_of)
             except UnknownLayoutError as unknown:
-                self._seek(objectives, tail, unknown)
+                sought.update(self._seek(objectives, tail, unknown))
 
-    def _seek(self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError) -> None:
-        """Finds the layouts of all uses that the losses depend on, and remembers them."""
+    def _seek(
+        self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError
+    ) -> set[Recording]:
+        """Finds the layouts of all uses that the losses depend on, and remembers them.
+
+        Returns:
+            The recordings of these uses.
+        """
         recording = unknown.use.recording
         structure = (recording.structure, objectives.batch_dim, tail.structure)
         probe = Probe(self._channel, objectives)
@@ -109,21 +125,35 @@ class Driver:
                 thorough=unknown.is_needed or structure not in self._structures,
                 generator=self._generator,
             )
+        except NonFiniteError:
+            if self._key(recording, objectives, tail) not in self._layouts:
+                raise
+            return set(self._channel.recordings)  # nothing can be seen, and nothing must be
         except MixedSamplesError as error:
             self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
             raise
         self._remember(self._structures, structure, None)
-        for found, layouts in {recording: {}, **probe.found()}.items():
+        by_recording = {recording: {}, **probe.found()}
+        for found, layouts in by_recording.items():
             key = self._key(found, objectives, tail)
             self._remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
+        return set(by_recording)
 
     def _assemble(self, objectives: Objectives, tail: Tail, layouts_of: LayoutsOf | None) -> Tensor:
         """One pass past the taps, with the layouts that are known."""
+        in_tail = self._use_in_tail(objectives.losses, tail)
+
+        def start() -> Assembly:
+            assembly = Assembly(self._channel, layouts_of, self._limit)
+            if in_tail is not None:
+                assembly.add_tail(in_tail, objectives)
+            return assembly
+
         assembly = visit(
             self._channel,
             objectives.losses,
             objectives.cotangents(),
-            lambda: Assembly(self._channel, layouts_of, self._limit),
+            start,
             is_batchable=tail.is_batchable
             and all(recording.is_batchable for recording in self._channel.recordings),
         )
@@ -131,7 +161,8 @@ class Driver:
             raise NotConnectedError(
                 "The losses do not depend on any parameter of the engine's modules that requires a "
                 "gradient. Compute them from an output of these modules, in a forward pass that "
-                "ran after the engine was made, with gradients enabled."
+                "ran after the engine was made, with gradients enabled. A model compiled by "
+                "`torch.compile` is not seen: compile parts without parameters instead."
             )
         gramian = assembly.gramian()
         if gramian is None:
@@ -139,6 +170,22 @@ class Driver:
             m = objectives.losses.numel()
             return objectives.losses.new_zeros(m, m, dtype=dtype)
         return objectives.arrange_gramian(gramian)
+
+    def _use_in_tail(self, losses: Tensor, tail: Tail) -> FallbackUse | None:
+        """The losses as a use of the parameters that they reach past every tap.
+
+        A penalty on the weights, a call of another method than the forward, or a gradient that is
+        differentiated again use parameters where nothing is recorded.
+        """
+        for recording in self._channel.recordings:
+            reads = [track_parameter(p) for p in tail.leaves if p in recording.names]
+            if reads:
+                sources = tuple(tracked.sources[0] for tracked in reads)
+                shape, edge = tuple(losses.shape), get_gradient_edge(losses)
+                return FallbackUse(
+                    recording, -1, "the losses", shape, losses.dtype, tuple(reads), edge, sources
+                )
+        return None
 
     def _key(self, recording: Recording, objectives: Objectives, tail: Tail) -> Key:
         """What the layouts of a recording may depend on."""

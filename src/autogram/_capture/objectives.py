@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autogram._blocks import Layout
+
 
 @dataclass(frozen=True)
 class Objectives:
@@ -29,6 +31,13 @@ class Objectives:
     def per_sample(self) -> int:
         """K."""
         return self.losses.numel() // self.samples
+
+    @property
+    def layout(self) -> Layout | None:
+        """Where the samples lie in the losses."""
+        if self.batch_dim is None:
+            return None
+        return Layout(self.batch_dim % self.losses.dim(), 1, self.samples, 1)
 
     def cotangents(self) -> Tensor:
         """One-hot over the objectives of a sample, for all samples at once: ``(k, *losses)``.

@@ -17,10 +17,14 @@ Values = tuple[Any, ...]
 
 _BY_INDEX = {"__getitem__", "__setitem__"}
 _ALONG_LAST = {"gather", "take_along_dim"}
+_ALONG_ANY = (
+    *("scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
+    *("index_add", "index_copy", "index_reduce", "index_put"),
+)
 _BY_ORDER = {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
 PICKING = (
-    {"index_select", "masked_select", "take", "index_put", "index_put_", "sort", "topk"}
-    | {name + end for name in ("scatter", "scatter_add", "index_add") for end in ("", "_")}
+    {"index_select", "masked_select", "take", "repeat_interleave", "_pack_padded_sequence"}
+    | {name + end for name in _ALONG_ANY for end in ("", "_")}
     | _BY_INDEX
     | _ALONG_LAST
     | _BY_ORDER
@@ -34,6 +38,9 @@ _NODES = {
     "ScatterBackward0",
     "ScatterAddBackward0",
     "IndexAddBackward0",
+    "IndexCopyBackward0",
+    "MaskedScatterBackward0",
+    "ScatterReduceBackward0",
 }
 
 
@@ -49,7 +56,7 @@ def picked_by_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         dims = [x for x in others if isinstance(x, int)]
         if dims and dims[0] in (-1, args[0].dim() - 1):
             return ()
-    return tuple(_values(x) for x in others)
+    return tuple(_values_of_all(x) if isinstance(x, tuple) else _values(x) for x in others)
 
 
 def picked_by_node(node: Any) -> Values:
@@ -80,6 +87,8 @@ def _values_of_all(index: Iterable[Any]) -> Values:
 
 def _values(index: Any) -> Any:
     """The values of an index tensor or a list; nothing of a slice or a number."""
+    if type(index).__module__ == "numpy":
+        return repr(index.tolist())
     if isinstance(index, list):
         return tuple(_values(entry) if not isinstance(entry, int) else entry for entry in index)
     if not isinstance(index, Tensor) or index.is_floating_point() or index.is_complex():

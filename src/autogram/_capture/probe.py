@@ -95,7 +95,8 @@ class Probe:
                 f"The samples are mixed before the result of {describe(use)} reaches the losses: "
                 f"in this tensor of shape {use.shape}, they have no places of their own. Batch "
                 "normalisation in training mode does this, and so do losses that compare or "
-                "reorder samples, and parameters that are used without a batch. Call `.eval()` on "
+                "reorder samples, tokens that are routed to experts, and parameters that are used "
+                "without a batch. Call `.eval()` on "
                 "the normalisation, replace it by `nn.GroupNorm`, or pass `batch_dim=None` to "
                 "`Engine` (exact for any losses, slower)."
             )

@@ -50,7 +50,10 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
-            if size in tensor.shape[:2]:
+            if size in tensor.shape[:2] or tensor.grad_fn is not None:
+                sources, _ = self._untapped_parameters(tensor)
+                if sources:  # used before this module was entered
+                    self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
                 self._marks.set(tensor, BATCHED)
 
     def end(self, output: Any) -> Any:
@@ -130,19 +133,30 @@ class Recorder(TorchFunctionMode):
         parameters entered it there, the tensor is derived from them; if batched tensors did too,
         it is a use, and is tapped when it is first read.
         """
-        sources: dict[Tensor, Tracked] = {}
-        reaches_tap = False
-        for node in nodes_behind(tensor, self._ends_a_search):
-            reaches_tap |= is_tap_of(self._recording.channel, node)
-            variable: Tensor | None = getattr(node, "variable", None)
-            if variable is not None and (tracked := self._marks.parameter(variable)):
-                sources[variable] = tracked
+        sources, reaches_tap = self._untapped_parameters(tensor)
         if not sources:
             return BATCHED
         if not reaches_tap:
             return track_unseen(tensor, tuple(sources))
         self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
         return BATCHED
+
+    def _untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
+        """The parameters that reach a tensor past every tap, and whether a tap does."""
+        sources: dict[Tensor, Tracked] = {}
+        reaches_tap = False
+        for node in nodes_behind(tensor, self._ends_a_search):
+            if node.name() == "CheckpointFunctionBackward":
+                raise UnsupportedError(
+                    "A part of the model is checkpointed with `use_reentrant=True`, which hides "
+                    "its calls from the engine. Pass `use_reentrant=False` to `checkpoint` (to "
+                    "models of transformers, in `gradient_checkpointing_kwargs`)."
+                )
+            reaches_tap |= is_tap_of(self._recording.channel, node)
+            variable: Tensor | None = getattr(node, "variable", None)
+            if variable is not None and (tracked := self._marks.parameter(variable)):
+                sources[variable] = tracked
+        return sources, reaches_tap
 
     def _ends_a_search(self, node: Any) -> bool:
         """Whether a node covers all that is behind it: an in-place tap may cover a slice alone."""

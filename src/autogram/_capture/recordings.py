@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,9 @@ class Recordings(threading.local):
 
     def __init__(self, channel: Channel, modules: tuple[nn.Module, ...]) -> None:
         self._channel = channel
-        self._modules = modules
+        # Weak, because the hooks of the modules hold this.
+        self._modules = [weakref.ref(module) for module in modules]
+        self._originals = [(weakref.ref(p), name) for p, name in _names(modules).items()]
         self._recorder: Recorder | None = None
         self._depth = 0
         self._outermost: nn.Module | None = None
@@ -37,7 +40,7 @@ class Recordings(threading.local):
             self._depth += 1
             self._recorder.checkpoints.enter()
         elif torch.is_grad_enabled():
-            recorder = Recorder(self._channel, _names(self._modules))
+            recorder = Recorder(self._channel, self._parameters())
             recorder.begin((args, kwargs))
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
@@ -70,12 +73,25 @@ class Recordings(threading.local):
         PyTorch calls no hook when a forward is left by a keyboard interrupt. The next pass enters
         one of the engine's modules, or the module that was left: only then is it worth a look.
         """
-        if module is not self._outermost and not any(module is root for root in self._modules):
+        if module is not self._outermost and not any(module is root() for root in self._modules):
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is None
+
+    def _parameters(self) -> dict[Tensor, str]:
+        """The parameters as they are now, and those that `functional_call` has put aside.
+
+        What such a call puts in their place is derived from them, if it is derived from anything.
+        """
+        modules = [module for module in (root() for root in self._modules) if module is not None]
+        names = {p: name for p, name in _names(tuple(modules)).items() if p.is_leaf}
+        for reference, name in self._originals:
+            parameter = reference()
+            if parameter is not None:
+                names.setdefault(parameter, name)
+        return names
 
 
 def _names(modules: tuple[nn.Module, ...]) -> dict[Tensor, str]:

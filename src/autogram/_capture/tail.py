@@ -28,20 +28,28 @@ class Tail:
     """The same, with their numbers, such as the sizes of a view."""
     is_batchable: bool
     """Whether a backward pass through it may be batched."""
+    leaves: tuple[Tensor, ...]
+    """Tensors that the losses reach past every tap, such as parameters in a penalty."""
 
     @classmethod
     def of(cls, channel: Channel, losses: Tensor) -> Tail:
         """The tail of some losses."""
         names: list[tuple[str, Values]] = []
         numbers: list[Any] = []
+        leaves: list[Tensor] = []
         for node in nodes_behind(losses, lambda node: is_tap_of(channel, node)):
             names.append((node.name(), picked_by_node(node)))
             names.append(("edges", tuple(place for _, place in node.next_functions)))
-            numbers.extend(getattr(node, field) for field in _numbers(node.__class__))
+            values = (getattr(node, field) for field in _numbers(node.__class__))
+            numbers.extend(value for value in values if isinstance(value, (int, tuple)))
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                leaves.append(variable)
         return cls(
             hash(tuple(names)),
             hash((*names, *numbers)),
             WRONG_NODES.isdisjoint(name for name, _ in names),
+            tuple(leaves),
         )
 
 

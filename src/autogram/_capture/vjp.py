@@ -51,7 +51,14 @@ def _vmapped(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[T
 
 def _vjp(output: GradientEdge, inputs: Inputs, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     """One vector-Jacobian product."""
-    return torch.autograd.grad([output], inputs, [cotangent], retain_graph=True, allow_unused=True)
+    found: tuple[Tensor | None, ...]
+    found = torch.autograd.grad([output], inputs, [cotangent], retain_graph=True, allow_unused=True)
+    return tuple([_to_dense(x) for x in found])
+
+
+def _to_dense(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that may be sparse, as that of an embedding can be."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _stack(found: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -142,7 +142,7 @@ class Reading:
         indices = torch.where(indices < 0, indices + self.size, indices)
         if self.padding is not None:
             kept = (indices != self.padding).view(indices.shape + (1,) * self._columns(cotangent))
-            cotangent = cotangent * kept
+            cotangent = torch.where(kept, cotangent, 0)
         cotangent = (
             cotangent.flatten(1 + indices.dim())
             if self._columns(cotangent)

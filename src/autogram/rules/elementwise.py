@@ -115,7 +115,8 @@ def _by_denominator(cotangent: Tensor, input: Tensor, other: Tensor) -> tuple[Te
 
 def _masked(kept: bool, cotangent: Tensor, condition: Tensor) -> tuple[Tensor]:
     """The cotangent where the condition is ``kept``."""
-    return (cotangent * (condition if kept else ~condition),)
+    # A selection and not a product: what is masked out may be infinite.
+    return (torch.where(condition if kept else ~condition, cotangent, 0),)
 
 
 def _negative_part(cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:

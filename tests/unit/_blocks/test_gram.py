@@ -99,9 +99,18 @@ def test_blocks_of_equal_form_are_merged() -> None:
     assert_close_to_reference(sum(map(dense, merged)), sum(map(dense, blocks)))
 
 
+def test_positions_of_any_number_are_joined() -> None:
+    block = make_block("kbto,bti->kboi")
+    g, x = block.operands
+    short = Block("kbto,bti->kboi", (g[:, :, :1], x[:, :1]))
+    (joined,) = merge([block, short])
+    torch.testing.assert_close(rows([joined]), rows([block]) + rows([short]))
+
+
 def test_shapes_tell_forms_apart() -> None:
-    short = Block("kbto,bti->kboi", (torch.randn(2, 3, 1, 6), torch.randn(3, 1, 7)))
-    assert len(merge([make_block("kbto,bti->kboi"), short])) == 2
+    block = Block("kbo,bi->kboi", (torch.randn(2, 3, 6), torch.randn(3, 7)))
+    other = Block("kbo,bi->kboi", (torch.randn(2, 3, 6), torch.randn(1, 7)))
+    assert len(merge([block, other])) == 2
 
 
 def test_plans_are_found_once() -> None:

@@ -1,0 +1,193 @@
+"""Parameters used where nothing is recorded: the graph of the losses shows them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autogram import Engine, FreedGraphError, UnsupportedError
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference
+
+BATCH_DIMS = [
+    pytest.param("auto", id="auto"),
+    pytest.param(0, id="samples"),
+    pytest.param(None, id="coupled"),
+]
+
+
+class Model(nn.Module):
+    """Two layers and a temperature that the forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.temperature = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+    def sharpened(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() * self.temperature)
+
+
+def penalized(model: Model, x: Tensor) -> Tensor:
+    return model(x).square().sum(1) + 0.1 * model.first.weight.square().sum()
+
+
+def penalized_tasks(model: Model, x: Tensor) -> Tensor:
+    return model(x).square() + 0.1 * model.first.weight.square().sum()
+
+
+def read_again(model: Model, x: Tensor) -> Tensor:
+    return F.linear(model(x), model.last.weight.T).square().sum(1)
+
+
+def another_method(model: Model, x: Tensor) -> Tensor:
+    return model.sharpened(x).square().sum(1)
+
+
+def scaled_input(model: Model, x: Tensor) -> Tensor:
+    return model(x * model.temperature).square().sum(1)
+
+
+def gradient_penalty(model: Model, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    losses = model(x).square().sum(1)
+    (gradient,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+    return losses + gradient.square().sum(1)
+
+
+def functional_call(model: Model, x: Tensor) -> Tensor:
+    doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, doubled, (x,)).square().sum(1)
+
+
+LOSSES = [
+    penalized,
+    penalized_tasks,
+    read_again,
+    another_method,
+    scaled_input,
+    gradient_penalty,
+    functional_call,
+]
+
+
+@pytest.mark.parametrize("batch_dim", BATCH_DIMS)
+@pytest.mark.parametrize("compute_losses", LOSSES)
+def test_gramian_is_exact(
+    compute_losses: Callable[[Model, Tensor], Tensor], batch_dim: int | None
+) -> None:
+    model = Model()
+    engine = Engine(model, batch_dim=batch_dim)
+    for _ in range(3):
+        losses = compute_losses(model, torch.randn(5, 3))
+        jacobian = reference_jacobian(losses, model.parameters())
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 1)])
+def test_an_expanded_parameter_has_independent_elements(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(shape[1], shape[0])
+    layer.weight = nn.Parameter(torch.randn(1, 1).expand(shape))
+    engine = Engine(layer)
+    losses = layer(torch.randn(5, shape[1])).sin().sum(1)
+    jacobian = reference_jacobian(losses, layer.parameters())
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def test_a_table_that_is_read_in_two_dtypes() -> None:
+    """Of which the larger one is kept."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 4, dtype=torch.float32)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.table(tokens).double() @ self.table.weight.double().T
+
+    model = Tied()
+    engine = Engine(model)
+    losses = model(torch.randint(7, (3, 5))).square().sum((1, 2))
+    jacobian = reference_jacobian(losses, model.parameters()).double()
+    gramian = engine.compute_gramian(losses)
+    assert gramian.dtype == torch.float64
+    # Autograd rounds its rows to the dtype of the table.
+    torch.testing.assert_close(gramian, jacobian @ jacobian.T, rtol=1e-5, atol=1e-5)
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(7, 4, sparse=True, mode="sum"), nn.Linear(4, 2))
+    engine = Engine(model)
+    losses = model(torch.randint(7, (3, 5))).square().sum(1)
+    jacobian = reference_jacobian(losses, model.parameters())
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+    model = Checkpointed()
+    engine = Engine(model)
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        model(torch.randn(5, 3, requires_grad=True))
+    assert engine is not None
+
+
+def test_a_freed_graph_behind_an_index() -> None:
+    model = Model()
+    engine = Engine(model)
+    losses = model(torch.randn(5, 3)).square().sum(1)[torch.tensor([0, 2])]
+    losses.sum().backward()
+    with pytest.raises(FreedGraphError, match="retain_graph=True"):
+        engine.compute_gramian(losses)
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")  # losses in another order
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_an_order_that_changes(join: Callable[[list[Tensor]], Tensor]) -> None:
+    """The same calls on parts of the batch, in another order at the next step."""
+    model = Model()
+    engine = Engine(model)
+    for order in ([0, 1, 2], [1, 2, 0]):
+        parts = model(torch.randn(3, 3)).unbind(0)
+        joined = join([parts[i].unsqueeze(0) for i in order])
+        losses = joined.square().flatten(1).sum(1)
+        jacobian = reference_jacobian(losses, model.parameters())
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def test_a_margin_that_is_exceeded_later() -> None:
+    """Samples that begin to interact at the fourth call, where the engine looks again."""
+    model = Model()
+    engine = Engine(model, batch_dim=0)
+    x = torch.randn(4, 3)
+    for margin in (-1e3, -1e3, -1e3):
+        outputs = model(x)
+        apart = (outputs[:, None] - outputs).square().sum((1, 2))
+        engine.compute_gramian(outputs.square().sum(1) + F.relu(margin + apart))
+    outputs = model(x)
+    apart = (outputs[:, None] - outputs).square().sum((1, 2))
+    with pytest.raises(ValueError, match="samples are mixed"):
+        engine.compute_gramian(outputs.square().sum(1) + F.relu(1e3 + apart))
+
+
+def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autogram._capture.driver._REMEMBERED", 4)
+    model = nn.Linear(3, 4)
+    engine = Engine(model)
+    parts = [model(torch.randn(2, n, 3)).square().mean((1, 2)) for n in range(1, 12)]
+    losses = torch.stack(parts).sum(0)
+    jacobian = reference_jacobian(losses, model.parameters())
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
