@@ -33,7 +33,7 @@ def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
         if isinstance(argument, Tensor):
             found.append(argument)
         elif isinstance(argument, (list, tuple)):
-            found.extend(item for item in argument if isinstance(item, Tensor))
+            found.extend([item for item in argument if isinstance(item, Tensor)])
     return found
 
 

@@ -35,7 +35,7 @@ class Marks:
 
     def set(self, tensor: Tensor, status: Status) -> None:
         """Remembers the status of a tensor as it is now."""
-        has_graph = tensor.grad_fn is not None
+        has_graph = not tensor.is_leaf
         self._marks[id(tensor)] = (weakref.ref(tensor), status, tensor._version, has_graph)
 
     def get(self, tensor: Tensor) -> tuple[bool, Status]:
@@ -48,7 +48,7 @@ class Marks:
         parameter = self._parameters.get(id(tensor))
         if parameter is not None:
             return True, parameter
-        has_graph = tensor.grad_fn is not None
+        has_graph = not tensor.is_leaf
         mark = self._marks.get(id(tensor))
         if mark is not None and mark[0]() is tensor:
             _, status, version, had_graph = mark

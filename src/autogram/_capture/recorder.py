@@ -50,7 +50,7 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
-            if size in tensor.shape[:2] or tensor.grad_fn is not None:
+            if size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._untapped_parameters(tensor)
                 if sources:  # used before this module was entered
                     self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
