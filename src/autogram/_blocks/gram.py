@@ -225,11 +225,27 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
 def _outer(matrix: Tensor) -> Tensor:
     """Rows of shape ``(k, b, *)`` times themselves, ``(k, b, k, b)``."""
     k, b = matrix.shape[:2]
-    flat = matrix.reshape(k * b, -1)
-    if flat.numel() < _WORTH_SPLITTING or flat.shape[1] % _PARTS:
-        return (flat @ flat.mT).view(k, b, k, b)
-    parts = flat.unflatten(1, (_PARTS, -1)).transpose(0, 1)  # (parts, m, n / parts)
-    return torch.bmm(parts, parts.mT).sum(0).view(k, b, k, b)
+    m = k * b
+    flat = matrix.reshape(m, -1)
+    if m < 2 * _FEWEST_SAMPLES or flat.numel() < _WORTH_SPLITTING:
+        return _long_product(flat, flat).view(k, b, k, b)
+    half = m // 2  # one of the two mixed quarters is the mirror of the other
+    gram = flat.new_empty(m, m)
+    gram[:, :half] = _long_product(flat, flat[:half])
+    gram[half:, half:] = _long_product(flat[half:], flat[half:])
+    gram[:half, half:] = gram[half:, :half].mT
+    return gram.view(k, b, k, b)
+
+
+def _long_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right.T`` for matrices with few rows and many columns."""
+    if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
+        return left @ right.mT
+    left, right = (
+        x.view(len(x), _PARTS, -1).transpose(0, 1)
+        for x in (left, right)  # (parts, rows, n)
+    )
+    return torch.bmm(left, right.mT).sum(0)
 
 
 @lru_cache(maxsize=4096)
