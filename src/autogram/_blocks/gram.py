@@ -13,10 +13,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
-
-# From 32 MiB on, the C library takes memory from the system for every tensor anew, and touching it
-# for the first time is slower than the arithmetic: rows of 150 MB took twice the time in one piece.
-_CPU_BYTES = 16 * 2**20
+from autogram._blocks.scratch import CPU_BYTES
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
@@ -62,7 +59,7 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
     blocks = merge(blocks)
     operand = blocks[0].operands[0]
     if operand.device.type == "cpu":
-        limit = min(limit, _CPU_BYTES // operand.element_size())
+        limit = min(limit, CPU_BYTES // operand.element_size())
     plan = find_plan(tuple((block.equation, block.shapes) for block in blocks), limit)
     if plan.method == "rows":
         return _gram_of_rows(blocks, plan)
@@ -196,10 +193,10 @@ def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
     )
     blocks = [block.reorder(order) for block in blocks]
     if plan.chunks == 1:
-        return _outer(rows(blocks))
+        return _outer_of_rows(blocks)
     position = blocks[0].parameter.index(plan.label)
     cut = [block.chunks(block.parameter[position], plan.chunks) for block in blocks]
-    return reduce(torch.add, (_outer(rows(part)) for part in zip(*cut, strict=True)))
+    return reduce(torch.add, (_outer_of_rows(part) for part in zip(*cut, strict=True)))
 
 
 def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
@@ -220,6 +217,13 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
         total[:, start:stop, :, start:] = product.permute(2, 3, 0, 1)
         start = stop
     return total
+
+
+def _outer_of_rows(blocks: Sequence[Block]) -> Tensor:
+    """The rows of some blocks times themselves, of which only the products are kept."""
+    if len(blocks) == 1:
+        return _outer(einsum(blocks[0].equation, blocks[0].operands, is_temporary=True))
+    return _outer(rows(blocks))
 
 
 def _outer(matrix: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import opt_einsum
 import torch
 from torch import Tensor
 
+from autogram._blocks.scratch import scratch
+
 Shapes = tuple[tuple[int, ...], ...]
 
 # What moving one element through memory costs, in multiply-adds of a matrix product. Measured on
@@ -45,9 +47,13 @@ class Path:
         """Elements of the largest result on the way."""
         return max(step.elements for step in self.steps)
 
-    def __call__(self, operands: Sequence[Tensor]) -> Tensor:
-        """The result of the einsum."""
+    def __call__(self, operands: Sequence[Tensor], *, is_temporary: bool = False) -> Tensor:
+        """The result of the einsum, which is valid until the next one if it is temporary."""
         stack = list(operands)
+        if is_temporary and len(self.steps) == 1:
+            product = self.steps[0].contract
+            if isinstance(product, MatrixProduct):
+                return product(*stack, is_temporary=True)
         for step in self.steps:
             stack.append(step.contract(*[stack.pop(position) for position in step.positions]))
         return stack[0]
@@ -68,9 +74,10 @@ def find_path(equation: str, shapes: Shapes) -> Path:
     return Path(tuple(_step(tuple(found[0]), found[2], sizes) for found in info.contraction_list))
 
 
-def einsum(equation: str, operands: Sequence[Tensor]) -> Tensor:
-    """``torch.einsum`` along a cached path."""
-    return find_path(equation, tuple(tuple(x.shape) for x in operands))(operands)
+def einsum(equation: str, operands: Sequence[Tensor], *, is_temporary: bool = False) -> Tensor:
+    """``torch.einsum`` along a cached path; a temporary result is valid until the next one."""
+    path = find_path(equation, tuple(tuple(x.shape) for x in operands))
+    return path(operands, is_temporary=is_temporary)
 
 
 def _step(positions: tuple[int, ...], equation: str, sizes: dict[str, int]) -> Step:
@@ -135,13 +142,18 @@ class MatrixProduct:
             _order(kept, output),
         )
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, y: Tensor, *, is_temporary: bool = False) -> Tensor:
         """The einsum of two tensors."""
         left, right = (
             (z.contiguous() if _repeats(z) else z).permute(order).reshape(shape)
             for z, order, shape in zip((x, y), self.orders, self.shapes, strict=True)
         )
-        return torch.bmm(left, right).view(self.sizes).permute(self.output)
+        out = None
+        if is_temporary and x.device.type == "cpu":
+            shape = (left.shape[0], left.shape[1], right.shape[2])
+            memory = scratch(prod(shape), left.dtype)
+            out = None if memory is None else memory.view(shape)
+        return torch.bmm(left, right, out=out).view(self.sizes).permute(self.output)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
