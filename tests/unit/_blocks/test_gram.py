@@ -117,3 +117,21 @@ def test_plans_are_found_once() -> None:
     block = make_block("kbo->kbo")
     signature = ((block.equation, block.shapes),)
     assert find_plan(signature, 100) is find_plan(signature, 100)
+
+
+@pytest.mark.parametrize("samples", [33, 64])
+@pytest.mark.parametrize("elements", [16384, 16381])
+def test_long_rows_are_multiplied_in_parts(samples: int, elements: int) -> None:
+    """Of which one half is the mirror of the other."""
+    dense_rows = torch.randn(1, samples, elements)
+    block = Block("kbo->kbo", (dense_rows,))
+    expected = (dense_rows[0] @ dense_rows[0].T).view(1, samples, 1, samples)
+    assert_close_to_reference(gram([block], 2**30), expected)
+
+
+def test_factors_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autogram._blocks.gram._WORTH_MIRRORING", 0)
+    block = Block("kbo,bi->kboi", (torch.randn(2, 70, 6), torch.randn(70, 7)))
+    assert find_plan(((block.equation, block.shapes),), 2**30).method == "factors"
+    flat = rows([block]).reshape(140, -1)
+    assert_close_to_reference(gram([block], 2**30), (flat @ flat.T).view(2, 70, 2, 70))
