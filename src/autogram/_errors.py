@@ -34,7 +34,11 @@ class FreedGraphError(AutogramError, RuntimeError):
 
 
 class UnsupportedError(AutogramError, NotImplementedError):
-    """A call is known to have no Jacobian block, and is refused rather than computed wrongly."""
+    """A call is known to have no Jacobian block, and is refused rather than computed wrongly.
+
+    A ``NotImplementedError`` because to users it is one: the call is valid PyTorch. Nothing here is
+    waiting to be written; each message says what to use instead.
+    """
 
 
 class RuleError(AutogramError, ValueError):
