@@ -11,13 +11,16 @@ import opt_einsum
 import torch
 from torch import Tensor
 
-from autogram._blocks.scratch import scratch
+from autogram._blocks.scratch import Purpose, scratch
 
 Shapes = tuple[tuple[int, ...], ...]
 
 # What moving one element through memory costs, in multiply-adds of a matrix product. Measured on
 # two CPU cores with MKL: between 10 and 40, depending on how much of the tensor stays in the cache.
 MEMORY_COST = 16
+
+# Elements of a product that is summed up at once: a quarter of a core's cache.
+_PART = 2**17
 
 
 @dataclass(frozen=True)
@@ -144,21 +147,35 @@ class MatrixProduct:
 
     def __call__(self, x: Tensor, y: Tensor, *, is_temporary: bool = False) -> Tensor:
         """The einsum of two tensors."""
-        left, right = (
-            (z.contiguous() if _repeats(z) else z).permute(order).reshape(shape)
-            for z, order, shape in zip((x, y), self.orders, self.shapes, strict=True)
-        )
-        out = None
-        if is_temporary and x.device.type == "cpu":
-            shape = (left.shape[0], left.shape[1], right.shape[2])
-            memory = scratch(prod(shape), left.dtype)
-            out = None if memory is None else memory.view(shape)
+        left = _arranged(x, self.orders[0], self.shapes[0], "first")
+        right = _arranged(y, self.orders[1], self.shapes[1], "second")
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+        out = scratch("result", shape, left) if is_temporary else None
         return torch.bmm(left, right, out=out).view(self.sizes).permute(self.output)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
     """The permutation of ``labels`` that gives ``wanted``."""
     return tuple(labels.index(label) for label in wanted)
+
+
+def _arranged(
+    tensor: Tensor, order: tuple[int, ...], shape: tuple[int, int, int], purpose: Purpose
+) -> Tensor:
+    """An operand as a matrix product takes it: a view of it, or a copy that is valid for now."""
+    if _repeats(tensor):
+        return _copy(tensor, purpose).permute(order).reshape(shape)
+    arranged = tensor.permute(order)
+    try:
+        return arranged.view(shape)
+    except RuntimeError:  # its dimensions do not lie in memory as the product needs them
+        return _copy(arranged, purpose).view(shape)
+
+
+def _copy(tensor: Tensor, purpose: Purpose) -> Tensor:
+    """A contiguous copy."""
+    memory = scratch(purpose, tensor.shape, tensor)
+    return tensor.contiguous() if memory is None else memory.copy_(tensor)
 
 
 def _repeats(tensor: Tensor) -> bool:
@@ -168,14 +185,38 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def _multiply_sum(first: str, second: str, output: str, x: Tensor, y: Tensor) -> Tensor:
-    """An einsum of two operands as a broadcast product and a sum, in the order of the larger."""
+    """An einsum of two operands as a broadcast product and a sum, in the order of the larger.
+
+    Outer indices of the result are taken in parts, so that a part's product stays in the cache.
+    """
     order = first if x.numel() >= y.numel() else second
     order += "".join(label for label in first + second if label not in order)
-    product = _align(x, first, order) * _align(y, second, order)
+    x, y = _align(x, first, order), _align(y, second, order)
     summed = [dim for dim, label in enumerate(order) if label not in output]
     kept = [label for label in order if label in output]
-    total = product.sum(summed) if summed else product
+    total = _sum_of_product(x, y, summed)
     return total.permute([kept.index(label) for label in output])
+
+
+def _sum_of_product(x: Tensor, y: Tensor, summed: list[int]) -> Tensor:
+    """The product of two tensors of equally many dimensions, summed over some of them."""
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    elements = prod(shape)
+    dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
+    if not summed or dim is None or elements <= _PART or x.device.type != "cpu":
+        product = x * y
+        return product.sum(summed) if summed else product
+    step = max(1, shape[dim] * _PART // elements)
+    parts = []
+    for start in range(0, shape[dim], step):
+        some = [
+            z if z.shape[dim] == 1 else z.narrow(dim, start, min(step, shape[dim] - start))
+            for z in (x, y)
+        ]
+        sizes = torch.broadcast_shapes(some[0].shape, some[1].shape)
+        product = torch.mul(*some, out=scratch("result", sizes, x))
+        parts.append(product.sum(summed))
+    return torch.cat(parts, dim - sum(d < dim for d in summed))
 
 
 def _align(tensor: Tensor, labels: str, order: str) -> Tensor:

@@ -1,8 +1,11 @@
-"""Scratch: memory for rows that are read once and dropped."""
+"""Scratch: memory for rows, and for copies of factors, that are read once and dropped."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,25 +16,34 @@ from torch import Tensor
 # other, which took four fifths of the time even where a piece is smaller.
 CPU_BYTES = 2**24
 
+Purpose = Literal["result", "first", "second"]
+
 
 class _Scratch(threading.local):
-    """One piece of memory for each thread, kept between calls."""
+    """One piece of memory for each thread and purpose, kept between calls."""
 
     def __init__(self) -> None:
-        self.memory: Tensor | None = None
+        self.memory: dict[Purpose, Tensor] = {}
 
 
 _SCRATCH = _Scratch()
 
 
-def scratch(elements: int, dtype: torch.dtype) -> Tensor | None:
-    """Memory on the CPU whose content is undefined, valid until the next call in this thread.
+def scratch(purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor | None:
+    """Memory whose content is undefined, valid until the next call for its purpose in this thread.
+
+    Args:
+        purpose: What it is for: the result of a product, or a copy of one of its operands.
+        shape: The shape of the tensor to write there.
+        like: A tensor on the same device and of the same dtype.
 
     Returns:
-        A vector with as many elements, or ``None`` if that is more than is kept.
+        A contiguous tensor, or ``None`` if it is larger than what is kept, or not on a CPU.
     """
-    if elements * dtype.itemsize > CPU_BYTES:
+    elements, dtype = prod(shape), like.dtype
+    if like.device.type != "cpu" or elements * dtype.itemsize > CPU_BYTES:
         return None
-    if _SCRATCH.memory is None:
-        _SCRATCH.memory = torch.empty(CPU_BYTES, dtype=torch.uint8)
-    return _SCRATCH.memory[: elements * dtype.itemsize].view(dtype)
+    memory = _SCRATCH.memory.get(purpose)
+    if memory is None:
+        memory = _SCRATCH.memory[purpose] = torch.empty(CPU_BYTES, dtype=torch.uint8)
+    return memory[: elements * dtype.itemsize].view(dtype).view(shape)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autogram._blocks.path import einsum, find_path
+from autogram._blocks.path import Shapes, einsum, find_path
 from tests.unit._blocks.blocks import SIZES
 from tests.unit.checks import assert_close_to_reference
 
@@ -60,3 +60,29 @@ def test_cheapest_order() -> None:
 def test_paths_are_found_once() -> None:
     shapes = ((5, 2), (5, 3))
     assert find_path("to,ti->oi", shapes) is find_path("to,ti->oi", shapes)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("kbct,bct->kbc", ((1, 6, 200, 500), (6, 200, 500))),  # parts of the samples
+        ("kbct,bct->kct", ((2, 3, 200, 500), (3, 200, 500))),  # of a sum over them
+        ("bct,ct->bc", ((6, 200, 500), (200, 500))),  # one side is broadcast
+        ("tbc,tbc->c", ((500, 2, 300), (500, 2, 300))),
+        ("ta,ta->", ((500, 600), (500, 600))),
+    ],
+)
+def test_a_large_product_is_summed_in_parts(equation: str, shapes: Shapes) -> None:
+    operands = [torch.randn(shape) for shape in shapes]
+    assert_close_to_reference(einsum(equation, operands), torch.einsum(equation, *operands))
+
+
+def test_operands_are_copied_where_they_do_not_lie_in_order() -> None:
+    """Overlapping windows, and one that no view can flatten; the operands stay as they were."""
+    signal = torch.randn(3, 40)
+    windows, other = signal.unfold(1, 5, 2), torch.randn(5, 18, 3).permute(2, 1, 0)
+    before = windows.clone(), other.clone()
+    expected = torch.einsum("bti,btj->bij", windows, other)
+    assert_close_to_reference(einsum("bti,btj->bij", (windows, other)), expected)
+    assert torch.equal(windows, before[0])
+    assert torch.equal(other, before[1])
