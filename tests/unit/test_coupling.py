@@ -125,7 +125,9 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-OTHER_NUMBER = ("some of them", "largest", "twice", "each twice")  # not one loss for each sample
+# Losses of some of the samples, or in another order: each still has places of its own.
+CHOSEN = ("some of them", "largest", "reversed", "sorted")
+OTHER_NUMBER = ("twice", "each twice")  # not one loss for each sample
 
 
 @pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
@@ -152,7 +154,7 @@ def test_losses_that_become_coupled(name: str) -> None:
     assert_exact(engine, COUPLED[name](model(x)), model)
 
 
-@pytest.mark.parametrize("name", [name for name in COUPLED if name not in OTHER_NUMBER])
+@pytest.mark.parametrize("name", [name for name in COUPLED if name not in CHOSEN + OTHER_NUMBER])
 def test_coupled_losses_are_refused_as_samples(name: str) -> None:
     """Never a wrong number instead, also after losses that were per-sample."""
     model = mlp()
@@ -163,7 +165,15 @@ def test_coupled_losses_are_refused_as_samples(name: str) -> None:
         engine.compute_gramian(losses)
 
 
-@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_samples_need_not_be_coupled(name: str) -> None:
+    """Exact, and no warning."""
+    model = mlp()
+    engine = Engine(model, batch_dim=0)
+    for _ in range(3):
+        assert_exact(engine, COUPLED[name](model(batch(6, 3))), model)
+
+
 def test_selections_of_equal_size() -> None:
     """Losses of the valid samples only: as many each time, but others."""
     model = mlp()
@@ -172,7 +182,6 @@ def test_selections_of_equal_size() -> None:
         assert_exact(engine, per_sample(model(batch(8, 3)))[chosen], model)
 
 
-@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
 def test_masks_of_equal_size() -> None:
     """The same with a mask, which is a constant of the user's, outside of the forward."""
     model = mlp()
@@ -184,7 +193,6 @@ def test_masks_of_equal_size() -> None:
         assert_exact(engine, per_sample(model(batch(8, 3)))[mask], model)
 
 
-@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
 def test_permutations_inside_the_forward() -> None:
     """Another order at each call, the first of which changes nothing."""
 

@@ -3,16 +3,18 @@
 from autogram._blocks.block import Block, assemble
 from autogram._blocks.columns import Columns, block_of_lookup
 from autogram._blocks.gram import rows
-from autogram._blocks.layout import Layout, agree, candidates
+from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
 
 __all__ = [
     "Block",
     "Columns",
+    "Folded",
     "Layout",
     "Lookup",
     "Region",
+    "Routed",
     "agree",
     "assemble",
     "block_of_lookup",

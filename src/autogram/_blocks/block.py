@@ -100,13 +100,14 @@ def assemble(
         terms, out = equation.split("->")
         return Block(f"kb{terms}->kb{out}", (cotangent.unsqueeze(1), *factors))
     label = dims[layout.dim]
-    terms, found, diagonal = _split_equation(equation, label, layout.before > 1, layout.after > 1)
+    terms, found, diagonal = _split_equation(equation, label, layout.has_before, layout.has_after)
     operands = [
         x if dim is None else layout.split(x, dim)
         for x, dim in zip((cotangent, *factors), found, strict=True)
     ]
     if diagonal:
-        size = layout.before * layout.batch * layout.after
+        pairs = zip((cotangent, *factors), found, strict=True)
+        size = next(x.shape[dim] for x, dim in pairs if dim is not None)
         operands.append(layout.split(torch.eye(size, out=cotangent.new_empty(size, size)), 0))
     return Block(terms, tuple(operands))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Layout, Region, agree
+from autogram._blocks import Columns, Folded, Layout, Region, agree
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
@@ -92,7 +92,7 @@ class Assembly:
         if of_recording is None:
             raise UnknownLayoutError(use, is_needed=False)
         layouts = of_recording.get(use.index, ())
-        if len(layouts) == 1:
+        if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
         # layouts possible (at a single token, say). This one may tell more.

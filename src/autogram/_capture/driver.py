@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from typing import Literal, TypeVar
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from autogram._blocks import Routed
 from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
 from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.objectives import Objectives
-from autogram._capture.probe import Layouts, Probe
+from autogram._capture.probe import Layouts, find_layouts
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tail import Tail
 from autogram._capture.tracked import track_parameter
-from autogram._capture.use import FallbackUse
+from autogram._capture.use import FallbackUse, Use, describe
 from autogram._capture.visit import visit
 from autogram._errors import (
     CoupledObjectivesWarning,
@@ -56,7 +56,6 @@ class Driver:
         self._layouts: dict[Key, Layouts] = {}
         self._mixed: dict[Key, str] = {}
         self._structures: dict[tuple[int, int | None, int], None] = {}
-        self._generator = random.Random(0)  # of its own: the user's random state is not touched
         self._calls = 0
         self._has_warned = False
 
@@ -94,50 +93,58 @@ class Driver:
         # weight). Another look at the calls 2, 4, 8, ... costs nothing on average.
         self._calls += 1
         is_due = self._calls > 1 and self._calls.bit_count() == 1
-        sought: set[Recording] = set()
+        found: dict[Recording, Layouts] = {}
+        sought: set[Use] = set()
 
         def layouts_of(recording: Recording) -> Layouts | None:
             key = self._key(recording, objectives, tail)
             if key in self._mixed:
                 raise MixedSamplesError(self._mixed[key])
-            return None if is_due and recording not in sought else self._layouts.get(key)
+            return found.get(recording) if is_due or recording in found else self._layouts.get(key)
 
         while True:
             try:
                 return self._assemble(objectives, tail, layouts_of)
             except UnknownLayoutError as unknown:
-                sought.update(self._seek(objectives, tail, unknown))
+                if unknown.is_needed and unknown.use in sought:
+                    raise MixedSamplesError(
+                        f"{describe(unknown.use)} has a cotangent for single objectives where it "
+                        "has none for some of them together, so that it cannot be seen where the "
+                        "samples lie. Pass `batch_dim=None` to `Engine`."
+                    ) from None
+                if unknown.is_needed:
+                    sought.add(unknown.use)
+                found.update(self._seek(objectives, tail, unknown))
 
     def _seek(
         self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError
-    ) -> set[Recording]:
-        """Finds the layouts of all uses that the losses depend on, and remembers them.
+    ) -> dict[Recording, Layouts]:
+        """Finds the layouts of all uses that the losses depend on, and remembers regular ones.
 
-        Returns:
-            The recordings of these uses.
+        Irregular ones, such as those of tokens that are routed to experts, are measured each time.
         """
         recording = unknown.use.recording
         structure = (recording.structure, objectives.batch_dim, tail.structure)
-        probe = Probe(self._channel, objectives)
+        wanted = unknown.use if unknown.is_needed else None
+        is_known = not unknown.is_needed and structure in self._structures
         try:
-            probe.run(
-                unknown.use if unknown.is_needed else None,
-                thorough=unknown.is_needed or structure not in self._structures,
-                generator=self._generator,
-            )
+            found = find_layouts(self._channel, objectives, wanted, is_known=is_known)
         except NonFiniteError:
             if self._key(recording, objectives, tail) not in self._layouts:
                 raise
-            return set(self._channel.recordings)  # nothing can be seen, and nothing must be
+            keys = {r: self._key(r, objectives, tail) for r in self._channel.recordings}
+            return {r: self._layouts[key] for r, key in keys.items() if key in self._layouts}
         except MixedSamplesError as error:
             self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
             raise
         self._remember(self._structures, structure, None)
-        by_recording = {recording: {}, **probe.found()}
-        for found, layouts in by_recording.items():
-            key = self._key(found, objectives, tail)
+        found = {recording: {}, **found}
+        for each, layouts in found.items():
+            if any(isinstance(layout, Routed) for some in layouts.values() for layout in some):
+                continue
+            key = self._key(each, objectives, tail)
             self._remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
-        return set(by_recording)
+        return found
 
     def _assemble(self, objectives: Objectives, tail: Tail, layouts_of: LayoutsOf | None) -> Tensor:
         """One pass past the taps, with the layouts that are known."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autogram._blocks import Layout
+from autogram._blocks import Folded
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Objectives:
         return self.losses.numel() // self.samples
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> Folded | None:
         """Where the samples lie in the losses."""
         if self.batch_dim is None:
             return None
-        return Layout(self.batch_dim % self.losses.dim(), 1, self.samples, 1)
+        return Folded(self.batch_dim % self.losses.dim(), 1, self.samples, 1)
 
     def cotangents(self) -> Tensor:
         """One-hot over the objectives of a sample, for all samples at once: ``(k, *losses)``.
@@ -48,16 +48,16 @@ class Objectives:
         eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
         return self._arrange(eye.unsqueeze(-1).expand(k, k, b))
 
-    def only(self, chosen: Tensor) -> Tensor:
-        """Zero for all samples that are not ``chosen``, of shape ``(1, *losses)``.
+    def weighted(self, weights: Tensor) -> Tensor:
+        """A weight for each sample, ``(b,)``, as a cotangent ``(1, *losses)``.
 
-        The objectives of a sample get different weights: with equal ones, outputs that add up
-        to a constant, such as probabilities, would have no gradient.
+        The objectives of a sample get different multiples of it: with equal ones, outputs that add
+        up to a constant, such as probabilities, would have no gradient.
         """
         k, b = self.per_sample, self.samples
         cotangent = self.losses.new_zeros(1, k, b)
-        weights = torch.linspace(1.0, 2.0, k, dtype=cotangent.dtype, device=cotangent.device)
-        cotangent[0] = weights.unsqueeze(1) * chosen.to(cotangent.device)
+        multiples = torch.linspace(1.0, 2.0, k, dtype=cotangent.dtype, device=cotangent.device)
+        cotangent[0] = multiples.unsqueeze(1) * weights.to(multiples)
         return self._arrange(cotangent)
 
     def arrange_gramian(self, gramian: Tensor) -> Tensor:

@@ -165,7 +165,9 @@ class Recorder(TorchFunctionMode):
     def _mark_batched(self, call: Call, output: Any) -> None:
         """Marks the output of a call that reads a batched tensor."""
         for tensor in tensors_in_call((call.changed(output),), {}):
-            self._marks.set(tensor, BATCHED)
+            # One integer, such as the number of an expert, is not one for each sample.
+            is_number = not tensor.is_floating_point() and tensor.numel() == 1
+            self._marks.set(tensor, None if is_number else BATCHED)
         # The numbers in a call (the training mode of batch normalisation, the shift of a roll) can
         # decide where samples lie or meet, so layouts are remembered together with them. Other
         # integers than flags are often sizes: they are left out of the structure.
@@ -174,7 +176,7 @@ class Recorder(TorchFunctionMode):
         picked = (
             picked_by_call(call.kind.name, call.args, call.kwargs) if call.kind.may_pick else ()
         )
-        self._recording.note(call, (call.function, flags, picked), numbers)
+        self._recording.note(call, (call.function, flags), (numbers, picked))
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""

@@ -80,17 +80,17 @@ class Recording:
     structure: int = 0
     """A hash of the recorded calls: functions and flags."""
     signature: int = 0
-    """The same, with the shapes of outputs."""
+    """The same, with numbers, the values of index tensors, and the shapes of outputs."""
 
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
 
-    def note(self, call: Call, structure: object, numbers: object) -> None:
+    def note(self, call: Call, structure: object, details: object) -> None:
         """Takes a call on batched tensors into the hashes."""
         if call.kind.name in NOT_TO_BE_BATCHED:
             self.is_batchable = False
         self.structure = hash((self.structure, structure))
-        self.signature = hash((self.signature, self.structure, numbers))
+        self.signature = hash((self.signature, self.structure, details))
         if call.kind.name == "retain_grad":
             self.retained.append(weakref.ref(call.args[0]))
 

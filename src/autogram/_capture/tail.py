@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autogram._capture.batching import WRONG_NODES
 from autogram._capture.graph import nodes_behind
-from autogram._capture.picking import Values, picked_by_node
+from autogram._capture.picking import picked_by_node
 from autogram._capture.recording import Channel
 from autogram._capture.tap import is_tap_of
 
@@ -23,9 +23,9 @@ class Tail:
     """
 
     structure: int
-    """A hash of the operations, and of index tensors that pick samples."""
+    """A hash of the operations."""
     fingerprint: int
-    """The same, with their numbers, such as the sizes of a view."""
+    """The same, with numbers such as the sizes of a view, and index tensors that pick samples."""
     is_batchable: bool
     """Whether a backward pass through it may be batched."""
     leaves: tuple[Tensor, ...]
@@ -34,20 +34,20 @@ class Tail:
     @classmethod
     def of(cls, channel: Channel, losses: Tensor) -> Tail:
         """The tail of some losses."""
-        names: list[tuple[str, Values]] = []
-        numbers: list[Any] = []
+        names: list[tuple[str, tuple[int, ...]]] = []
+        details: list[Any] = []
         leaves: list[Tensor] = []
         for node in nodes_behind(losses, lambda node: is_tap_of(channel, node)):
-            names.append((node.name(), picked_by_node(node)))
-            names.append(("edges", tuple(place for _, place in node.next_functions)))
+            names.append((node.name(), tuple(place for _, place in node.next_functions)))
+            details.append(picked_by_node(node))
             values = (getattr(node, field) for field in _numbers(node.__class__))
-            numbers.extend(value for value in values if isinstance(value, (int, tuple)))
+            details.extend(value for value in values if isinstance(value, (int, tuple)))
             variable = getattr(node, "variable", None)
             if variable is not None:
                 leaves.append(variable)
         return cls(
             hash(tuple(names)),
-            hash((*names, *numbers)),
+            hash((*names, *details)),
             WRONG_NODES.isdisjoint(name for name, _ in names),
             tuple(leaves),
         )

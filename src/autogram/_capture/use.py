@@ -136,6 +136,12 @@ class FallbackUse:
                 yield tracked, region, rows_block(whole)
 
 
+def describe(use: Use) -> str:
+    """A use by its function and the parameters that it reads."""
+    names = dict.fromkeys(use.recording.names[p] for t in use.reads for p in t.sources)
+    return f"`{use.function}` with " + ", ".join(f"`{name}`" for name in names)
+
+
 def pull_back(
     tracked: Tracked, rows: Tensor, limit: int, *, is_batchable: bool
 ) -> Iterator[tuple[Tensor, Block]]:
@@ -184,14 +190,11 @@ def one_sample_each(
         yield cotangent.unsqueeze(1)
         return
     step = max(1, limit // max(1, largest * cotangent.shape[0]))
-    dim = layout.dim + 1
-    split = cotangent.unflatten(dim, (layout.before, layout.batch, layout.after)).unsqueeze(1)
-    samples = torch.arange(layout.batch, device=cotangent.device)
-    column = samples.view(-1, *(1,) * (split.dim() - dim - 3))
-    for chosen in samples.split(step):
-        own = chosen.view(-1, *(1,) * (split.dim() - 2)) == column
+    owners = layout.owners(cotangent[0])
+    for chosen in torch.arange(layout.batch, device=cotangent.device).split(step):
+        own = chosen.view(-1, *(1,) * (cotangent.dim() - 1)) == owners
         # A selection and not a product, which would spread one sample's infinities to the others.
-        yield torch.where(own, split, 0).flatten(dim + 1, dim + 3)
+        yield torch.where(own, cotangent.unsqueeze(1), 0)
 
 
 def rows_block(rows: Tensor) -> Block:

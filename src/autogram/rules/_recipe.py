@@ -151,7 +151,7 @@ class Reading:
         if layout is None:
             flat = cotangent.reshape(cotangent.shape[0], 1, -1, cotangent.shape[-1])
             return Lookup(indices.reshape(1, -1), flat)
-        first = layout.dim + (layout.before > 1)
+        first = layout.dim + layout.has_before
         places = layout.split(indices, layout.dim).movedim(first, 0)
         moved = layout.split(cotangent, layout.dim + 1).movedim(first + 1, 1)
         k, b, columns = moved.shape[0], moved.shape[1], moved.shape[-1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Layout, assemble
+from autogram._blocks import Block, Folded, Layout, assemble
 from tests.unit._blocks.blocks import EQUATIONS, dense, make_block
 from tests.unit.checks import assert_close_to_reference
 
@@ -20,18 +20,18 @@ def masked(layout: Layout, x: Tensor, dim: int, sample: int) -> Tensor:
 
 # Equation, dimensions of the output, layout, shapes of the output and of the factors.
 ASSEMBLIES = [
-    pytest.param("to,ti->oi", Layout(0, 1, B, 1), (B, 5), [(B, 6)], id="linear"),
-    pytest.param("TSo,TSi->oi", Layout(0, 1, B, 1), (B, T, 5), [(B, T, 6)], id="positions"),
-    pytest.param("TSo,TSi->oi", Layout(1, 1, B, 1), (T, B, 5), [(T, B, 6)], id="sequence first"),
-    pytest.param("to,ti->oi", Layout(0, 1, B, T), (B * T, 5), [(B * T, 6)], id="tokens behind"),
-    pytest.param("to,ti->oi", Layout(0, T, B, 1), (B * T, 5), [(B * T, 6)], id="tokens before"),
-    pytest.param("to,ti->oi", Layout(0, 2, B, 2), (B * T, 5), [(B * T, 6)], id="tokens around"),
-    pytest.param("TSo->o", Layout(1, 1, B, 1), (T, B, 5), [], id="bias"),
-    pytest.param("TSo,So->o", Layout(0, 1, B, 1), (B, T, 5), [(T, 5)], id="factor without samples"),
-    pytest.param("to->to", Layout(0, 1, B, 1), (B, 5), [], id="own row of a sample"),
-    pytest.param("to,to->to", Layout(0, 1, B, 2), (B * 2, 5), [(B * 2, 5)], id="own rows, folded"),
-    pytest.param("to->to", Layout(0, 2, B, 1), (B * 2, 5), [], id="own rows, folded before"),
-    pytest.param("TSo,TSi->To1i", Layout(0, 1, B, 1), (B, T, 5), [(B, T, 6)], id="own matrix"),
+    pytest.param("to,ti->oi", Folded(0, 1, B, 1), (B, 5), [(B, 6)], id="linear"),
+    pytest.param("TSo,TSi->oi", Folded(0, 1, B, 1), (B, T, 5), [(B, T, 6)], id="positions"),
+    pytest.param("TSo,TSi->oi", Folded(1, 1, B, 1), (T, B, 5), [(T, B, 6)], id="sequence first"),
+    pytest.param("to,ti->oi", Folded(0, 1, B, T), (B * T, 5), [(B * T, 6)], id="tokens behind"),
+    pytest.param("to,ti->oi", Folded(0, T, B, 1), (B * T, 5), [(B * T, 6)], id="tokens before"),
+    pytest.param("to,ti->oi", Folded(0, 2, B, 2), (B * T, 5), [(B * T, 6)], id="tokens around"),
+    pytest.param("TSo->o", Folded(1, 1, B, 1), (T, B, 5), [], id="bias"),
+    pytest.param("TSo,So->o", Folded(0, 1, B, 1), (B, T, 5), [(T, 5)], id="factor without samples"),
+    pytest.param("to->to", Folded(0, 1, B, 1), (B, 5), [], id="own row of a sample"),
+    pytest.param("to,to->to", Folded(0, 1, B, 2), (B * 2, 5), [(B * 2, 5)], id="own rows, folded"),
+    pytest.param("to->to", Folded(0, 2, B, 1), (B * 2, 5), [], id="own rows, folded before"),
+    pytest.param("TSo,TSi->To1i", Folded(0, 1, B, 1), (B, T, 5), [(B, T, 6)], id="own matrix"),
 ]
 
 

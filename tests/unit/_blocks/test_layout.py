@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from autogram._blocks import Layout, candidates
+from autogram._blocks import Folded, candidates
 
 
 def test_plain_layout_leaves_a_tensor_alone() -> None:
     x = torch.randn(3, 4)
-    assert Layout(0, 1, 3, 1).split(x, 0) is x
+    assert Folded(0, 1, 3, 1).split(x, 0) is x
 
 
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
-        pytest.param(Layout(0, 1, 3, 4), (3, 4, 5), id="tokens behind"),
-        pytest.param(Layout(0, 4, 3, 1), (4, 3, 5), id="tokens before"),
-        pytest.param(Layout(0, 2, 3, 2), (2, 3, 2, 5), id="tokens around"),
+        pytest.param(Folded(0, 1, 3, 4), (3, 4, 5), id="tokens behind"),
+        pytest.param(Folded(0, 4, 3, 1), (4, 3, 5), id="tokens before"),
+        pytest.param(Folded(0, 2, 3, 2), (2, 3, 2, 5), id="tokens around"),
     ],
 )
-def test_split_of_a_fold(layout: Layout, shape: tuple[int, ...]) -> None:
+def test_split_of_a_fold(layout: Folded, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     assert torch.equal(layout.split(x.reshape(12, 5), 0), x)
     assert torch.equal(layout.split(x.reshape(12, 5).T, 1), x.movedim(-1, 0))
@@ -27,15 +27,15 @@ def test_split_of_a_fold(layout: Layout, shape: tuple[int, ...]) -> None:
 
 def test_candidates_are_all_and_the_likely_ones_come_first() -> None:
     assert candidates((12, 5, 3), (0, 1, 2), 3) == [
-        Layout(0, 1, 3, 4),
-        Layout(0, 2, 3, 2),
-        Layout(0, 4, 3, 1),
-        Layout(2, 1, 3, 1),
+        Folded(0, 1, 3, 4),
+        Folded(0, 2, 3, 2),
+        Folded(0, 4, 3, 1),
+        Folded(2, 1, 3, 1),
     ]
 
 
 def test_candidates_lie_in_the_given_dimensions() -> None:
-    assert candidates((3, 3), (1,), 3) == [Layout(1, 1, 3, 1)]
+    assert candidates((3, 3), (1,), 3) == [Folded(1, 1, 3, 1)]
     assert candidates((3, 3), (), 3) == []
 
 
@@ -46,11 +46,11 @@ def test_no_candidates_in_an_empty_dimension() -> None:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        pytest.param(Layout(0, 1, 3, 1), "dimension 0 (samples 3)", id="plain"),
-        pytest.param(Layout(1, 4, 3, 1), "dimension 1 (4 x samples 3)", id="tokens before"),
-        pytest.param(Layout(0, 2, 3, 5), "dimension 0 (2 x samples 3 x 5)", id="tokens around"),
-        pytest.param(Layout(0, 1, 1, 5), "dimension 0 (samples 1 x 5)", id="one sample"),
+        pytest.param(Folded(0, 1, 3, 1), "dimension 0 (samples 3)", id="plain"),
+        pytest.param(Folded(1, 4, 3, 1), "dimension 1 (4 x samples 3)", id="tokens before"),
+        pytest.param(Folded(0, 2, 3, 5), "dimension 0 (2 x samples 3 x 5)", id="tokens around"),
+        pytest.param(Folded(0, 1, 1, 5), "dimension 0 (samples 1 x 5)", id="one sample"),
     ],
 )
-def test_words(layout: Layout, words: str) -> None:
+def test_words(layout: Folded, words: str) -> None:
     assert str(layout) == words

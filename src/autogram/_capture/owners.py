@@ -1,0 +1,146 @@
+"""Owners: which sample each place of a use's output belongs to, seen in backward passes.
+
+The backward pass is linear in the cotangent of the losses, and where samples keep to themselves,
+each place depends on the objectives of one sample alone. Two codes show which:
+
+- By zeros: the cotangent of the losses is zero for all but some samples, and that of a use must be
+  zero in all other places. Zeros survive every differentiable operation, so this needs no
+  tolerance. Any two samples differ in a binary digit of their numbers, so that one pass for each
+  digit and one for its complement tell all of them apart, and no mixture can hide.
+- By scales: sample s is multiplied by 2^s, which no rounding can blur, so that every place of it is
+  2^s times what it was, bit for bit. Two passes tell 32 samples apart. A sum over several samples
+  is not a power of two times what it was, but by an accident of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from autogram._capture.objectives import Objectives
+from autogram._capture.recording import Channel
+from autogram._capture.use import Use, describe
+from autogram._capture.visit import visit
+from autogram._errors import NonFiniteError
+
+# For each use that has a cotangent, for each dimension in which samples can lie and do not meet:
+# the sample of every place, or -1 where the cotangent is zero. On the CPU.
+Owners = dict[Use, dict[int, Tensor]]
+
+ByPlace = dict[Use, dict[int, Tensor]]  # something for each place along each dimension
+
+# Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow.
+_SCALES = 32
+
+
+def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
+    """The owners by passes for some of the samples alone.
+
+    Raises:
+        NonFiniteError: A cotangent is infinite or not a number.
+    """
+    samples = torch.arange(objectives.samples)
+    with_digit: ByPlace = {}
+    without: ByPlace = {}
+    every = 0
+    for digit in range((objectives.samples - 1).bit_length()):
+        every |= 1 << digit
+        has_digit = (samples >> digit) % 2 == 1
+        for chosen, seen in ((has_digit, with_digit), (~has_digit, without)):
+            for use, found in _look(channel, objectives, chosen, _any_nonzero).items():
+                before = seen.get(use, {})
+                seen[use] = {d: x.long() << digit | before.get(d, 0) for d, x in found.items()}
+    owners: Owners = {}
+    for use in {**with_digit, **without}:
+        owners[use] = {}
+        for dim in use.dims:
+            none = torch.zeros(use.shape[dim], dtype=torch.long)
+            ones = with_digit.get(use, {}).get(dim, none)
+            zeros = without.get(use, {}).get(dim, none)
+            is_seen = (ones | zeros) != 0
+            if bool(((ones ^ zeros)[is_seen] == every).all()):
+                owners[use][dim] = torch.where(is_seen, ones, -1)
+    return owners
+
+
+def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
+    """The owners by passes in which the samples differ by powers of two.
+
+    A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
+    numbers of extreme size, or where an operation adds up in a different order each time.
+
+    Raises:
+        NonFiniteError: A cotangent is infinite or not a number.
+    """
+    samples = torch.arange(objectives.samples)
+    plain = _look(channel, objectives, torch.ones(objectives.samples), _checksums)
+    owners: Owners = {
+        use: {d: (x != 0).long() - 1 for d, x in of.items()} for use, of in plain.items()
+    }
+    unit = 1
+    while unit < objectives.samples:
+        exponents = samples // unit % _SCALES - _SCALES // 2
+        scaled = _look(channel, objectives, torch.exp2(exponents.float()), _checksums)
+        for use, dims in owners.items():
+            for dim in list(dims):
+                digits = _digits(plain[use][dim], scaled.get(use, {}).get(dim))
+                if digits is None:
+                    del dims[dim]
+                else:
+                    dims[dim] += torch.where(dims[dim] >= 0, unit * digits, 0)
+        unit *= _SCALES
+    return owners
+
+
+def _look(
+    channel: Channel,
+    objectives: Objectives,
+    weights: Tensor,
+    reduce: Callable[[Tensor], Tensor],
+) -> ByPlace:
+    """What every place is reduced to, in a pass with a weight for each sample.
+
+    Uses without a cotangent are left out.
+    """
+    found: ByPlace = {}
+
+    def observe(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        del saved
+        if not torch.isfinite(cotangent).all():
+            raise NonFiniteError(
+                f"The cotangent of {describe(use)} is infinite or not a number, so that it cannot "
+                "be seen where the samples lie. Look for a division by zero or an overflow behind "
+                "this call; `torch.autograd.detect_anomaly()` finds it."
+            )
+        if bool((cotangent != 0).any()):
+            by_place = (cotangent[0].movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
+            found[use] = {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}
+
+    visit(channel, objectives.losses, objectives.weighted(weights), lambda: observe)
+    return found
+
+
+def _any_nonzero(by_place: Tensor) -> Tensor:
+    """Whether a place has a cotangent, from ``(places, others)``."""
+    return (by_place != 0).any(1)
+
+
+def _checksums(by_place: Tensor) -> Tensor:
+    """One number for each place, from ``(places, others)``, that no part of it is missing from."""
+    parts = torch.view_as_real(by_place).flatten(1) if by_place.is_complex() else by_place
+    factors = torch.arange(1, parts.shape[1] + 1, device=parts.device).double().sin()
+    return (parts.double() * factors).sum(1)
+
+
+def _digits(plain: Tensor, scaled: Tensor | None) -> Tensor | None:
+    """The digits by which places were multiplied, or ``None`` if it was not by a power of two."""
+    if scaled is None:
+        return None
+    is_there = plain != 0
+    exponents = torch.where(is_there, (scaled / plain).abs().log2().round(), 0)
+    if not torch.equal(torch.where(is_there, plain * torch.exp2(exponents), 0), scaled):
+        return None
+    digits = exponents.long() + _SCALES // 2
+    return digits if bool(((digits >= 0) & (digits < _SCALES)).all()) else None
