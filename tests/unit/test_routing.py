@@ -124,7 +124,7 @@ def test_another_routing_at_each_step() -> None:
         assert_exact(engine, per_sample(model(batch(5, 6, WIDTH))), model)
 
 
-def test_routing_that_no_index_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routing_that_no_index_tells() -> None:
     """Floating-point values alone decide where the samples go."""
 
     class Model(nn.Module):
@@ -153,8 +153,8 @@ def test_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         original = visit._differentiate
 
         def count(*args, original=original, passes=passes, **kwargs) -> None:  # type: ignore[no-untyped-def]
-            passes.append(None)
             original(*args, **kwargs)
+            passes.append(None)  # not if it was given up at the first use
 
         with monkeypatch.context() as patch:
             patch.setattr(visit, "_differentiate", count)
@@ -196,7 +196,7 @@ def test_mixtral(implementation: str, dtype: torch.dtype) -> None:
     config = transformers.MixtralConfig(
         vocab_size=17,
         hidden_size=8,
-        intermediate_size=6,
+        intermediate_size=8,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -57,6 +57,23 @@ def addmm(
     return None if recipes is None else [*recipes, addend(input, output, shape, scale=beta)]
 
 
+@register_rule(*variants("_grouped_mm"))
+def grouped_mm(
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,  # noqa: ARG001 - the signature of the torch function
+) -> list[Recipe] | None:
+    """Matrices of which each is for a range of rows: dW[e, i, o] = sum_t [t in e] g[t, o] x[t, i].
+
+    In ``torch.nn.functional.grouped_mm``, with the weights of several experts in one tensor.
+    """
+    if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
+        return None
+    return [product(mat2, "to,ti,te->eio", input, offs, prepare=_by_group)]
+
+
 @register_rule(torch.einsum)
 def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
     """Every operand of ``torch.einsum`` in its string form."""
@@ -68,6 +85,14 @@ def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
         return None
     output, terms = parsed
     return multilinear(output, *zip(tensors, terms, strict=True))
+
+
+def _by_group(cotangent: Tensor, input: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangent, the input, and ones where a row is of a group: ``(t, e)``."""
+    groups = torch.arange(len(offs), device=offs.device)
+    rows = torch.arange(len(input), device=offs.device)
+    is_of_group = torch.searchsorted(offs, rows.to(offs.dtype), right=True).unsqueeze(1) == groups
+    return cotangent, input, is_of_group.to(cotangent.dtype)
 
 
 def _matmul_labels(left: Tensor, right: Tensor) -> tuple[str, str, str]:

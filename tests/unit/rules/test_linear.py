@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.unit.checks import ModelFactory, Objectives
@@ -174,6 +175,26 @@ CASES = [
         id="einsum, sequence first",
     ),
 ]
+
+
+def grouped(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows of all samples, of which each third goes to another of three matrices."""
+    rows = x.flatten(0, 1)
+    ends = torch.tensor([1, 3, 4], dtype=torch.int32) * (len(rows) // 4)
+    return F.grouped_mm(rows, weight, offs=ends).view(*x.shape[:2], -1)
+
+
+# Of functions that take nothing longer.
+FLOAT32_CASES = [pytest.param(call(grouped, (3, 4, 8)), (4, 6, 4), id="grouped_mm")]
+
+
+@pytest.mark.parametrize(("wrap", "objectives"), SETTINGS)
+@pytest.mark.parametrize(("make_model", "shape"), FLOAT32_CASES)
+def test_gramian_is_exact_in_float32(
+    make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    assert_rule_is_exact(make_model, torch.randn(shape), wrap, objectives)
 
 
 @pytest.mark.parametrize(("wrap", "objectives"), SETTINGS)

@@ -66,7 +66,10 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 def run_cases(family: str) -> None:
     """Makes the forward pass of every case in the file of one family."""
     module = importlib.import_module(f"tests.unit.rules.test_{family}")
-    for case in module.CASES:
+    cases = [(case, torch.get_default_dtype()) for case in module.CASES]
+    cases += [(case, torch.float32) for case in getattr(module, "FLOAT32_CASES", [])]
+    for case, dtype in cases:
+        torch.set_default_dtype(dtype)
         make_model, shape = case.values
         model = make_model()
         engine = Engine(model)
