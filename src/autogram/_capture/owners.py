@@ -14,6 +14,7 @@ each place depends on the objectives of one sample alone. Two codes show which:
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import torch
@@ -31,8 +32,11 @@ Owners = dict[Use, dict[int, Tensor]]
 
 ByPlace = dict[Use, dict[int, Tensor]]  # something for each place along each dimension
 
-# Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow.
+# Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow. They are
+# in no order, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
 _SCALES = 32
+_EXPONENTS = torch.tensor(random.Random(0).sample(range(-16, 16), _SCALES), device="cpu")
+_DIGITS = _EXPONENTS.argsort()
 
 
 def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
@@ -41,7 +45,7 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
-    samples = torch.arange(objectives.samples)
+    samples = torch.arange(objectives.samples, device="cpu")
     with_digit: ByPlace = {}
     without: ByPlace = {}
     every = 0
@@ -56,7 +60,7 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
     for use in {**with_digit, **without}:
         owners[use] = {}
         for dim in use.dims:
-            none = torch.zeros(use.shape[dim], dtype=torch.long)
+            none = torch.zeros(use.shape[dim], dtype=torch.long, device="cpu")
             ones = with_digit.get(use, {}).get(dim, none)
             zeros = without.get(use, {}).get(dim, none)
             is_seen = (ones | zeros) != 0
@@ -74,15 +78,17 @@ def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
-    samples = torch.arange(objectives.samples)
-    plain = _look(channel, objectives, torch.ones(objectives.samples), _checksums)
+    samples = torch.arange(objectives.samples, device="cpu")
+    plain = _look(channel, objectives, torch.ones(objectives.samples, device="cpu"), _checksums)
     owners: Owners = {
         use: {d: (x != 0).long() - 1 for d, x in of.items()} for use, of in plain.items()
     }
     unit = 1
     while unit < objectives.samples:
-        exponents = samples // unit % _SCALES - _SCALES // 2
+        exponents = _EXPONENTS[samples // unit % _SCALES]
         scaled = _look(channel, objectives, torch.exp2(exponents.float()), _checksums)
+        for use in scaled.keys() - owners.keys():
+            owners[use] = {}  # what adds up to zero over all samples
         for use, dims in owners.items():
             for dim in list(dims):
                 digits = _digits(plain[use][dim], scaled.get(use, {}).get(dim))
@@ -91,7 +97,10 @@ def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
                 else:
                     dims[dim] += torch.where(dims[dim] >= 0, unit * digits, 0)
         unit *= _SCALES
-    return owners
+    return {
+        use: {dim: of for dim, of in dims.items() if int(of.max()) < objectives.samples}
+        for use, dims in owners.items()
+    }
 
 
 def _look(
@@ -142,5 +151,6 @@ def _digits(plain: Tensor, scaled: Tensor | None) -> Tensor | None:
     exponents = torch.where(is_there, (scaled / plain).abs().log2().round(), 0)
     if not torch.equal(torch.where(is_there, plain * torch.exp2(exponents), 0), scaled):
         return None
-    digits = exponents.long() + _SCALES // 2
-    return digits if bool(((digits >= 0) & (digits < _SCALES)).all()) else None
+    codes = exponents.long() + _SCALES // 2
+    is_code = (codes >= 0) & (codes < _SCALES)
+    return _DIGITS[codes] if bool(is_code.all()) else None
