@@ -3,26 +3,32 @@
 from autogram._engine import Engine
 from autogram._errors import (
     AutogramError,
+    ChangedTensorError,
     CoupledObjectivesWarning,
     FreedGraphError,
     InvalidBatchDimError,
     InvalidLossesError,
     InvalidModulesError,
+    InvalidOperandError,
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
     RuleError,
     UnsupportedError,
 )
+from autogram._jacobian import Jacobian
 
 __all__ = [
     "AutogramError",
+    "ChangedTensorError",
     "CoupledObjectivesWarning",
     "Engine",
     "FreedGraphError",
     "InvalidBatchDimError",
     "InvalidLossesError",
     "InvalidModulesError",
+    "InvalidOperandError",
+    "Jacobian",
     "MixedSamplesError",
     "NonFiniteError",
     "NotConnectedError",

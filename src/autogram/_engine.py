@@ -7,8 +7,10 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from autogram._capture import BatchDim, Channel, Driver, Recordings
+from autogram._blocks import Keep
+from autogram._capture import BatchDim, Channel, Driver, Objectives, Recordings
 from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidModulesError
+from autogram._jacobian import Jacobian
 from autogram.hooks import HookManager
 
 _ELEMENT_BYTES = 4  # plans count elements of float32, in which most contractions run
@@ -69,7 +71,8 @@ class Engine:
             )
         self._batch_dim = batch_dim
         channel = Channel()
-        self._driver = Driver(channel, batch_dim, max(1, memory_limit_bytes // _ELEMENT_BYTES))
+        self._limit = max(1, memory_limit_bytes // _ELEMENT_BYTES)
+        self._driver = Driver(channel, batch_dim, self._limit)
         self._hooks = HookManager()
         recordings = Recordings(channel, modules)
         for root in modules:
@@ -110,6 +113,41 @@ class Engine:
         References:
             Quinton and Rey 2024, arXiv:2406.16232, section 6 and algorithm 3.
         """
+        self._check(losses)
+        if losses.numel() == 0:
+            dtype = torch.promote_types(losses.dtype, torch.float32)
+            return losses.new_zeros(0, 0, dtype=dtype)
+        return self._driver.gramian(losses)
+
+    def jacobian(self, losses: Tensor, *, keep: Keep = "auto") -> Jacobian:
+        """The Jacobian of the losses, as an operator that keeps factors and not rows.
+
+        Args:
+            losses: As for :meth:`compute_gramian`. Their graph is kept, and is not needed by the
+                Jacobian.
+            keep: What to keep of a parameter where explicit rows are the cheaper way to the
+                Gramian. ``"factors"``: the factors, from which each product starts anew.
+                ``"rows"``: the rows, which later products read, where they fit into the memory
+                limit. ``"auto"``: rows where they are also no larger than the factors.
+
+        Returns:
+            The Jacobian. While it lives, so do the cotangents of the activations, and the inputs of
+            the calls that read parameters.
+
+            Cost: a backward pass through the activations; the first call looks for the samples.
+
+        Raises:
+            InvalidLossesError: As for :meth:`compute_gramian`, and so are the others.
+        """
+        self._check(losses)
+        if losses.numel() == 0:
+            return Jacobian(Objectives(losses, None), {}, self._driver.names({}), self._limit)
+        objectives, store = self._driver.columns(losses, keep)
+        names = self._driver.names(store.columns)
+        return Jacobian(objectives, store.columns, names, self._limit)
+
+    def _check(self, losses: Tensor) -> None:
+        """Refuses losses that have no Jacobian here."""
         _check_losses(losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
@@ -119,10 +157,6 @@ class Engine:
                 f"{tuple(losses.shape)}. Keep one loss per sample (`reduction='none'`), or pass "
                 "`batch_dim=None` to `Engine`."
             )
-        if losses.numel() == 0:
-            dtype = torch.promote_types(losses.dtype, torch.float32)
-            return losses.new_zeros(0, 0, dtype=dtype)
-        return self._driver.gramian(losses)
 
 
 def _can_be_hooked(module: nn.Module) -> bool:

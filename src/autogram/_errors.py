@@ -29,6 +29,14 @@ class NonFiniteError(AutogramError, ArithmeticError):
     """A cotangent is infinite or not a number where its zeros must be read."""
 
 
+class InvalidOperandError(AutogramError, ValueError):
+    """A vector, a direction or another Jacobian does not fit a Jacobian."""
+
+
+class ChangedTensorError(AutogramError, RuntimeError):
+    """A tensor that a Jacobian is made of was changed in place."""
+
+
 class FreedGraphError(AutogramError, RuntimeError):
     """The graph of the losses was freed by an earlier backward pass."""
 

@@ -1,7 +1,7 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
 from autogram._blocks.block import Block, assemble
-from autogram._blocks.columns import Columns, block_of_lookup
+from autogram._blocks.columns import Columns, Keep, block_of_lookup
 from autogram._blocks.gram import rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
@@ -11,6 +11,7 @@ __all__ = [
     "Block",
     "Columns",
     "Folded",
+    "Keep",
     "Layout",
     "Lookup",
     "Region",

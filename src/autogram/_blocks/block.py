@@ -70,6 +70,10 @@ class Block:
             length = min(step, size - start)
             yield self.map(label, lambda x, dim, s=start, n=length: x.narrow(dim, s, n))  # type: ignore[misc]  # defaults bind the loop's values
 
+    def at(self, samples: Tensor) -> Block:
+        """The block of some samples."""
+        return self.map("b", lambda x, dim: x.index_select(dim, samples))
+
     def reorder(self, order: list[int]) -> Block:
         """The block with the tensor's dimensions in another order."""
         labels = "".join(self.parameter[dim] for dim in order)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache, reduce
 from itertools import combinations
+from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
-from autogram._blocks.gram import gram, rows
-from autogram._blocks.lookup import Lookup, concatenate, gram_of_lookup
+from autogram._blocks.gram import forms_rows, gram, merge, rows
+from autogram._blocks.lookup import (
+    Lookup,
+    concatenate,
+    cross_gram_with_lookup,
+    gram_of_lookup,
+    square_norms_of_lookup,
+)
+from autogram._blocks.products import cross_gram, directional, square_norms, weighted_sum
 from autogram._blocks.region import Region, overlap
+from autogram._blocks.storage import put, restore, store, take
+
+Keep = Literal["auto", "factors", "rows"]
 
 
 class Columns:
@@ -22,6 +35,7 @@ class Columns:
     """
 
     def __init__(self, parameter: Region) -> None:
+        self._parameter = parameter
         self._whole = parameter.canonical
         self._is_table = parameter.order == (0, 1)
         self._blocks: dict[Region, list[Block]] = {}
@@ -41,6 +55,37 @@ class Columns:
             block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
         blocks.append(block)
 
+    def keep(self, form: Keep, limit: int) -> None:
+        """Prepares for several products.
+
+        Args:
+            form: ``"rows"`` replaces factors by rows where the Gramian would form them, up to the
+                limit; ``"auto"`` does so where rows are also no larger; ``"factors"`` never.
+            limit: The number of elements that one intermediate result may have.
+        """
+        self._unify()
+        self._lookups = [concatenate(self._lookups)] if self._lookups else []
+        for blocks in self._blocks.values():
+            blocks[:] = merge(blocks)
+            if form != "factors" and _is_worth_forming(blocks, form, limit):
+                blocks[:] = [_rows_block(blocks)]
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is kept."""
+        for blocks in self._blocks.values():
+            for block in blocks:
+                yield from block.operands
+        for lookup in self._lookups:
+            yield from (lookup.indices, lookup.cotangents)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the rows, or ``None`` if nothing was added."""
+        dtypes = {block.dtype for blocks in self._blocks.values() for block in blocks}
+        dtypes.update(lookup.dtype for lookup in self._lookups)
+        return reduce(torch.promote_types, dtypes) if dtypes else None
+
     def gram(self, limit: int) -> Tensor | None:
         """The Gramian of these columns, ``(k, b, k, b)``, or ``None`` if nothing was added.
 
@@ -48,8 +93,7 @@ class Columns:
             limit: The number of elements that one intermediate result may have.
         """
         self._unify()
-        regions = {*self._blocks, self._whole} if self._lookups else self._blocks.keys()
-        if any(overlap(p, q) for p, q in combinations(regions, 2)):
+        if self._has_overlaps:
             return gram(self._spread(), limit)
         totals = [gram(blocks, limit) for blocks in self._blocks.values()]
         if self._lookups:
@@ -57,15 +101,140 @@ class Columns:
             totals.append(gram_of_lookup(concatenate(self._lookups), dense, limit))
         return reduce(torch.add, totals) if totals else None
 
+    def square_norms(self, limit: int) -> Tensor | None:
+        """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""
+        self._unify()
+        if self._has_overlaps:
+            return square_norms(self._spread(), limit)
+        totals = [square_norms(blocks, limit) for blocks in self._blocks.values()]
+        if self._lookups:
+            dense = self._blocks.get(self._whole, [])
+            totals.append(square_norms_of_lookup(concatenate(self._lookups), dense, limit))
+        return reduce(torch.add, totals) if totals else None
+
+    def cross_gram(self, other: Columns, limit: int) -> Tensor | None:
+        """Inner products with the rows of another Jacobian, ``(k, b, k', b')``.
+
+        Args:
+            other: The columns of the same parameter.
+            limit: The number of elements that one intermediate result may have.
+
+        Returns:
+            The products, or ``None`` if nothing was added to one of the two.
+        """
+        dtypes = [dtype for dtype in (self.dtype, other.dtype) if dtype is not None]
+        if len(dtypes) < 2:
+            return None
+        dtype = torch.promote_types(*dtypes)
+        first, second = self._to(dtype), other._to(dtype)
+        regions = {*first._regions, *second._regions}
+        if any(overlap(p, q) for p, q in combinations(regions, 2)):
+            return cross_gram(first._spread(), second._spread(), limit)
+        totals: list[Tensor | None] = [
+            cross_gram(blocks, second._blocks[region], limit)
+            for region, blocks in first._blocks.items()
+            if region in second._blocks
+        ]
+        mine, others = first._of_table, second._of_table
+        totals += [cross_gram_with_lookup(mine, lookup, limit) for lookup in second._lookups]
+        for lookup in first._lookups:
+            dense = [block for block in others if isinstance(block, Block)]
+            product = cross_gram_with_lookup(dense, lookup, limit)
+            totals.append(None if product is None else product.permute(2, 3, 0, 1))
+        found = [total for total in totals if total is not None]
+        return reduce(torch.add, found) if found else None
+
+    def weighted_sum(self, weights: Tensor, limit: int) -> Tensor | None:
+        """J^T w for this parameter.
+
+        Args:
+            weights: ``(s, k, b)``.
+            limit: The number of elements that one intermediate result may have.
+
+        Returns:
+            ``(s, *parameter)`` with the parameter's strides, or ``None`` if nothing was added.
+        """
+        dtype = self.dtype
+        if dtype is None:
+            return None
+        self._unify()
+        weights = weights.to(dtype)
+        parts = [
+            (region, weighted_sum(blocks, weights, limit))
+            for region, blocks in self._blocks.items()
+        ]
+        parts += [
+            (self._whole, lookup.weighted_sum(weights, self._whole.shape[0]))
+            for lookup in self._lookups
+        ]
+        return restore(put(parts, self._parameter), self._parameter)
+
+    def directional(self, direction: Tensor, limit: int) -> Tensor | None:
+        """J v for this parameter, ``(k, b)``, or ``None`` if nothing was added.
+
+        Args:
+            direction: Of the parameter's shape.
+            limit: The number of elements that one intermediate result may have.
+        """
+        dtype = self.dtype
+        if dtype is None:
+            return None
+        self._unify()
+        flat = store(direction.to(dtype), self._parameter)
+        parts = [
+            directional(blocks, take(flat, region, self._parameter), limit)
+            for region, blocks in self._blocks.items()
+        ]
+        table = [take(flat, self._whole, self._parameter)] if self._lookups else []
+        parts += [lookup.directional(*table) for lookup in self._lookups]
+        return reduce(torch.add, parts)
+
+    def rows(self, samples: Tensor) -> Tensor | None:
+        """The explicit rows of some samples, ``(k, samples, *parameter)``."""
+        some = Columns(self._parameter)
+        some._blocks = {
+            region: [block.at(samples) for block in blocks]
+            for region, blocks in self._blocks.items()
+        }
+        some._lookups = [lookup.at(samples) for lookup in self._lookups]
+        if some.dtype is None:
+            return None
+        some._unify()
+        dense = some.dense()
+        found = restore(dense.flatten(0, 1), self._parameter)
+        return found.view(*dense.shape[:2], *self._parameter.shape)
+
+    @property
+    def _of_table(self) -> list[Block | Lookup]:
+        """All blocks of the whole parameter."""
+        return [*self._blocks.get(self._whole, []), *self._lookups]
+
+    @property
+    def _regions(self) -> set[Region]:
+        """The regions that have blocks."""
+        return {*self._blocks, self._whole} if self._lookups else set(self._blocks)
+
+    @property
+    def _has_overlaps(self) -> bool:
+        """Whether some regions overlap without being equal."""
+        return any(overlap(p, q) for p, q in combinations(self._regions, 2))
+
+    def _to(self, dtype: torch.dtype) -> Columns:
+        """The columns in another dtype."""
+        converted = Columns(self._parameter)
+        converted._blocks = {
+            region: [block.to(dtype) for block in blocks] for region, blocks in self._blocks.items()
+        }
+        converted._lookups = [lookup.to(dtype) for lookup in self._lookups]
+        return converted
+
     def _unify(self) -> None:
         """Promotes all blocks to one dtype, where a network reads a parameter in several."""
-        dtypes = {block.dtype for blocks in self._blocks.values() for block in blocks}
-        dtypes.update(lookup.dtype for lookup in self._lookups)
-        if len(dtypes) > 1:
-            dtype = reduce(torch.promote_types, dtypes)
-            for blocks in self._blocks.values():
-                blocks[:] = [block.to(dtype) for block in blocks]
-            self._lookups = [lookup.to(dtype) for lookup in self._lookups]
+        dtype = self.dtype
+        if any(x.is_floating_point() and x.dtype != dtype for x in self.tensors):
+            assert dtype is not None
+            converted = self._to(dtype)
+            self._blocks, self._lookups = converted._blocks, converted._lookups
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""
@@ -73,23 +242,33 @@ class Columns:
 
     def _spread(self) -> list[Block]:
         """Rows on the whole parameter, where regions overlap without being equal."""
-        blocks = dict(self._blocks)
+        blocks = {region: list(found) for region, found in self._blocks.items()}
         for lookup in self._lookups:
             shape = self._whole.shape
             dense = _canonical(block_of_lookup(lookup, shape), self._whole)
             blocks.setdefault(self._whole, []).append(dense)
-        first, last = self._whole.bounds
         spread = []
         for region, found in blocks.items():
             k, b, *_ = (part := rows(found)).shape
-            part = part.reshape(k, b, -1)
-            if region == self._whole and part.shape[2] == last - first + 1:
-                spread.append(Block("kbx->kbx", (part,)))
-                continue
-            whole = part.new_zeros(*part.shape[:2], last - first + 1)
-            whole[..., region.indices().to(part.device) - first] = part
-            spread.append(Block("kbx->kbx", (whole,)))
+            flat = put([(region, part.reshape(k * b, *region.shape))], self._parameter)
+            spread.append(Block("kbx->kbx", (flat.view(k, b, flat.shape[1]),)))
         return spread
+
+
+def _is_worth_forming(blocks: list[Block], form: Keep, limit: int) -> bool:
+    """Whether to keep rows in the place of factors."""
+    if (len(blocks) == 1 and blocks[0].is_rows) or not forms_rows(blocks, limit):
+        return False
+    sizes = blocks[0].sizes
+    elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
+    factors = sum(x.numel() for block in blocks for x in block.operands)
+    return elements <= min(limit, factors if form == "auto" else limit)
+
+
+def _rows_block(blocks: list[Block]) -> Block:
+    """The sum of some blocks as explicit rows."""
+    labels = "kb" + blocks[0].parameter
+    return Block(f"{labels}->{labels}", (rows(blocks).contiguous(),))
 
 
 def block_of_lookup(lookup: Lookup, shape: tuple[int, ...]) -> Block:

@@ -72,9 +72,15 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
     return total
 
 
+def forms_rows(blocks: Sequence[Block], limit: int) -> bool:
+    """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
+    signature = tuple((block.equation, block.shapes) for block in blocks)
+    return find_plan(signature, limit).method == "rows"
+
+
 def cross(first: Block, second: Block, chunks: int = 1) -> Tensor:
     """Inner products of the rows of two blocks of one tensor, ``(k, b, k, b)``."""
-    equation = _cross_equation(first.equation, second.equation)
+    equation = cross_equation(first.equation, second.equation)
     if chunks == 1:
         return einsum(equation, first.operands + second.operands)
     parts = second.chunks("b", chunks)
@@ -170,7 +176,7 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
 def _plan_factors(blocks: list[Block], limit: int) -> Plan:
     """Contracting every pair of blocks without rows."""
     paths = [
-        find_path(_cross_equation(p.equation, q.equation), p.shapes + q.shapes)
+        find_path(cross_equation(p.equation, q.equation), p.shapes + q.shapes)
         for i, p in enumerate(blocks)
         for q in blocks[: i + 1]
     ]
@@ -253,17 +259,19 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _cross_equation(first: str, second: str) -> str:
-    """The equation of the inner products of the rows of two blocks."""
+def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str:
+    """The equation of the inner products of the rows of two blocks, or of equal rows alone."""
     first_inputs, first_output = first.split("->")
     second_inputs, second_output = second.split("->")
     unused = unused_labels(first, second)
-    renamed = dict(zip(second_output[2:], first_output[2:], strict=True))
+    start = 0 if is_diagonal else 2
+    renamed = dict(zip(second_output[start:], first_output[start:], strict=True))
     for label in second_inputs.replace(",", ""):
         if label not in renamed:
             renamed[label] = next(unused)
     moved = "".join(renamed.get(label, label) for label in second_inputs)
-    return f"{first_inputs},{moved}->kb{renamed['k']}{renamed['b']}"
+    product = "kb" if is_diagonal else f"kb{renamed['k']}{renamed['b']}"
+    return f"{first_inputs},{moved}->{product}"
 
 
 def _meta(shapes: Shapes) -> tuple[Tensor, ...]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
 from autogram._blocks.gram import cross, gram
+from autogram._blocks.products import row_products
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Lookup:
         """The lookup with its cotangents in another dtype."""
         return Lookup(self.indices, self.cotangents.to(dtype))
 
+    def at(self, samples: Tensor) -> Lookup:
+        """The lookup of some samples."""
+        return Lookup(self.indices[samples], self.cotangents[:, samples])
+
     def rows(self, size: int) -> Tensor:
         """Explicit rows for a table with ``size`` rows, of shape ``(k, b, size, d)``."""
         k, b, t, d = self.cotangents.shape
@@ -40,6 +46,16 @@ class Lookup:
         dense = self.cotangents.new_zeros(k, b * size, d)
         dense.index_add_(1, places.flatten(), self.cotangents.reshape(k, b * t, d))
         return dense.view(k, b, size, d)
+
+    def weighted_sum(self, weights: Tensor, size: int) -> Tensor:
+        """Sums of rows with weights ``(s, k, b)``, of shape ``(s, size, d)``: J^T w."""
+        weighted = torch.einsum("skb,kbtd->sbtd", weights, self.cotangents)
+        total = weighted.new_zeros(len(weights), size, weighted.shape[-1])
+        return total.index_add_(1, self.indices.flatten(), weighted.flatten(1, 2))
+
+    def directional(self, direction: Tensor) -> Tensor:
+        """Products of the rows with a direction ``(size, d)``, of shape ``(k, b)``: J v."""
+        return torch.einsum("kbtd,btd->kb", self.cotangents, direction[self.indices])
 
 
 def concatenate(lookups: Sequence[Lookup]) -> Lookup:
@@ -64,23 +80,66 @@ def gram_of_lookup(lookup: Lookup, dense: Sequence[Block], limit: int) -> Tensor
     Returns:
         Inner products of shape ``(k, b, k, b)``.
     """
-    support, places = torch.unique(lookup.indices, return_inverse=True)
-    k, b, _, columns = lookup.cotangents.shape
-    step = max(1, limit // max(1, k * b * len(support)))
+    k, b = lookup.cotangents.shape[:2]
     total = lookup.cotangents.new_zeros(k, b, k, b)
-    for start in range(0, columns, step):
-        stop = min(columns, start + step)
-        part = Lookup(places, lookup.cotangents[..., start:stop]).rows(len(support))
-        of_lookup = Block("kbvd->kbvd", (part,))
-        total += gram([of_lookup], limit)
-        for block in dense:
-            product = cross(_restrict(block, support, start, stop), of_lookup)
+    for own, others in _on_support(lookup, dense, limit):
+        total += gram([own], limit)
+        for block in others:
+            product = cross(block, own)
             total += product + product.permute(2, 3, 0, 1)
     return total
 
 
-def _restrict(block: Block, support: Tensor, start: int, stop: int) -> Block:
-    """A dense block of a table, restricted to some rows and a range of columns."""
+def square_norms_of_lookup(lookup: Lookup, dense: Sequence[Block], limit: int) -> Tensor:
+    """What a lookup adds to the squared norms of the rows of dense blocks, ``(k, b)``."""
+    found = []
+    # One sample at a time: it reads few rows of the table, and all together read many.
+    for sample in torch.arange(len(lookup.indices), device=lookup.indices.device).split(1):
+        blocks = [block.at(sample) for block in dense]
+        total = lookup.cotangents.new_zeros(lookup.cotangents.shape[0], 1)
+        for own, others in _on_support(lookup.at(sample), blocks, limit):
+            total += own.operands[0].square().sum((2, 3))
+            for block in others:
+                total += 2 * row_products(block, own)
+        found.append(total)
+    return torch.cat(found, 1)
+
+
+def cross_gram_with_lookup(
+    blocks: Sequence[Block | Lookup], lookup: Lookup, limit: int
+) -> Tensor | None:
+    """Inner products of the rows of some blocks of a table with those of a lookup in it.
+
+    Returns:
+        ``(k, b, k', b')``, or ``None`` if there are no blocks.
+    """
+    products = [
+        cross(block, own) for own, others in _on_support(lookup, blocks, limit) for block in others
+    ]
+    return reduce(torch.add, products) if products else None
+
+
+def _on_support(
+    lookup: Lookup, blocks: Sequence[Block | Lookup], limit: int
+) -> Iterator[tuple[Block, list[Block]]]:
+    """A lookup and other blocks, on the rows that it reads, some columns at a time."""
+    support, places = torch.unique(lookup.indices, return_inverse=True)
+    k, b, _, columns = lookup.cotangents.shape
+    step = max(1, limit // max(1, k * b * len(support)))
+    for start in range(0, columns, step):
+        stop = min(columns, start + step)
+        part = Lookup(places, lookup.cotangents[..., start:stop]).rows(len(support))
+        others = [_restrict(block, support, start, stop) for block in blocks]
+        yield Block("kbvd->kbvd", (part,)), others
+
+
+def _restrict(block: Block | Lookup, support: Tensor, start: int, stop: int) -> Block:
+    """A block of a table, restricted to some rows and a range of columns."""
+    if isinstance(block, Lookup):
+        places = torch.searchsorted(support, block.indices).clamp(max=len(support) - 1)
+        occurs = (support[places] == block.indices).unsqueeze(-1)
+        kept = torch.where(occurs, block.cotangents[..., start:stop], 0)
+        return Block("kbvd->kbvd", (Lookup(places, kept).rows(len(support)),))
     row, column = tuple(block.parameter)
     at_rows = block.map(row, lambda x, dim: x.index_select(dim, support))
     return at_rows.map(column, lambda x, dim: x.narrow(dim, start, stop - start))

@@ -205,7 +205,9 @@ def _sum_of_product(x: Tensor, y: Tensor, summed: list[int]) -> Tensor:
     dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
     if not summed or dim is None or elements <= _PART or x.device.type != "cpu":
         product = x * y
-        return product.sum(summed) if summed else product
+        if all(shape[d] == 1 for d in summed):
+            return product.squeeze(summed)  # a sum would read and write it once more
+        return product.sum(summed)
     step = max(1, shape[dim] * _PART // elements)
     parts = []
     for start in range(0, shape[dim], step):

@@ -1,7 +1,9 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
+from autogram._capture.accumulate import accumulate
 from autogram._capture.driver import BatchDim, Driver
+from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
 
-__all__ = ["BatchDim", "Channel", "Driver", "Recordings"]
+__all__ = ["BatchDim", "Channel", "Driver", "Objectives", "Recordings", "accumulate"]

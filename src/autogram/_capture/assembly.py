@@ -1,9 +1,10 @@
-"""The assembly: takes in the blocks of uses as they arrive, and adds up the Gramian."""
+"""The assembly: takes in the blocks of uses as they arrive, parameter by parameter."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +12,12 @@ from torch import Tensor
 from autogram._blocks import Columns, Folded, Layout, Region, agree
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel, Recording
+from autogram._capture.sinks import Sink
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import Use, pull_back
 
 LayoutsOf = Callable[[Recording], Mapping[int, Sequence[Layout]] | None]
+S = TypeVar("S", bound=Sink)
 
 
 class UnknownLayoutError(Exception):
@@ -31,25 +34,26 @@ class UnknownLayoutError(Exception):
         self.is_needed = is_needed
 
 
-class Assembly:
-    """A receiver of cotangents that adds up the Gramian, parameter by parameter.
+class Assembly(Generic[S]):
+    """A receiver of cotangents that puts the columns of each parameter together.
 
-    When all uses of a parameter have arrived, its blocks are contracted and dropped, so that few
-    are alive at a time. How many there will be is known from the recordings that are alive; where
-    some of their uses do not reach the losses, what waits for them is contracted at the end.
+    When all uses of a parameter have arrived, its columns go to the sink. How many there will be is
+    known from the recordings that are alive; where some of their uses do not reach the losses, what
+    waits for them goes to the sink at the end.
 
     Args:
         channel: The channel of the taps.
         layouts_of: The layouts of a recording's uses (``None`` if they were never sought), or
             ``None`` if all is one sample.
         limit: The number of elements that one intermediate result may have.
+        sink: What to do with the columns of a parameter.
     """
 
-    def __init__(self, channel: Channel, layouts_of: LayoutsOf | None, limit: int) -> None:
+    def __init__(self, channel: Channel, layouts_of: LayoutsOf | None, limit: int, sink: S) -> None:
         self._channel = channel
         self._layouts_of = layouts_of
         self._limit = limit
-        self._gramian: Tensor | None = None
+        self._sink = sink
         self._columns: dict[Tensor, Columns] = {}
         self._derived: dict[Tracked, Columns] = {}
         self._arrived: Counter[Tracked] = Counter()
@@ -77,13 +81,13 @@ class Assembly:
         """
         self._add(use, objectives.layout, (), objectives.cotangents())
 
-    def gramian(self) -> Tensor | None:
-        """The Gramian, ``(k, b, k, b)``, or ``None`` if every cotangent was zero."""
+    def complete(self) -> S:
+        """The sink, after it was given what still waited."""
         for tracked in list(self._derived):
             self._pull_back(tracked)
         for parameter in list(self._columns):
-            self._contract(parameter)
-        return self._gramian
+            self._finish(parameter)
+        return self._sink
 
     def _layouts(self, use: Use, cotangent: Tensor) -> Sequence[Layout]:
         """The layouts of a use that are possible and agree, or none if its cotangent is zero."""
@@ -133,8 +137,9 @@ class Assembly:
             self._pull_back(tracked)
         for parameter in tracked.sources:
             self._expected[parameter] -= 1
-            if self._expected[parameter] == 0 and parameter in self._columns:
-                self._contract(parameter)
+            self._columns_of(parameter)  # empty where every cotangent was zero
+            if self._expected[parameter] == 0:
+                self._finish(parameter)
 
     def _pull_back(self, tracked: Tracked) -> None:
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
@@ -145,13 +150,6 @@ class Assembly:
             for parameter, block in pulled:
                 self._columns_of(parameter).add(Region.of_parameter(parameter), block)
 
-    def _contract(self, parameter: Tensor) -> None:
-        """Adds the Gramian of a parameter's columns to the total, and drops them."""
-        part = self._columns.pop(parameter).gram(self._limit)
-        if part is None:
-            return
-        if self._gramian is None:
-            self._gramian = part
-        else:
-            dtype = torch.promote_types(self._gramian.dtype, part.dtype)
-            self._gramian = self._gramian.to(dtype) + part.to(self._gramian.device, dtype)
+    def _finish(self, parameter: Tensor) -> None:
+        """Gives the columns of a parameter to the sink."""
+        self._sink.take(parameter, self._columns.pop(parameter))

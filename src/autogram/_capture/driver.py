@@ -1,20 +1,24 @@
-"""The driver: from losses to the Gramian, by one backward pass through the activations."""
+"""The driver: from losses to the columns of J, by one backward pass through the activations."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._blocks import Routed
+from autogram._blocks import Keep, Routed
 from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
 from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Layouts, find_layouts
 from autogram._capture.recording import Channel, Recording
+from autogram._capture.sinks import GramianSum, Sink, Store, StoreWithGramian
 from autogram._capture.tail import Tail
 from autogram._capture.tracked import track_parameter
 from autogram._capture.use import FallbackUse, Use, describe
@@ -29,9 +33,10 @@ from autogram._errors import (
 BatchDim = int | Literal["auto"] | None
 K = TypeVar("K")
 T = TypeVar("T")
+S = TypeVar("S", bound=Sink)
 Key = tuple[int, tuple[int, ...], int | None, int]
 
-# From `warnings.warn` through `_warn`, `_gramian`, `gramian` and `Engine` to the user's line.
+# From `warnings.warn` through `_warn`, `_collect`, `gramian` and `Engine` to the user's line.
 _USER_LEVEL = 5
 
 # How many signatures of forward passes to remember layouts for. Batches of varying length have one
@@ -70,25 +75,68 @@ class Driver:
         """
         # What is computed here is no part of a graph, and is exact whatever the user's autocast.
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            return self._gramian(losses)
+            objectives, found = self._collect(losses, partial(GramianSum, self._limit))
+            return found.arranged(objectives)
 
-    def _gramian(self, losses: Tensor) -> Tensor:
-        """The Gramian, with samples or without."""
+    def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, Store]:
+        """The columns of J, kept, and the objectives that their rows belong to.
+
+        Raises:
+            NotConnectedError: As for the Gramian, and so are the others.
+        """
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            return self._collect(losses, partial(Store, form, self._limit))
+
+    def columns_and_gramian(
+        self, losses: Tensor, form: Keep
+    ) -> tuple[Objectives, StoreWithGramian]:
+        """The columns of J and the Gramian, from one pass.
+
+        Raises:
+            NotConnectedError: As for the Gramian, and so are the others.
+        """
+        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+            return self._collect(losses, partial(StoreWithGramian, form, self._limit))
+
+    def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
+        """The trainable parameters of the recordings that are alive, in order, with unique names.
+
+        Where `functional_call` puts other tensors in the place of parameters, one name may belong
+        to several. Those that are ``reached`` are all listed, and others only if a name is free.
+        """
+        found: dict[Tensor, str] = {}
+        for recording in self._channel.recordings:
+            found = {**recording.names, **found}
+        of_reached = {name for parameter, name in found.items() if parameter in reached}
+        seen: Counter[str] = Counter()
+        names: dict[Tensor, str] = {}
+        for parameter, name in found.items():
+            is_free = parameter.requires_grad and name not in of_reached and not seen[name]
+            if parameter in reached or is_free:
+                seen[name] += 1
+                names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        return names
+
+    def _collect(self, losses: Tensor, make_sink: Callable[[], S]) -> tuple[Objectives, S]:
+        """The columns of J for all parameters, with samples or without."""
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
         with explaining_freed_graphs():
             tail = Tail.of(self._channel, losses)
         if objectives.samples > 1:
             try:
-                return self._assemble_per_sample(objectives, tail)
+                return objectives, self._assemble_per_sample(objectives, tail, make_sink)
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":
                     raise
                 self._warn(error)
-        return self._assemble(Objectives(losses, None), tail, None)
+        objectives = Objectives(losses, None)
+        return objectives, self._assemble(objectives, tail, None, make_sink)
 
-    def _assemble_per_sample(self, objectives: Objectives, tail: Tail) -> Tensor:
-        """The Gramian of per-sample losses, after a look for the samples where it is needed."""
+    def _assemble_per_sample(
+        self, objectives: Objectives, tail: Tail, make_sink: Callable[[], S]
+    ) -> S:
+        """The columns for per-sample losses, after a look for the samples where it is needed."""
         # Values can couple samples where no shape changes (a margin that is exceeded, a mixing
         # weight). Another look at the calls 2, 4, 8, ... costs nothing on average.
         self._calls += 1
@@ -104,7 +152,7 @@ class Driver:
 
         while True:
             try:
-                return self._assemble(objectives, tail, layouts_of)
+                return self._assemble(objectives, tail, layouts_of, make_sink)
             except UnknownLayoutError as unknown:
                 if unknown.is_needed and unknown.use in sought:
                     raise MixedSamplesError(
@@ -146,12 +194,18 @@ class Driver:
             self._remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
         return found
 
-    def _assemble(self, objectives: Objectives, tail: Tail, layouts_of: LayoutsOf | None) -> Tensor:
+    def _assemble(
+        self,
+        objectives: Objectives,
+        tail: Tail,
+        layouts_of: LayoutsOf | None,
+        make_sink: Callable[[], S],
+    ) -> S:
         """One pass past the taps, with the layouts that are known."""
         in_tail = self._use_in_tail(objectives.losses, tail)
 
-        def start() -> Assembly:
-            assembly = Assembly(self._channel, layouts_of, self._limit)
+        def start() -> Assembly[S]:
+            assembly = Assembly(self._channel, layouts_of, self._limit, make_sink())
             if in_tail is not None:
                 assembly.add_tail(in_tail, objectives)
             return assembly
@@ -171,12 +225,7 @@ class Driver:
                 "ran after the engine was made, with gradients enabled. A model compiled by "
                 "`torch.compile` is not seen: compile parts without parameters instead."
             )
-        gramian = assembly.gramian()
-        if gramian is None:
-            dtype = torch.promote_types(objectives.losses.dtype, torch.float32)
-            m = objectives.losses.numel()
-            return objectives.losses.new_zeros(m, m, dtype=dtype)
-        return objectives.arrange_gramian(gramian)
+        return assembly.complete()
 
     def _use_in_tail(self, losses: Tensor, tail: Tail) -> FallbackUse | None:
         """The losses as a use of the parameters that they reach past every tap.

@@ -63,15 +63,19 @@ class Objectives:
     def arrange_gramian(self, gramian: Tensor) -> Tensor:
         """``(k, b, k, b)`` as ``(m, m)``, in the row-major order of the losses."""
         m = self.losses.numel()
-        order = self._arrange(torch.arange(m).view(1, self.per_sample, self.samples))
-        places = order.flatten().to(gramian.device)
-        flat = gramian.reshape(m, m)
-        return flat[places][:, places]
+        places = self.places.to(gramian.device)
+        return gramian.reshape(m, m)[places][:, places]
+
+    @property
+    def places(self) -> Tensor:
+        """Where each loss, in row-major order, is among ``(k, b)``, flattened: ``(m,)``."""
+        m = self.losses.numel()
+        return self._arrange(torch.arange(m).view(1, self.per_sample, self.samples)).flatten()
 
     def _arrange(self, tensor: Tensor) -> Tensor:
         """``(n, k, b)`` as ``(n, *losses)``."""
         if self.batch_dim is None:
-            return tensor.reshape(-1, *self.losses.shape)
+            return tensor.reshape(len(tensor), *self.losses.shape)
         dim = self.batch_dim % self.losses.dim()
         others = [n for d, n in enumerate(self.losses.shape) if d != dim]
         by_loss: Tensor = tensor.unflatten(1, others or [1])

@@ -1,0 +1,54 @@
+"""Tensors on regions of a parameter, put into its storage and taken from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor
+
+from autogram._blocks.region import Region
+
+
+def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
+    """Tensors on regions of a parameter, added up in its storage.
+
+    Args:
+        parts: Regions, and a tensor ``(n, *canonical region)`` for each.
+        parameter: The whole of the parameter.
+
+    Returns:
+        ``(n, places)``, with the places of the storage from the first to the last of the parameter.
+        It may share its memory with the only part.
+    """
+    first, last = parameter.bounds
+    places = last - first + 1
+    region, part = parts[0]
+    n = len(part)
+    if len(parts) == 1 and region == parameter.canonical and prod(region.shape) == places:
+        return part.reshape(n, places)
+    flat = part.new_zeros(n, places)
+    for region, part in parts:
+        strides = (places, *region.canonical.strides)
+        flat.as_strided((n, *region.canonical.shape), strides, region.offset - first).add_(part)
+    return flat
+
+
+def restore(flat: Tensor, parameter: Region) -> Tensor:
+    """Tensors of a parameter's shape and strides, ``(n, *parameter)``, from its storage."""
+    n, places = flat.shape
+    return flat.contiguous().as_strided((n, *parameter.shape), (places, *parameter.strides))
+
+
+def store(tensor: Tensor, parameter: Region) -> Tensor:
+    """A tensor of a parameter's shape as it lies in the parameter's storage, ``(places,)``."""
+    first, last = parameter.bounds
+    flat = tensor.new_zeros(last - first + 1)
+    flat.as_strided(parameter.shape, parameter.strides, 0).copy_(tensor)
+    return flat
+
+
+def take(flat: Tensor, region: Region, parameter: Region) -> Tensor:
+    """The elements of a region, in canonical order, from a parameter's storage ``(places,)``."""
+    found = region.canonical
+    return flat.as_strided(found.shape, found.strides, found.offset - parameter.offset)

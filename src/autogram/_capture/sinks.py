@@ -1,0 +1,94 @@
+"""Sinks: what is done with the columns of a parameter once they are complete."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns, Keep
+from autogram._capture.objectives import Objectives
+
+
+class Sink(Protocol):
+    """Takes the columns of one parameter after the other."""
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Takes all columns of a parameter, which come once in a pass."""
+        ...
+
+
+class GramianSum:
+    """Adds up the Gramian, and drops the columns: few are alive at a time.
+
+    Args:
+        limit: The number of elements that one intermediate result may have.
+
+    Attributes:
+        total: The Gramian, ``(k, b, k, b)``, or ``None`` as long as nothing but zeros came.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.total: Tensor | None = None
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Adds the Gramian of the columns to the total."""
+        del parameter
+        part = columns.gram(self._limit)
+        if part is None:
+            return
+        if self.total is None:
+            self.total = part
+        else:
+            dtype = torch.promote_types(self.total.dtype, part.dtype)
+            self.total = self.total.to(dtype) + part.to(self.total.device, dtype)
+
+    def arranged(self, objectives: Objectives) -> Tensor:
+        """The Gramian, ``(m, m)``, in the row-major order of the losses."""
+        if self.total is None:
+            m = objectives.losses.numel()
+            dtype = torch.promote_types(objectives.losses.dtype, torch.float32)
+            return objectives.losses.new_zeros(m, m, dtype=dtype)
+        return objectives.arrange_gramian(self.total)
+
+
+class Store:
+    """Keeps the columns, to be contracted later and more than once.
+
+    Args:
+        form: Whether to keep factors or rows.
+        limit: The number of elements that one intermediate result may have.
+
+    Attributes:
+        columns: Those of each parameter that the losses reach.
+    """
+
+    def __init__(self, form: Keep, limit: int) -> None:
+        self._form: Keep = form
+        self._limit = limit
+        self.columns: dict[Tensor, Columns] = {}
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Keeps the columns."""
+        assert parameter not in self.columns
+        columns.keep(self._form, self._limit)
+        self.columns[parameter] = columns
+
+
+class StoreWithGramian(Store):
+    """Keeps the columns, and adds up the Gramian while they are at hand.
+
+    Attributes:
+        gramian: The Gramian so far.
+    """
+
+    def __init__(self, form: Keep, limit: int) -> None:
+        super().__init__(form, limit)
+        self.gramian = GramianSum(limit)
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Keeps the columns, and contracts them."""
+        super().take(parameter, columns)
+        self.gramian.take(parameter, columns)

@@ -1,0 +1,352 @@
+"""The Jacobian as an object: products with it, from the factors of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns
+from autogram._capture import Objectives, accumulate
+from autogram._errors import ChangedTensorError, InvalidOperandError
+
+Direction = Mapping[str, Tensor] | Sequence[Tensor]
+
+
+class Jacobian:
+    """The Jacobian J of m objectives with respect to n parameters, as an implicit operator.
+
+    :meth:`autogram.Engine.jacobian` makes it. It holds factors and not rows: for each call in the
+    forward pass that read a parameter, the cotangent of its output and its input. Every method is
+    a contraction of these, planned by cost and done in parts where a result on the way would exceed
+    the engine's memory limit. No method runs a backward pass or needs the graph.
+
+    Memory: the cotangents of all activations that parameters were used for, which is about what
+    the forward pass keeps, times K for K objectives per sample. The inputs are shared with
+    the graph, and stay alive after it. Parameters behind a derivation (weight norm, a cast aside)
+    and calls without a rule keep rows. All of it is freed when the Jacobian is dropped.
+
+    Rows are in the row-major order of the losses, and columns in the order of
+    ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
+    parameters, at least float32. A parameter that no objective reaches has zeros.
+
+    Every method raises :class:`autogram.ChangedTensorError` if a tensor that belongs to the factors
+    was changed in place since, for instance by a step of the optimizer.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from autogram import Engine
+        >>> model = nn.Linear(3, 1)
+        >>> engine = Engine(model)
+        >>> losses = model(torch.randn(5, 3)).square().squeeze(1)
+        >>> jacobian = engine.jacobian(losses)
+        >>> jacobian.shape
+        (5, 4)
+        >>> clipped = 1 / jacobian.row_norms().clamp(min=1)
+        >>> jacobian.accumulate_grad(clipped)  # per-sample gradient clipping
+    """
+
+    def __init__(
+        self,
+        objectives: Objectives,
+        columns: Mapping[Tensor, Columns],
+        names: Mapping[Tensor, str],
+        limit: int,
+    ) -> None:
+        # Without the graph: it may go while this lives.
+        self._objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
+        self._columns = {p: columns[p] for p in names if p in columns}
+        self._names = dict(names)
+        self._limit = limit
+        self._versions = [
+            (tensor, tensor._version) for found in columns.values() for tensor in found.tensors
+        ]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of objectives and of parameters, m and n."""
+        return self._objectives.losses.numel(), sum(p.numel() for p in self._names)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of results: that of the parameters, and at least float32."""
+        found = [columns.dtype for columns in self._columns.values()]
+        dtypes = [dtype for dtype in found if dtype is not None]
+        default = torch.promote_types(self._objectives.losses.dtype, torch.float32)
+        return reduce(torch.promote_types, dtypes) if dtypes else default
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the losses, on which results with one entry for each objective are."""
+        return self._objectives.losses.device
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, in the order of the columns."""
+        return list(self._names.values())
+
+    def __repr__(self) -> str:
+        m, n = self.shape
+        return (
+            f"Jacobian({m} x {n}, {len(self._names)} parameters, dtype={self.dtype}, "
+            f"device={str(self.device)!r})"
+        )
+
+    def gramian(self) -> Tensor:
+        """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
+        with self._exact():
+            parts = (columns.gram(self._limit) for columns in self._columns.values())
+            return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
+
+    def block_gramians(self, by: Callable[[str], str] | None = None) -> dict[str, Tensor]:
+        """Gramians of parts of the parameters, which add up to the whole.
+
+        Args:
+            by: Gives the group of a parameter from its name, for instance
+                ``lambda name: name.split(".")[0]``. By default each parameter is its own group.
+
+        Returns:
+            ``(m, m)`` for each group.
+        """
+        groups: dict[str, list[Tensor]] = {}
+        for parameter, name in self._names.items():
+            groups.setdefault(by(name) if by else name, []).append(parameter)
+        gramians = {}
+        with self._exact():
+            for group, parameters in groups.items():
+                found = [self._columns[p] for p in parameters if p in self._columns]
+                parts = (columns.gram(self._limit) for columns in found)
+                total = self._sum(parts, self._sizes * 2)
+                gramians[group] = self._objectives.arrange_gramian(total)
+        return gramians
+
+    def row_norms(self) -> Tensor:
+        """Euclidean norm of each objective's gradient, without the Gramian.
+
+        Returns:
+            ``(m,)``.
+
+        References:
+            Goodfellow, Efficient Per-Example Gradient Computations, 2015, arXiv:1510.01799.
+            Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
+        """
+        with self._exact():
+            parts = (columns.square_norms(self._limit) for columns in self._columns.values())
+            return self._arranged(self._sum(parts, self._sizes)).sqrt()
+
+    def vjp(self, w: Tensor) -> dict[str, Tensor]:
+        """Jᵀ w, the gradient of the objectives' sum with weights.
+
+        Args:
+            w: Weights of shape ``(m,)`` or of the losses' shape; or several vectors of weights,
+                stacked along a first dimension.
+
+        Returns:
+            For each parameter's name, a tensor of its shape, with the first dimension of ``w`` in
+            front if that is a stack.
+
+            Cost: what the weights' gradients cost in a backward pass, for each vector.
+
+        Raises:
+            InvalidOperandError: ``w`` has another shape.
+
+        References:
+            Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small
+            Cost, 2022, arXiv:2210.00038.
+        """
+        with self._exact():
+            weights, is_stack = self._weights(w)
+            found = dict(self._gradients(weights))
+            dtype = self.dtype
+            gradients = {}
+            for parameter, name in self._names.items():
+                gradient = found.get(parameter)
+                if gradient is None:
+                    gradient = parameter.new_zeros(len(weights), *parameter.shape, dtype=dtype)
+                gradients[name] = gradient if is_stack else gradient[0]
+        return gradients
+
+    def accumulate_grad(self, w: Tensor) -> None:
+        """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
+
+        A gradient has the dtype of its parameter, hooks on parameters run, and a parameter that
+        no objective reaches keeps what it has. The gradient of a sparse embedding is dense.
+
+        Args:
+            w: Weights of shape ``(m,)`` or of the losses' shape.
+
+        Raises:
+            InvalidOperandError: ``w`` has another shape.
+        """
+        with self._exact():
+            weights, is_stack = self._weights(w)
+            if is_stack:
+                raise InvalidOperandError(
+                    f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` "
+                    "takes one. Pass one vector, or use `vjp`."
+                )
+            for parameter, gradient in self._gradients(weights):
+                accumulate(parameter, gradient[0])
+
+    def jvp(self, direction: Direction) -> Tensor:
+        """J v, the derivatives of the objectives along a direction.
+
+        Args:
+            direction: A tensor of the parameter's shape for each parameter, by name or in the order
+                of :attr:`names`. Names that are missing count as zeros.
+
+        Returns:
+            ``(m,)``.
+
+        Raises:
+            InvalidOperandError: A name is unknown, or a tensor or their number does not fit.
+        """
+        with self._exact():
+            by_parameter = self._direction(direction)
+            parts = (
+                columns.directional(by_parameter[parameter], self._limit)
+                for parameter, columns in self._columns.items()
+                if parameter in by_parameter
+            )
+            return self._arranged(self._sum(parts, self._sizes))
+
+    def cross_gramian(self, other: Jacobian) -> Tensor:
+        """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives.
+
+        Args:
+            other: The Jacobian of m' objectives, from another graph or the same, with respect to
+                the same parameters. A parameter that only one of the two has adds nothing.
+
+        Returns:
+            ``(m, m')``.
+
+        Raises:
+            InvalidOperandError: The two have no parameter in common.
+        """
+        if self._names.keys().isdisjoint(other._names):
+            raise InvalidOperandError(
+                "The two Jacobians have no parameter in common. Both must be of the same modules: "
+                "make them with one engine, or with engines on the same model."
+            )
+        with self._exact(), other._exact():
+            parts = (
+                columns.cross_gram(other._columns[parameter], self._limit)
+                for parameter, columns in self._columns.items()
+                if parameter in other._columns
+            )
+            total = self._sum(parts, self._sizes + other._sizes).flatten(0, 1).flatten(1)
+            mine, others = (x._objectives.places.to(total.device) for x in (self, other))
+            return total[mine][:, others]
+
+    def rows(self, objectives: int | slice | Sequence[int] | Tensor) -> dict[str, Tensor]:
+        """The gradients of some objectives.
+
+        Args:
+            objectives: Which, by their place in the row-major order of the losses.
+
+        Returns:
+            For each parameter's name, a tensor of its shape with the objectives in front (one, if
+            an integer was given).
+
+            Memory: the rows of the samples that these objectives belong to.
+        """
+        with self._exact():
+            index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
+            places = self._objectives.places.cpu()[index]
+            samples, at = torch.unique(places % self._sizes[1], return_inverse=True)
+            k, dtype, gradients = places // self._sizes[1], self.dtype, {}
+            for parameter, name in self._names.items():
+                columns = self._columns.get(parameter)
+                found = None if columns is None else columns.rows(samples)
+                if found is None:
+                    gradients[name] = parameter.new_zeros(len(index), *parameter.shape, dtype=dtype)
+                else:
+                    gradients[name] = found[k, at]
+        return gradients
+
+    def dense(self) -> Tensor:
+        """J itself, ``(m, n)``, with each parameter's columns in row-major order."""
+        m = self.shape[0]
+        found = zip(self._names, self.rows(slice(None)).values(), strict=True)
+        flat = [gradient.reshape(m, p.numel()) for p, gradient in found]
+        return torch.cat([x.to(self.device, self.dtype) for x in flat], 1)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """K and B."""
+        return self._objectives.per_sample, self._objectives.samples
+
+    @contextmanager
+    def _exact(self) -> Iterator[None]:
+        """Checks the factors, and makes results exact under autocast and no part of a graph."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise ChangedTensorError(
+                "A tensor that the Jacobian is made of was changed in place since: an optimizer's "
+                "step does this to parameters, or an in-place operation to an activation. Call "
+                "the Jacobian's methods before, or compute the losses and the Jacobian again."
+            )
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            yield
+
+    def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:
+        """What the parameters add up to, with one entry or more for each objective."""
+        total = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for part in parts:
+            if part is not None:
+                total += part.to(total.device)
+        return total
+
+    def _arranged(self, values: Tensor) -> Tensor:
+        """``(k, b)`` as ``(m,)``, in the row-major order of the losses."""
+        return values.flatten()[self._objectives.places.to(values.device)]
+
+    def _weights(self, w: Tensor) -> tuple[Tensor, bool]:
+        """Weights as ``(s, k, b)``, and whether several vectors were given."""
+        losses = self._objectives.losses
+        shapes = [(losses.numel(),), tuple(losses.shape)]
+        is_stack = tuple(w.shape) not in shapes
+        if is_stack and (w.dim() == 0 or tuple(w.shape[1:]) not in shapes):
+            raise InvalidOperandError(
+                f"The weights have shape {tuple(w.shape)}. For losses of shape "
+                f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
+            )
+        flat = w.detach().reshape(-1 if is_stack else 1, losses.numel())
+        weights = torch.empty_like(flat)
+        weights[:, self._objectives.places.to(flat.device)] = flat
+        return weights.unflatten(1, self._sizes), is_stack
+
+    def _gradients(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Jᵀ w for each parameter that an objective reaches, ``(s, *parameter)``."""
+        for parameter, columns in self._columns.items():
+            gradient = columns.weighted_sum(weights.to(parameter.device), self._limit)
+            if gradient is None:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                gradient = parameter.new_zeros(len(weights), *parameter.shape, dtype=dtype)
+            yield parameter, gradient
+
+    def _direction(self, direction: Direction) -> dict[Tensor, Tensor]:
+        """A direction by parameter."""
+        if not isinstance(direction, Mapping):
+            if len(direction) != len(self._names):
+                raise InvalidOperandError(
+                    f"The direction has {len(direction)} tensors, and the Jacobian is of "
+                    f"{len(self._names)} parameters. Pass one for each of `names`, or a dict."
+                )
+            direction = dict(zip(self.names, direction, strict=True))
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for name, tensor in direction.items():
+            if name not in parameters:
+                raise InvalidOperandError(
+                    f"The direction has an entry `{name}`, which is no parameter of the Jacobian. "
+                    "`names` lists them; frozen parameters are not among them."
+                )
+            if tensor.shape != parameters[name].shape:
+                raise InvalidOperandError(
+                    f"The direction's entry `{name}` has shape {tuple(tensor.shape)}, and the "
+                    f"parameter has {tuple(parameters[name].shape)}. Pass a tensor of that shape."
+                )
+        return {parameters[name]: tensor.detach() for name, tensor in direction.items()}

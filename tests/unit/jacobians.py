@@ -1,0 +1,97 @@
+"""Assertions on every product with the Jacobian of small models."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine, Jacobian
+from autogram.testing import reference_jacobian
+from tests.unit.checks import (
+    PER_SAMPLE,
+    ModelFactory,
+    Objectives,
+    assert_close_to_reference,
+    irregular,
+    trainable,
+)
+
+
+def assert_jacobian_is_exact(
+    make_model: ModelFactory,
+    *inputs: Any,
+    objectives: Objectives = PER_SAMPLE,
+    keep: str = "auto",
+    memory_limit_bytes: int = 2**29,
+) -> None:
+    """Assert that all products with the Jacobian are those of plain autograd's, row by row."""
+    model = make_model()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, batch_dim=objectives.batch_dim, memory_limit_bytes=memory_limit_bytes)
+
+    def losses_of(module: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        return objectives.of(module(*copy.deepcopy(inputs)))
+
+    jacobian = engine.jacobian(losses_of(model), keep=keep)
+    expected = reference_jacobian(losses_of(twin), trainable(twin))
+    assert_operator_is(jacobian, expected)
+    assert_accumulates(jacobian, model, twin, losses_of(twin))
+
+
+def assert_operator_is(jacobian: Jacobian, expected: Tensor) -> None:
+    """Assert that an operator's products are those of an explicit matrix."""
+    m, n = expected.shape
+    assert jacobian.shape == (m, n)
+    assert_close_to_reference(jacobian.dense(), expected)
+    assert_close_to_reference(jacobian.gramian(), expected @ expected.T)
+    assert_close_to_reference(jacobian.row_norms(), expected.norm(dim=1))
+    assert_close_to_reference(jacobian.cross_gramian(jacobian), expected @ expected.T)
+    blocks = jacobian.block_gramians()
+    assert list(blocks) == jacobian.names
+    assert_close_to_reference(sum(blocks.values()), expected @ expected.T)
+
+    weights = irregular(3, m).to(expected)
+    weights[0, 1::2] = 0
+    assert_close_to_reference(flat(jacobian.vjp(weights[0])), weights[0] @ expected)
+    assert_close_to_reference(flat(jacobian.vjp(weights), 3), weights @ expected)
+
+    shapes = {name: x.shape for name, x in jacobian.vjp(weights[0]).items()}
+    sizes = [shape.numel() for shape in shapes.values()]
+    v = irregular(n).to(expected)
+    parts = zip(shapes.items(), v.split(sizes), strict=True)
+    direction = {name: part.view(shape) for (name, shape), part in parts}
+    assert_close_to_reference(jacobian.jvp(direction), expected @ v)
+
+    last = [m - 1, 0]
+    assert_close_to_reference(flat(jacobian.rows(last), 2), expected[last])
+
+
+def assert_accumulates(
+    jacobian: Jacobian, model: nn.Module, twin: nn.Module, expected_losses: Tensor
+) -> None:
+    """Assert that gradients are those of a backward pass, and `None` where that leaves `None`."""
+    weights = irregular(expected_losses.numel()).to(expected_losses).view(expected_losses.shape)
+    jacobian.accumulate_grad(weights)
+    jacobian.accumulate_grad(weights)
+    expected_losses.backward(2 * weights)
+    assert_gradients_are_close(model, twin)
+
+
+def assert_gradients_are_close(model: nn.Module, twin: nn.Module) -> None:
+    """Assert that `.grad` of all parameters of two models of one structure agree to rounding."""
+    found = []
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None:
+            assert parameter.grad.stride() == other.grad.to_dense().stride(), name
+            found.append((parameter.grad.flatten(), other.grad.to_dense().flatten()))
+    assert_close_to_reference(*(torch.cat(some) for some in zip(*found, strict=True)))
+
+
+def flat(gradients: dict[str, Tensor], count: int | None = None) -> Tensor:
+    """Gradients as one vector, or as a matrix if each is a stack of ``count``."""
+    if count is None:
+        return torch.cat([gradient.flatten() for gradient in gradients.values()])
+    return torch.cat([gradient.reshape(count, -1) for gradient in gradients.values()], 1)

@@ -1,0 +1,241 @@
+"""What a person meets who calls a Jacobian: shapes, names, errors, memory."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from autogram import ChangedTensorError, Engine, InvalidOperandError, Jacobian
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, features
+from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.jacobians import flat
+from tests.unit.networks import Call
+from tests.unit.test_memory import MODELS as VARIOUS
+from tests.unit.test_memory import live_tensors
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return mlp()
+
+
+def make(model: nn.Module, *, shape: tuple[int, ...] = (4,)) -> tuple[Jacobian, Tensor]:
+    """A Jacobian of losses of some shape, and the explicit rows."""
+    engine = Engine(model)
+    count = torch.Size(shape[1:]).numel()
+    losses = features(model(batch(shape[0], 3)), count).view(shape)
+    jacobian = engine.jacobian(losses)
+    return jacobian, reference_jacobian(losses, model.parameters())
+
+
+def test_properties(model: nn.Module) -> None:
+    jacobian, expected = make(model)
+    assert jacobian.shape == tuple(expected.shape)
+    assert jacobian.dtype == expected.dtype
+    assert jacobian.device == expected.device
+    assert jacobian.names == [name for name, _ in model.named_parameters()]
+    assert repr(jacobian) == (
+        f"Jacobian(4 x 32, 4 parameters, dtype={expected.dtype}, device='{expected.device}')"
+    )
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)])
+def test_weights_may_have_either_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
+    jacobian, expected = make(model, shape=shape)
+    m = len(expected)
+    weights = torch.randn(2, m)
+    assert_close_to_reference(flat(jacobian.vjp(weights[0])), weights[0] @ expected)
+    assert_close_to_reference(flat(jacobian.vjp(weights[0].view(shape))), weights[0] @ expected)
+    assert_close_to_reference(flat(jacobian.vjp(weights), 2), weights @ expected)
+    assert_close_to_reference(flat(jacobian.vjp(weights.view(2, *shape)), 2), weights @ expected)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5,), (4, 1), (1, 3), (2, 2, 2)])
+def test_weights_of_another_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
+    jacobian, _ = make(model)
+    with pytest.raises(InvalidOperandError, match=r"The weights have shape .*pass \(4,\)"):
+        jacobian.vjp(torch.ones(shape))
+
+
+def test_gradients_take_one_vector(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    with pytest.raises(InvalidOperandError, match="a stack of vectors"):
+        jacobian.accumulate_grad(torch.ones(2, 4))
+
+
+def test_direction_as_a_list_and_in_part(model: nn.Module) -> None:
+    jacobian, expected = make(model)
+    direction = [torch.randn_like(p) for p in model.parameters()]
+    v = torch.cat([x.flatten() for x in direction])
+    assert_close_to_reference(jacobian.jvp(direction), expected @ v)
+    part = {"2.weight": direction[2]}
+    v[:20] = v[30:] = 0
+    assert_close_to_reference(jacobian.jvp(part), expected @ v)
+
+
+@pytest.mark.parametrize(
+    ("direction", "message"),
+    [
+        ([torch.ones(5, 3)], "The direction has 1 tensors, and the Jacobian is of 4"),
+        ({"3.weight": torch.ones(5, 3)}, "an entry `3.weight`, which is no parameter"),
+        ({"0.weight": torch.ones(3, 5)}, r"`0.weight` has shape \(3, 5\), and the"),
+    ],
+)
+def test_direction_that_does_not_fit(model: nn.Module, direction, message: str) -> None:
+    jacobian, _ = make(model)
+    with pytest.raises(InvalidOperandError, match=message):
+        jacobian.jvp(direction)
+
+
+@pytest.mark.parametrize("index", [2, -1, slice(1, 3), [3, 0, 3], torch.tensor([1, 2]), []])
+def test_rows_of_some_objectives(model: nn.Module, index) -> None:
+    jacobian, expected = make(model, shape=(3, 2))
+    chosen = torch.arange(6)[index].flatten()
+    rows = jacobian.rows(index)
+    assert [tuple(x.shape) for x in rows.values()] == [
+        (len(chosen), *p.shape) for p in model.parameters()
+    ]
+    if len(chosen):
+        assert_close_to_reference(flat(rows, len(chosen)), expected[chosen])
+
+
+def test_row_that_does_not_exist(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    with pytest.raises(IndexError):
+        jacobian.rows(4)
+
+
+def test_block_gramians_by_layer(model: nn.Module) -> None:
+    jacobian, expected = make(model)
+    blocks = jacobian.block_gramians(by=lambda name: name.split(".")[0])
+    assert list(blocks) == ["0", "2"]
+    assert_close_to_reference(blocks["0"], expected[:, :20] @ expected[:, :20].T)
+    assert_close_to_reference(blocks["2"], expected[:, 20:] @ expected[:, 20:].T)
+
+
+def test_no_parameter_in_common(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    other, _ = make(mlp())
+    with pytest.raises(InvalidOperandError, match="no parameter in common"):
+        jacobian.cross_gramian(other)
+
+
+def test_no_objectives(model: nn.Module) -> None:
+    engine = Engine(model)
+    jacobian = engine.jacobian(per_sample(model(batch(0, 3))))
+    assert jacobian.shape == (0, 32)
+    assert jacobian.gramian().shape == (0, 0)
+    assert jacobian.row_norms().shape == (0,)
+    assert jacobian.dense().shape == (0, 32)
+    assert [x.shape for x in jacobian.vjp(torch.ones(0)).values()] == [
+        p.shape for p in model.parameters()
+    ]
+    jacobian.accumulate_grad(torch.ones(0))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_results_are_their_owners(model: nn.Module) -> None:
+    """Changing what a method returned changes no later result."""
+    jacobian, expected = make(model)
+    for _ in range(2):
+        dense, rows, gradients = jacobian.dense(), jacobian.rows(1), jacobian.vjp(torch.ones(4))
+        assert_close_to_reference(dense, expected)
+        assert_close_to_reference(flat(rows), expected[1])
+        assert_close_to_reference(flat(gradients), expected.sum(0))
+        for tensor in (dense, *rows.values(), *gradients.values()):
+            tensor.zero_()
+
+
+def test_weights_that_require_a_gradient(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    weights = torch.ones(4, requires_grad=True)
+    jacobian.accumulate_grad(weights)
+    assert not any(x.requires_grad for x in jacobian.vjp(weights).values())
+    assert not any(p.grad.requires_grad for p in model.parameters())
+
+
+def test_hooks_on_parameters_run(model: nn.Module) -> None:
+    jacobian, expected = make(model)
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    seen = []
+    model[2].bias.register_post_accumulate_grad_hook(seen.append)
+    jacobian.accumulate_grad(torch.ones(4))
+    total = expected.sum(0)
+    assert_close_to_reference(model[0].weight.grad.flatten(), 2 * total[:15])
+    assert_close_to_reference(model[2].bias.grad, total[-2:])
+    assert seen == [model[2].bias]
+
+
+def test_gradient_in_the_dtype_of_the_parameter() -> None:
+    model = mlp().bfloat16()
+    engine = Engine(model)
+    jacobian = engine.jacobian(per_sample(model(batch(4, 3).bfloat16())))
+    assert jacobian.dtype == jacobian.gramian().dtype == torch.float32
+    jacobian.accumulate_grad(torch.ones(4))
+    assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(x.dtype == torch.float32 for x in jacobian.vjp(torch.ones(4)).values())
+
+
+def test_functional_call_with_two_sets_of_parameters(model: nn.Module) -> None:
+    """Names that belong to two tensors are told apart."""
+    engine = Engine(model)
+    other = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
+    x = batch(4, 3)
+    losses = per_sample(model(x) * functional_call(model, other, x))
+    jacobian = engine.jacobian(losses)
+    both = [*model.parameters(), *other.values()]
+    expected = reference_jacobian(losses, both)
+    assert len(set(jacobian.names)) == len(jacobian.names) == 8
+    assert_close_to_reference(jacobian.gramian(), expected @ expected.T)
+    assert jacobian.shape == (4, 64)
+
+
+@pytest.mark.parametrize("changed", ["parameter", "activation"])
+def test_tensors_that_were_changed(changed: str) -> None:
+    """A factor may be a parameter itself, or an activation that the user can reach."""
+    model = Call(lambda x, w: torch.einsum("bi,ij,jk->bk", x, w, w), (3, 3))
+    (weight,) = model.parameters()
+    engine = Engine(model)
+    x = batch(4, 3)
+    jacobian = engine.jacobian(per_sample(model(x)), keep="factors")
+    jacobian.gramian()
+    with torch.no_grad():
+        (weight if changed == "parameter" else x).mul_(2)
+    with pytest.raises(ChangedTensorError, match="was changed in place since"):
+        jacobian.gramian()
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Only reference counts free memory."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("name", VARIOUS)
+def test_memory_is_freed_with_the_jacobian(name: str) -> None:
+    make_model, shape = VARIOUS[name]
+    model = make_model()
+    engine = Engine(model)
+
+    def step() -> None:
+        losses = per_sample(model(batch(*shape)))
+        jacobian = engine.jacobian(losses)
+        dead = weakref.ref(losses)
+        del losses
+        assert dead() is None, "the Jacobian keeps the graph"
+        jacobian.vjp(jacobian.row_norms())
+        jacobian.cross_gramian(jacobian)
+
+    step()  # caches of first times
+    before = live_tensors()
+    step()
+    assert live_tensors() == before
