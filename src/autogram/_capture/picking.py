@@ -21,11 +21,13 @@ _ALONG_ANY = (
     *("scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
     *("index_add", "index_copy", "index_reduce", "index_put"),
 )
+_PACKED = {"rnn_tanh", "rnn_relu", "lstm", "gru"}  # by the numbers of sequences at each step
 _BY_ORDER = {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
 PICKING = (
     {"index_select", "masked_select", "take", "repeat_interleave", "_pack_padded_sequence"}
     | {name + end for name in _ALONG_ANY for end in ("", "_")}
     | _BY_INDEX
+    | _PACKED
     | _ALONG_LAST
     | _BY_ORDER
 )

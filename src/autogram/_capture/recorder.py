@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from autogram._capture.marks import BATCHED, Marks, Status
 from autogram._capture.picking import picked_by_call
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_in_place_tap, is_tap_of
-from autogram._capture.tapper import Operands, Tapper
+from autogram._capture.tapper import Operands, Recipes, Tapper
 from autogram._capture.tracked import Tracked, settle, track_derived, track_unseen
 from autogram._errors import UnsupportedError
-from autogram.rules import Recipe, Rule, find_rule
+from autogram.rules import Rule, find_rule
 
 
 class Recorder(TorchFunctionMode):
@@ -188,7 +188,7 @@ class Recorder(TorchFunctionMode):
             self._marks.set(tensor, track_derived(tensor, origins, known, call.kind.is_cast))
 
 
-def _recipes(rule: Rule, call: Call, operands: Operands) -> Sequence[Recipe] | None:
+def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
     """The recipes of the tracked operands, or ``None`` if the rule misses one of them."""
     try:
         recipes = rule(*call.args, **call.kwargs)
@@ -198,11 +198,16 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Sequence[Recipe] | N
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
         return None
-    ids = [id(tensor) for tensor, _ in operands]
-    chosen = [recipe for recipe in recipes if id(recipe.operand) in ids]
-    covered = [id(recipe.operand) for recipe in chosen]
+    ids = sorted(id(tensor) for tensor, _ in operands)
+    covered: dict[int, list[int]] = {0: []}
+    chosen = []
+    for recipe in recipes:
+        known = [id(tensor) for tensor in recipe.operands if id(tensor) in ids]
+        if known:
+            chosen.append(recipe)
+            covered.setdefault(recipe.output, []).extend(known)
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
-    return chosen if sorted(covered) == sorted(ids) else None
+    return chosen if all(sorted(found) == ids for found in covered.values()) else None
 
 
 def _binds(rule: Rule, call: Call) -> bool:

@@ -14,11 +14,13 @@ from autogram._capture.graph import nodes_behind
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
-from autogram._capture.use import FallbackUse, Operand, RuleUse, Use
+from autogram._capture.use import FallbackUse, JointOperands, Operand, RuleUse, Use
 from autogram._capture.vjp import Inputs
-from autogram.rules import Recipe, product
+from autogram._errors import RuleError
+from autogram.rules import JointRecipe, Recipe, product
 
 Operands = list[tuple[Tensor, Tracked]]
+Recipes = Sequence[Recipe | JointRecipe]
 U = TypeVar("U", bound=Use)
 
 
@@ -28,18 +30,29 @@ class Tapper:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def run_with_rule(self, call: Call, operands: Operands, recipes: Sequence[Recipe]) -> Any:
-        """Carries out a call whose blocks a rule knows."""
+    def run_with_rule(self, call: Call, operands: Operands, recipes: Recipes) -> Any:
+        """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         in_place = call.kind.is_in_place
         saved = [
             # What an in-place call changes is saved as it was.
-            x.detach().clone() if in_place and x is call.args[0] else x.detach()
-            for recipe in recipes
-            for x in recipe.saved
+            [x.detach().clone() if in_place and x is call.args[0] else x.detach() for x in of.saved]
+            for of in recipes
         ]
         output = call.run()
-        use = self._rule_use(call.kind.name, call.changed(output), recipes, operands)
-        return tap(use, call.changed(output), saved, in_place=in_place)
+        tapped: dict[int, Tensor] = {}
+        for i, tensor in enumerate(tensors_in_call((call.changed(output),), {})):
+            if tensor.requires_grad:
+                chosen = [n for n, recipe in enumerate(recipes) if recipe.output == i]
+                if not chosen:
+                    raise RuleError(
+                        f"The rule of `{call.kind.name}` has no recipe for tensor {i} of its "
+                        "results, which requires a gradient. Return recipes with each `output`."
+                    )
+                own = [recipes[n] for n in chosen]
+                use = self._rule_use(call.kind.name, tensor, own, operands)
+                kept = [x for n in chosen for x in saved[n]]
+                tapped[id(tensor)] = tap(use, tensor, kept, in_place=in_place)
+        return output if in_place else exchange(output, tapped)
 
     def run_without_rule(self, call: Call, operands: Operands) -> Any:
         """Carries out a call that is left to the fallback.
@@ -85,15 +98,19 @@ class Tapper:
         use = self._rule_use("the output of the module", tensor, [recipe], [(tensor, tracked)])
         return tap(use, tensor, (), in_place=False)
 
-    def _rule_use(
-        self, name: str, output: Tensor, recipes: Sequence[Recipe], operands: Operands
-    ) -> RuleUse:
+    def _rule_use(self, name: str, output: Tensor, recipes: Recipes, operands: Operands) -> RuleUse:
         """The record of a call with a rule."""
         by_id = {id(tensor): tracked for tensor, tracked in operands}
-        found, start = [], 0
+        found: list[Operand | JointOperands] = []
+        start = 0
         for recipe in recipes:
             stop = start + len(recipe.saved)
-            found.append(Operand(by_id[id(recipe.operand)], recipe.form, slice(start, stop)))
+            tracked = tuple(by_id.get(id(tensor)) for tensor in recipe.operands)
+            own = slice(start, stop)
+            if isinstance(recipe, JointRecipe):
+                found.append(JointOperands(tracked, recipe.form, own))
+            elif tracked[0] is not None:
+                found.append(Operand(tracked[0], recipe.form, own))
             start = stop
         recording = self._recording
         use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -15,7 +15,7 @@ from autogram._blocks import Block, Layout, Lookup, Region
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.vjp import Inputs, many_vjps
-from autogram.rules import Form
+from autogram.rules import Form, JointForm
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
 
@@ -56,6 +56,43 @@ class Operand:
     saved: slice
     """Which of the tensors saved by the tap are for it."""
 
+    @property
+    def reads(self) -> tuple[Tracked, ...]:
+        """The tensor, as the only one."""
+        return (self.tracked,)
+
+    def contributions(
+        self, layout: Layout | None, cotangent: Tensor, saved: Sequence[Tensor]
+    ) -> Iterator[Contribution]:
+        """Its block, as factors."""
+        block = self.form.block(layout, cotangent, *saved)
+        yield self.tracked, self.form.region(_region(self.tracked)), block
+
+
+@dataclass(eq=False)
+class JointOperands:
+    """Tensors in a use with a rule that computes their blocks together."""
+
+    tracked: tuple[Tracked | None, ...]
+    """``None`` for those that are not tracked."""
+    form: JointForm
+    saved: slice
+    """Which of the tensors saved by the tap are for them."""
+
+    @property
+    def reads(self) -> tuple[Tracked, ...]:
+        """Those that are tracked."""
+        return tuple(tracked for tracked in self.tracked if tracked is not None)
+
+    def contributions(
+        self, layout: Layout | None, cotangent: Tensor, saved: Sequence[Tensor]
+    ) -> Iterator[Contribution]:
+        """Their blocks, as factors."""
+        blocks = self.form.blocks(layout, cotangent, *saved)
+        for tracked, block in zip(self.tracked, blocks, strict=True):
+            if tracked is not None:
+                yield tracked, _region(tracked), block
+
 
 @dataclass(eq=False)
 class RuleUse:
@@ -65,12 +102,12 @@ class RuleUse:
     index: int
     function: str
     shape: tuple[int, ...]
-    operands: tuple[Operand, ...]
+    operands: tuple[Operand | JointOperands, ...]
 
     @property
     def reads(self) -> tuple[Tracked, ...]:
         """The tracked tensors that it reads, once for each block."""
-        return tuple(operand.tracked for operand in self.operands)
+        return tuple(tracked for operand in self.operands for tracked in operand.reads)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -87,9 +124,7 @@ class RuleUse:
         del limit
         for operand in self.operands:
             factors = [_as(cotangent.dtype, x) for x in saved[operand.saved]]
-            block = operand.form.block(layout, cotangent, *factors)
-            region = operand.tracked.region or Region.contiguous(operand.tracked.shape)
-            yield operand.tracked, operand.form.region(region), block
+            yield from operand.contributions(layout, cotangent, factors)
 
 
 @dataclass(eq=False)
@@ -132,8 +167,7 @@ class FallbackUse:
         for tracked, pieces in zip(self.reads, zip(*parts, strict=True), strict=True):
             if pieces[0] is not None:
                 whole = torch.cat([x for x in pieces if x is not None], 1)
-                region = tracked.region or Region.contiguous(tracked.shape)
-                yield tracked, region, rows_block(whole)
+                yield tracked, _region(tracked), rows_block(whole)
 
 
 def describe(use: Use) -> str:
@@ -201,6 +235,11 @@ def rows_block(rows: Tensor) -> Block:
     """Explicit rows ``(k, b, *tensor)`` as a block."""
     labels = "kb" + "acdefghijlmnopqrstuvwxyz"[: rows.dim() - 2]
     return Block(f"{labels}->{labels}", (rows,))
+
+
+def _region(tracked: Tracked) -> Region:
+    """The region that the blocks of a tracked tensor are for."""
+    return tracked.region or Region.contiguous(tracked.shape)
 
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -8,12 +8,23 @@ from autogram.rules import (  # noqa: F401 - importing a file registers its rule
     joining,
     linear,
     normalization,
+    recurrent,
 )
-from autogram.rules._recipe import Form, Recipe, lookup, multilinear, product
+from autogram.rules._recipe import (
+    Form,
+    JointForm,
+    JointRecipe,
+    Recipe,
+    lookup,
+    multilinear,
+    product,
+)
 from autogram.rules._registry import Rule, find_rule, register_rule, registered_functions
 
 __all__ = [
     "Form",
+    "JointForm",
+    "JointRecipe",
     "Recipe",
     "Rule",
     "find_rule",

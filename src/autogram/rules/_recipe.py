@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -42,11 +42,49 @@ class Recipe(NamedTuple):
         operand: The tensor, as it was passed to the call.
         form: How its block is made from the cotangent and the saved tensors.
         saved: The tensors to keep until the backward pass. Keep nothing that is not needed.
+        output: Which tensor of the call's results the block is by way of.
     """
 
     operand: Tensor
     form: Form
     saved: tuple[Tensor, ...] = ()
+    output: int = 0
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The tensor, as the only one."""
+        return (self.operand,)
+
+
+class JointForm(Protocol):
+    """The blocks of several operands in the making, where they are computed together."""
+
+    @property
+    def dims(self) -> str:
+        """An index for each dimension of the output that may hold the samples, else ``-``."""
+        ...
+
+    def blocks(
+        self, layout: Layout | None, cotangent: Tensor, *saved: Tensor
+    ) -> Iterable[Block | Lookup]:
+        """The block of each operand, from the cotangent ``(k, *output)`` and what was saved."""
+        ...
+
+
+class JointRecipe(NamedTuple):
+    """The blocks of several tensors that a call reads, where they are computed together.
+
+    Attributes:
+        operands: The tensors, as they were passed to the call. Some may not be tracked.
+        form: How their blocks are made from the cotangent and the saved tensors.
+        saved: The tensors to keep until the backward pass.
+        output: Which tensor of the call's results the blocks are by way of.
+    """
+
+    operands: tuple[Tensor, ...]
+    form: JointForm
+    saved: tuple[Tensor, ...] = ()
+    output: int = 0
 
 
 def product(

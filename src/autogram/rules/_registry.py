@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 
 from autogram._errors import RuleError
-from autogram.rules._recipe import Recipe
+from autogram.rules._recipe import JointRecipe, Recipe
 
-Rule = Callable[..., Sequence[Recipe] | None]
+Rule = Callable[..., Sequence[Recipe] | Sequence[JointRecipe] | None]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
