@@ -5,22 +5,29 @@ training mode, with dropout. The weights are moved away from their initial value
 zeros (norms, biases, relative-position tables) would hide mistakes.
 """
 
-from .images import IMAGES, MHA, SWIN, VIT
-from .language import BERT, GPT2, LANGUAGE, LLAMA, T5
+from .decoders import DECODERS, GEMMA, GPT2, LLAMA, MAMBA
+from .encoders import BERT, ENCODERS, T5
+from .images import CONVNEXT, IMAGES, MHA, RESNET, SWIN, VIT
 from .specimen import Attention, Batch, Specimen
+from .speech import SPEECH, WAV2VEC2
 
 __all__ = [
     "BERT",
+    "CONVNEXT",
+    "GEMMA",
     "GPT2",
     "LLAMA",
+    "MAMBA",
     "MHA",
+    "RESNET",
     "SPECIMENS",
     "SWIN",
     "T5",
     "VIT",
+    "WAV2VEC2",
     "Attention",
     "Batch",
     "Specimen",
 ]
 
-SPECIMENS: dict[str, Specimen] = LANGUAGE | IMAGES
+SPECIMENS: dict[str, Specimen] = DECODERS | ENCODERS | IMAGES | SPEECH
