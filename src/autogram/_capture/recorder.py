@@ -95,6 +95,8 @@ class Recorder(TorchFunctionMode):
                 reads_batched = True
         if not tracked or not torch.is_grad_enabled():
             output = call.run()
+            if not reads_batched:
+                self._mark_constant(call, output)
         elif reads_batched:
             output = self._use(call, [(x, settle(x, status)) for x, status in tracked])
         else:
@@ -177,6 +179,18 @@ class Recorder(TorchFunctionMode):
             picked_by_call(call.kind.name, call.args, call.kwargs) if call.kind.may_pick else ()
         )
         self._recording.note(call, (call.function, flags), (numbers, picked))
+
+    def _mark_constant(self, call: Call, output: Any) -> None:
+        """Marks the output of a call that reads constants, where its graph looks otherwise.
+
+        Some constants require a gradient that is none of ours, such as a frozen weight that is
+        wrapped as a parameter meanwhile.
+        """
+        for tensor in tensors_in_call((call.changed(output),), {}):
+            if tensor.requires_grad and not tensor.is_leaf:
+                sources, reaches_tap = self._untapped_parameters(tensor)
+                if not sources and not reaches_tap:
+                    self._marks.set(tensor, None)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""

@@ -5,6 +5,7 @@ training mode, with dropout. The weights are moved away from their initial value
 zeros (norms, biases, relative-position tables) would hide mistakes.
 """
 
+from .adapters import ADAPTERS
 from .decoders import DECODERS, GEMMA, GPT2, LLAMA, MAMBA
 from .encoders import BERT, ENCODERS, T5
 from .images import CONVNEXT, IMAGES, MHA, RESNET, SWIN, VIT
@@ -12,6 +13,7 @@ from .specimen import Attention, Batch, Specimen
 from .speech import SPEECH, WAV2VEC2
 
 __all__ = [
+    "ADAPTERS",
     "BERT",
     "CONVNEXT",
     "GEMMA",
@@ -30,4 +32,4 @@ __all__ = [
     "Specimen",
 ]
 
-SPECIMENS: dict[str, Specimen] = DECODERS | ENCODERS | IMAGES | SPEECH
+SPECIMENS: dict[str, Specimen] = DECODERS | ENCODERS | IMAGES | SPEECH | ADAPTERS
