@@ -42,7 +42,7 @@ def _cells(finding: Finding) -> list[str]:
         _counts(finding.fallbacks),
         str(finding.derived or ""),
         "apart" if finding.is_per_sample else "coupled",
-        f"{finding.error:.0e}",
+        f"{finding.error:.0e}" + (" (float32)" if finding.dtype == torch.float32 else ""),
     ]
 
 

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from .specimen import DROPOUT, Specimen, from_config, in_float64
 from .text import (
     TOKENS,
@@ -24,6 +26,7 @@ LLAMA_LIKE: dict[str, Any] = {
     "max_position_embeddings": TOKENS,
     "attention_dropout": DROPOUT,
 }
+MIXTRAL_LIKE = LLAMA_LIKE | {"num_local_experts": 3, "num_experts_per_tok": 2}
 
 GPT2 = Specimen(
     from_config(
@@ -64,6 +67,11 @@ MAMBA = replace(
     is_random=False,
 )
 
+MIXTRAL = replace(  # calls an expert with the tokens that are sent to it, of whatever sample
+    GPT2,
+    build=from_config("MixtralForCausalLM", **MIXTRAL_LIKE, experts_implementation="eager"),
+)
+
 DECODERS: dict[str, Specimen] = {
     "gpt2": GPT2,
     "gpt2-left-padded": replace(GPT2, make_batch=make_left_padded_text),
@@ -89,4 +97,20 @@ DECODERS: dict[str, Specimen] = {
     "qwen2": replace(GPT2, build=from_config("Qwen2ForCausalLM", **LLAMA_LIKE)),
     "gemma": GEMMA,
     "mamba": MAMBA,
+    "mixtral": MIXTRAL,
+    "mixtral-stacked": replace(
+        MIXTRAL,
+        build=from_config(
+            "MixtralForCausalLM", **MIXTRAL_LIKE, experts_implementation="batched_mm"
+        ),
+        attentions=("sdpa",),
+    ),
+    "mixtral-sorted": replace(
+        MIXTRAL,
+        build=from_config(
+            "MixtralForCausalLM", **MIXTRAL_LIKE, experts_implementation="grouped_mm"
+        ),
+        attentions=("sdpa",),
+        dtype=torch.float32,  # the only one that `grouped_mm` has on a CPU, beside half precision
+    ),
 }

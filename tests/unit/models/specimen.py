@@ -62,6 +62,7 @@ class Specimen:
         invisible: Ends of names of parameters without influence on the losses: a key bias shifts
             all scores of a query by the same amount.
         is_random: Whether two forward passes over one batch differ, by dropout or random masks.
+        dtype: Of the parameters: float64, unless the model calls a function that has none.
     """
 
     build: Build
@@ -71,13 +72,14 @@ class Specimen:
     attentions: tuple[Attention, ...] = ("eager", "sdpa")
     invisible: tuple[str, ...] = ()
     is_random: bool = True
+    dtype: torch.dtype = torch.float64
 
     def make_model(self, attention: Attention) -> nn.Module:
-        """Make the model in float64 and training mode, with random norms, biases and tables.
+        """Make the model in training mode, with random norms, biases and tables.
 
         Batch normalisation is in evaluation mode, or it would couple the samples.
         """
-        model = self.build(attention).double().train()
+        model = self.build(attention).to(self.dtype).train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)

@@ -28,6 +28,7 @@ class Finding:
         fallbacks: The same of calls that have none, or that the recorder could not see.
         derived: Tensors that are read in the place of parameters, and pulled back to them.
         is_per_sample: Whether the losses are treated as losses of samples.
+        dtype: Of the Gramian, and of the one that it is compared with.
         error: Largest error of an entry, over the largest entry.
     """
 
@@ -36,6 +37,7 @@ class Finding:
     fallbacks: Counter[str]
     derived: int
     is_per_sample: bool
+    dtype: torch.dtype
     error: float
 
 
@@ -72,5 +74,6 @@ def survey(specimen: Specimen) -> Finding:
         fallbacks=Counter(use.function for use in uses if isinstance(use, FallbackUse)),
         derived=len({read for use in uses for read in use.reads if read.region is None}),
         is_per_sample=not caught,
+        dtype=expected.dtype,
         error=float((gramian - expected).abs().max() / expected.abs().max()),
     )
