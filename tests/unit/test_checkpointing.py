@@ -43,13 +43,24 @@ class Dropped(nn.Module):
         return F.dropout(self.linear(x).tanh() * self.scale, 0.3)
 
 
+class Scaled(nn.Module):
+    """A block that is given a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        return (self.linear(x) * factor).tanh()
+
+
 class Checkpointed(nn.Module):
     """Two blocks and a free parameter, and a forward pass that a test writes down."""
 
     def __init__(self, run: Callable[["Checkpointed", Tensor], Tensor]) -> None:
         super().__init__()
         self.run = run
-        self.first, self.second = Dropped(), Dropped()
+        self.first, self.second, self.scaled = Dropped(), Dropped(), Scaled()
         self.weight = nn.Parameter(batch(4, 4))
         self.table = nn.Embedding(5, 4)
 
@@ -127,7 +138,16 @@ def _method_of_a_block(m: Checkpointed, x: Tensor) -> Tensor:
     return saving(lambda y: F.linear(y, m.first.linear.weight, m.first.linear.bias), x)
 
 
+def _derived_argument(m: Checkpointed, x: Tensor) -> Tensor:
+    """The checkpointed module is given what was computed from parameters before, of any shape."""
+    normed = F.normalize(m.weight, dim=0)
+    for factor in (normed[0], normed[:1], normed[: len(x)]):
+        x = saving(m.scaled, x, factor)
+    return x
+
+
 RUNS = [
+    _derived_argument,
     _nested,
     _nested_functions,
     _function_between_modules,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,9 +53,19 @@ class Recorder(TorchFunctionMode):
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
             if size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._untapped_parameters(tensor)
+                if sources and self._recording.channel.is_derived(tensor):
+                    continue  # adopted when it is read, as it was the first time
                 if sources:  # used before this module was entered
                     self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
                 self._marks.set(tensor, BATCHED)
+
+    def enter(self, inputs: Any) -> None:
+        """Enters another module. A checkpoint that runs it again will give it these inputs."""
+        if self.checkpoints.is_bare:
+            for tensor in tensors_in(inputs):
+                if isinstance(self._marks.get(tensor)[1], Tracked) and not tensor.is_leaf:
+                    self._recording.derived[id(tensor)] = weakref.ref(tensor)
+        self.checkpoints.enter()
 
     def end(self, output: Any) -> Any:
         """The output of the outermost module, with taps where it is computed from parameters."""
