@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit speed docs format clean
+.PHONY: help demo test lint types unit speed docs models format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ speed: $(VENV)/.test  ## Measure a training step, beside torchjd's engine
 docs: $(VENV)/.docs  ## Build the documentation into build/docs
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo "The documentation is in build/docs/index.html."
+
+models: $(VENV)/.test  ## Write the table of docs/models.md anew
+	$(BIN)/python -m docs.generate_models
 
 format: $(VENV)/.test  ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -727,3 +727,31 @@ def test_frozen_source_of_a_derived_tensor() -> None:
         return model
 
     assert_gramian_is_exact(make_model, torch.randn(3, 4))
+
+
+class WrappedConstant(nn.Module):
+    """A constant made a parameter of its own in the forward pass, as peft does with a frozen one.
+
+    Autograd sees a graph behind what is computed from it, and yet nothing of the engine's.
+    """
+
+    def __init__(self, is_detached: bool) -> None:
+        super().__init__()
+        self.is_detached = is_detached
+        self.magnitude = nn.Parameter(torch.rand(5) + 1)
+        self.weight = nn.Parameter(torch.randn(5, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrapped = nn.Parameter(self.weight.T)
+        norms = (wrapped + 0.1).square().sum(0)
+        norms = norms.detach() if self.is_detached else norms
+        return F.linear(x, self.weight) * (self.magnitude / norms)
+
+
+@pytest.mark.parametrize("is_detached", [True, False])
+def test_constant_that_requires_a_gradient(is_detached: bool) -> None:
+    """It is no batched tensor: the samples are found, also where there are as many as features."""
+    objectives = Objectives("(B,)", PER_SAMPLE.of, batch_dim=0)
+    make_model = lambda: WrappedConstant(is_detached)  # noqa: E731
+    assert_gramian_is_exact(make_model, torch.randn(3, 4), objectives=objectives)
+    assert_gramian_is_exact(make_model, torch.randn(5, 4), objectives=objectives)

@@ -8,15 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from autogram._errors import FreedGraphError
+from autogram._errors import FreedGraphError, UnsupportedError
 
 
 @contextmanager
 def explaining_freed_graphs() -> Iterator[None]:
-    """Says what to do where autograd finds that a graph is freed."""
+    """Says what to do where autograd finds that a graph, or a part of it, is freed."""
     try:
         yield
     except RuntimeError as error:
+        if "only allowed to backward once" in str(error):
+            raise UnsupportedError(
+                "A part of the model is checkpointed selectively (`context_fn` of `checkpoint`), "
+                "and PyTorch runs a backward pass through such a part once. The Gramian needs one, "
+                "another where the samples are looked for, and the weighted gradients one more. "
+                "Leave out `context_fn`."
+            ) from error
         if "after they have already been freed" not in str(error):
             raise
         raise FreedGraphError(

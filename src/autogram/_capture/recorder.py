@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -52,9 +53,19 @@ class Recorder(TorchFunctionMode):
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
             if size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._untapped_parameters(tensor)
+                if sources and self._recording.channel.is_derived(tensor):
+                    continue  # adopted when it is read, as it was the first time
                 if sources:  # used before this module was entered
                     self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
                 self._marks.set(tensor, BATCHED)
+
+    def enter(self, inputs: Any) -> None:
+        """Enters another module. A checkpoint that runs it again will give it these inputs."""
+        if self.checkpoints.is_bare:
+            for tensor in tensors_in(inputs):
+                if isinstance(self._marks.get(tensor)[1], Tracked) and not tensor.is_leaf:
+                    self._recording.derived[id(tensor)] = weakref.ref(tensor)
+        self.checkpoints.enter()
 
     def end(self, output: Any) -> Any:
         """The output of the outermost module, with taps where it is computed from parameters."""
@@ -95,6 +106,8 @@ class Recorder(TorchFunctionMode):
                 reads_batched = True
         if not tracked or not torch.is_grad_enabled():
             output = call.run()
+            if not reads_batched:
+                self._mark_constant(call, output)
         elif reads_batched:
             output = self._use(call, [(x, settle(x, status)) for x, status in tracked])
         else:
@@ -177,6 +190,18 @@ class Recorder(TorchFunctionMode):
             picked_by_call(call.kind.name, call.args, call.kwargs) if call.kind.may_pick else ()
         )
         self._recording.note(call, (call.function, flags), (numbers, picked))
+
+    def _mark_constant(self, call: Call, output: Any) -> None:
+        """Marks the output of a call that reads constants, where its graph looks otherwise.
+
+        Some constants require a gradient that is none of ours, such as a frozen weight that is
+        wrapped as a parameter meanwhile.
+        """
+        for tensor in tensors_in_call((call.changed(output),), {}):
+            if tensor.requires_grad and not tensor.is_leaf:
+                sources, reaches_tap = self._untapped_parameters(tensor)
+                if not sources and not reaches_tap:
+                    self._marks.set(tensor, None)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""

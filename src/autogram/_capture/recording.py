@@ -40,6 +40,11 @@ class Channel:
         self.is_blocked = False
         self.recordings: WeakSet[Recording] = WeakSet()
 
+    def is_derived(self, tensor: Tensor) -> bool:
+        """Whether a recording has seen that a tensor is computed from parameters alone."""
+        found = (recording.derived.get(id(tensor)) for recording in self.recordings)
+        return any(reference is not None and reference() is tensor for reference in found)
+
     @contextmanager
     def visiting(self, receive: Receiver, hidden: int | None = None) -> Iterator[None]:
         """Shows cotangents to ``receive``."""
@@ -84,6 +89,8 @@ class Recording:
 
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
+    derived: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Tensors computed from parameters alone that modules in checkpoints were given, by ``id``."""
 
     def note(self, call: Call, structure: object, details: object) -> None:
         """Takes a call on batched tensors into the hashes."""

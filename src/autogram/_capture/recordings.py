@@ -38,7 +38,7 @@ class Recordings(threading.local):
             self._close()
         if self._recorder is not None:
             self._depth += 1
-            self._recorder.checkpoints.enter()
+            self._recorder.enter((args, kwargs))
         elif torch.is_grad_enabled():
             recorder = Recorder(self._channel, self._parameters())
             recorder.begin((args, kwargs))

@@ -29,10 +29,9 @@ def test_every_parameter_shows_in_the_gramian(name: str) -> None:
     model = specimen.make_model(specimen.attentions[0])
     losses = specimen.compute_losses(model, specimen.make_batch(specimen.sizes[-1]))
     jacobian = reference_jacobian(losses, trainable(model))
-    sizes = [parameter.numel() for parameter in trainable(model)]
-    for (parameter_name, _), share in zip(
-        model.named_parameters(), jacobian.split(sizes, dim=1), strict=True
-    ):
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    sizes = [parameter.numel() for parameter in named.values()]
+    for parameter_name, share in zip(named, jacobian.split(sizes, dim=1), strict=True):
         error = (share @ share.T).abs().max() / (jacobian @ jacobian.T).abs().max()
         is_visible = bool(error > 100 * TOLERANCES[torch.float64])
         assert is_visible != parameter_name.endswith(specimen.invisible or ("none",)), (
@@ -42,11 +41,11 @@ def test_every_parameter_shows_in_the_gramian(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_dropout_is_active(name: str) -> None:
-    """Two passes over one batch give different losses."""
+    """Two passes over one batch give different losses, unless the zoo says that they do not."""
     specimen = SPECIMENS[name]
     model, batch = specimen.make_model(specimen.attentions[0]), specimen.make_batch(3)
     first, second = (specimen.compute_losses(model, batch) for _ in range(2))
-    assert not torch.isclose(first, second).any()
+    assert specimen.is_random != torch.isclose(first, second).all()
 
 
 @pytest.mark.parametrize(
@@ -59,10 +58,10 @@ def test_implementations_of_attention_differ(name: str) -> None:
         assert specimen.make_model(attention).config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma", "mamba", "roberta", "t5", "bart"])
 def test_output_layer_is_tied_to_the_embedding(name: str) -> None:
     """Weight tying survives the conversion to float64."""
-    model = SPECIMENS[name].make_model("sdpa")
+    model = SPECIMENS[name].make_model("eager")
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 

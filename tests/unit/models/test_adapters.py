@@ -1,0 +1,87 @@
+"""Adapters cost what their own parameters cost: the frozen model has no uses and no blocks."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from autogram import Engine
+from autogram._capture.assembly import Assembly
+from tests.unit.checks import trainable
+from tests.unit.engines import assert_exact
+
+from .survey import seen_uses
+from .zoo import ADAPTERS
+
+# Three modules in each layer of GPT-2, two in each of BERT's, and the classifier behind it. DoRA
+# multiplies the outputs of both branches by its magnitudes.
+USES = {
+    "gpt2-lora": {"linear": 12},
+    "gpt2-dora": {"linear": 12, "mul": 12},
+    "gpt2-prompt": {"cat": 1},
+    "bert-lora": {"linear": 8 + 1},
+    "bert-dora": {"linear": 8 + 1, "mul": 8},
+    "bert-prompt": {"cat": 1, "linear": 1},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_only_adapters_are_used(name: str) -> None:
+    """As many taps as the adapters need, and columns for their parameters alone."""
+    specimen = ADAPTERS[name]
+    model = specimen.make_model("sdpa")
+    engine = Engine(model)
+    with seen_uses() as uses:
+        losses = specimen.compute_losses(model, specimen.make_batch(3))
+    functions = [use.function for use in uses]
+    assert {function: functions.count(function) for function in functions} == USES[name]
+
+    with_columns = set()
+    columns_of = Assembly._columns_of
+
+    def see(self, parameter):
+        with_columns.add(parameter)
+        return columns_of(self, parameter)
+
+    with mock.patch.object(Assembly, "_columns_of", see):
+        engine.compute_gramian(losses)
+    assert with_columns == set(trainable(model))
+    assert len(with_columns) < len(list(model.parameters())) / 2
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if "prompt" not in name])
+def test_fresh_adapters(name: str) -> None:
+    """At first one factor of each product is zero, and so are all cotangents of the other."""
+    specimen = ADAPTERS[name]
+    model = specimen.make_model("sdpa")
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.zero_()
+    engine = Engine(model)
+    optimizer = torch.optim.SGD(trainable(model), 0.1)
+    for _ in range(3):
+        losses = specimen.compute_losses(model, specimen.make_batch(3))
+        assert_exact(engine, losses, model)
+        losses.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["gpt2-lora", "bert-dora"])
+def test_disabled_adapters(name: str) -> None:
+    """Without its adapters a model has none of their parameters, and then has them again."""
+    specimen = ADAPTERS[name]
+    model = specimen.make_model("sdpa")
+    engine = Engine(model)
+    batch = specimen.make_batch(3)
+    with model.disable_adapter(), seen_uses() as uses:
+        specimen.compute_losses(model, batch)
+    assert not _of_adapters(model, uses)
+    assert_exact(engine, specimen.compute_losses(model, batch), model)
+
+
+def _of_adapters(model: nn.Module, uses: list) -> list:
+    adapters = {id(p) for name, p in model.named_parameters() if "lora" in name}
+    return [use for use in uses for read in use.reads if {id(p) for p in read.sources} & adapters]
