@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -26,7 +27,7 @@ class HookManager:
 
     All are switched together, for a thread or for a block of code, and removed together: by
     :meth:`remove`, or at the end of a ``with`` block. A copy or a pickle of a hooked module has
-    hooks that do nothing.
+    hooks that do nothing, and so has a module inside of what `torch.compile` has compiled.
 
     Example:
         >>> from torch import nn
@@ -138,7 +139,7 @@ class _RunBefore:
         self._function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._manager.is_active:
+        if not torch.compiler.is_dynamo_compiling() and self._manager.is_active:
             self._function(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -154,9 +155,9 @@ class _RunAfter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
-        return self._function(module, output) if self._manager.is_active else None
+        if torch.compiler.is_dynamo_compiling() or not self._manager.is_active:
+            return None
+        return self._function(module, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _NOTHING
-
-

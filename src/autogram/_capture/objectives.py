@@ -63,7 +63,7 @@ class Objectives:
     def arrange_gramian(self, gramian: Tensor) -> Tensor:
         """``(k, b, k, b)`` as ``(m, m)``, in the row-major order of the losses."""
         m = self.losses.numel()
-        order = self._arrange(torch.arange(m).view(1, self.per_sample, self.samples))
+        order = self._arrange(torch.arange(m, device="cpu").view(1, self.per_sample, self.samples))
         places = order.flatten().to(gramian.device)
         flat = gramian.reshape(m, m)
         return flat[places][:, places]

@@ -41,7 +41,7 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
-    samples = torch.arange(objectives.samples)
+    samples = torch.arange(objectives.samples, device="cpu")
     with_digit: ByPlace = {}
     without: ByPlace = {}
     every = 0
@@ -56,7 +56,7 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
     for use in {**with_digit, **without}:
         owners[use] = {}
         for dim in use.dims:
-            none = torch.zeros(use.shape[dim], dtype=torch.long)
+            none = torch.zeros(use.shape[dim], dtype=torch.long, device="cpu")
             ones = with_digit.get(use, {}).get(dim, none)
             zeros = without.get(use, {}).get(dim, none)
             is_seen = (ones | zeros) != 0
@@ -74,8 +74,8 @@ def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
-    samples = torch.arange(objectives.samples)
-    plain = _look(channel, objectives, torch.ones(objectives.samples), _checksums)
+    samples = torch.arange(objectives.samples, device="cpu")
+    plain = _look(channel, objectives, torch.ones(objectives.samples, device="cpu"), _checksums)
     owners: Owners = {
         use: {d: (x != 0).long() - 1 for d, x in of.items()} for use, of in plain.items()
     }
