@@ -6,6 +6,8 @@ DEMO_ARGS ?=
 SPEED_ARGS ?=
 # Processes that share the unit tests; each computes on one thread.
 JOBS ?= 2
+# How many random networks `make fuzz` tries.
+EXAMPLES ?= 10000
 # More arguments of pytest, for instance `make unit PYTEST_ARGS="-k linear"`.
 PYTEST_ARGS ?=
 
@@ -16,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit speed docs models format clean
+.PHONY: help demo test lint types unit fuzz speed docs models format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -35,6 +37,9 @@ types: $(VENV)/.test  ## Check types
 
 unit: $(VENV)/.test  ## Run the unit tests with coverage
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --cov --cov-report term $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks with plain autograd, others each time
+	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/test_properties.py
 
 speed: $(VENV)/.test  ## Measure a training step, beside torchjd's engine
 	$(BIN)/python -m tests.speed $(SPEED_ARGS)

@@ -13,6 +13,7 @@ from autogram._errors import (
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
+    RemovedEngineError,
     RuleError,
     UnsupportedError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "MixedSamplesError",
     "NonFiniteError",
     "NotConnectedError",
+    "RemovedEngineError",
     "RuleError",
     "UnsupportedError",
 ]

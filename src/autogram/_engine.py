@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from autogram._blocks import Keep
 from autogram._capture import BatchDim, Channel, Driver, Objectives, Recordings
-from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidModulesError
+from autogram._errors import (
+    InvalidBatchDimError,
+    InvalidLossesError,
+    InvalidModulesError,
+    RemovedEngineError,
+)
 from autogram._jacobian import Jacobian
 from autogram.hooks import HookManager
 
@@ -25,9 +34,12 @@ class Engine:
     the Gramian J Jᵀ. With gradients disabled the hooks do nothing, and ordinary backward passes
     are not changed in any bit.
 
+    The hooks are taken off when the engine is dropped, by :meth:`remove`, or at the end of a
+    block that begins with ``with Engine(model) as engine:``.
+
     Args:
         modules: The modules whose trainable parameters J is taken with respect to. None may be
-            inside another. The hooks are taken off when the engine is dropped.
+            inside another.
         batch_dim: The dimension of the losses that counts the samples. ``None`` treats the whole
             batch as one sample: right for any losses, slower for many of them. ``"auto"`` takes
             dimension 0, and where the objectives turn out not to be per-sample, treats them as
@@ -81,7 +93,7 @@ class Engine:
                 # some of them again in the backward pass, where the same taps must appear.
                 if module is root or _can_be_hooked(module):
                     self._hooks.hook(module, recordings.begin, recordings.end)
-        weakref.finalize(self, self._hooks.remove)
+        self._remove = weakref.finalize(self, _take_off, self._hooks, recordings)
 
     def compute_gramian(self, losses: Tensor) -> Tensor:
         """The Gramian of the Jacobian of the losses.
@@ -109,6 +121,7 @@ class Engine:
             NonFiniteError: The samples were sought, and a cotangent is not finite.
             FreedGraphError: An earlier backward pass has freed the graph.
             UnsupportedError: A recorded call has no gradient that belongs to an objective.
+            RemovedEngineError: The engine was removed.
 
         References:
             Quinton and Rey 2024, arXiv:2406.16232, section 6 and algorithm 3.
@@ -148,6 +161,11 @@ class Engine:
 
     def _check(self, losses: Tensor) -> None:
         """Refuses losses that have no Jacobian here."""
+        if not self._remove.alive:
+            raise RemovedEngineError(
+                "The engine has no modules: it was removed by `remove` or at the end of its `with` "
+                "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
+            )
         _check_losses(losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
@@ -157,6 +175,55 @@ class Engine:
                 f"{tuple(losses.shape)}. Keep one loss per sample (`reduction='none'`), or pass "
                 "`batch_dim=None` to `Engine`."
             )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets the modules run inside of a block as if the engine was not there.
+
+        Forward passes of this thread record nothing, and so cost nothing more than without an
+        engine. Those from before the block are kept, and their losses may be used inside.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> model = nn.Linear(3, 1)
+            >>> engine = Engine(model)
+            >>> with engine.paused():
+            ...     model(torch.randn(5, 3)).sum().backward()
+        """
+        with self._hooks.inactive():
+            yield
+
+    def remove(self) -> None:
+        """Takes the engine off its modules for good, which leaves nothing on them."""
+        self._remove()
+
+    def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
+        return _removed, ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def _removed() -> Engine:
+    """What an engine becomes in a copy, whose modules have no hooks."""
+    engine = Engine(nn.Identity())
+    engine.remove()
+    return engine
+
+
+def _take_off(hooks: HookManager, recordings: Recordings) -> None:
+    """Removes the hooks, and closes the recording that they would have closed."""
+    hooks.remove()
+    recordings.abandon()
 
 
 def _can_be_hooked(module: nn.Module) -> bool:
@@ -202,6 +269,12 @@ def _check_losses(losses: Tensor) -> None:
         raise InvalidLossesError(
             f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
             "numbers; of complex ones, take `.abs()` or `.real`."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidLossesError(
+            "`compute_gramian` is called inside of a `torch.func` transform (`vmap`, `grad`, "
+            "`jvp`, ...), which has a graph of its own. Call it outside, on losses that were "
+            "computed outside; parts of the model may use transforms."
         )
     if not torch.is_grad_enabled():
         raise InvalidLossesError(

@@ -53,5 +53,9 @@ class RuleError(AutogramError, ValueError):
     """A rule is registered twice, or its recipe does not fit the call."""
 
 
+class RemovedEngineError(AutogramError, RuntimeError):
+    """The engine was removed from its modules."""
+
+
 class CoupledObjectivesWarning(UserWarning):
     """The objectives are not per-sample, so the whole batch is treated as one sample."""

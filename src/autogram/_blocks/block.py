@@ -112,7 +112,9 @@ def assemble(
     if diagonal:
         pairs = zip((cotangent, *factors), found, strict=True)
         size = next(x.shape[dim] for x, dim in pairs if dim is not None)
-        operands.append(layout.split(torch.eye(size, out=cotangent.new_empty(size, size)), 0))
+        operands.append(
+            layout.split(torch.eye(size, dtype=cotangent.dtype, device=cotangent.device), 0)
+        )
     return Block(terms, tuple(operands))
 
 

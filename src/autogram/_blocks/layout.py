@@ -116,8 +116,8 @@ class Routed:
         owners = self.samples[order]
         order, owners = order[owners >= 0], owners[owners >= 0]
         counts = torch.bincount(owners, minlength=self.batch)
-        ranks = torch.arange(len(order)) - (counts.cumsum(0) - counts)[owners]
-        places = torch.full((self.batch, int(counts.max())), -1)
+        ranks = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[owners]
+        places = torch.full((self.batch, int(counts.max())), -1, device="cpu")
         places[owners, ranks] = order
         return places
 

@@ -61,9 +61,10 @@ class Region:
 
     def indices(self) -> Tensor:
         """Places in the storage of the elements, in canonical order, flattened."""
-        index = torch.tensor(self.offset)
+        index = torch.tensor(self.offset, device="cpu")
         for d in self.order:
-            index = index.unsqueeze(-1) + torch.arange(self.shape[d]) * self.strides[d]
+            places = torch.arange(self.shape[d], device="cpu") * self.strides[d]
+            index = index.unsqueeze(-1) + places
         return index.flatten()
 
     def split_first(self, groups: int) -> Region:

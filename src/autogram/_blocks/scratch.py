@@ -45,5 +45,5 @@ def scratch(purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor | No
         return None
     memory = _SCRATCH.memory.get(purpose)
     if memory is None:
-        memory = _SCRATCH.memory[purpose] = torch.empty(CPU_BYTES, dtype=torch.uint8)
+        memory = _SCRATCH.memory[purpose] = torch.empty(CPU_BYTES, dtype=torch.uint8, device="cpu")
     return memory[: elements * dtype.itemsize].view(dtype).view(shape)

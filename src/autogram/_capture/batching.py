@@ -35,6 +35,8 @@ def batched(function: Callable[[Tensor], T], cotangents: Tensor) -> T:
     Raises:
         RuntimeError: An operation on the way cannot be batched.
     """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise RuntimeError("The search for anomalies reads values, which a batched pass hides.")
     with warnings.catch_warnings():
         # Addressed to those who write operations, not to those who run them.
         warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)

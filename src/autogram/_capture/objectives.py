@@ -69,8 +69,8 @@ class Objectives:
     @property
     def places(self) -> Tensor:
         """Where each loss, in row-major order, is among ``(k, b)``, flattened: ``(m,)``."""
-        m = self.losses.numel()
-        return self._arrange(torch.arange(m).view(1, self.per_sample, self.samples)).flatten()
+        order = torch.arange(self.losses.numel(), device="cpu")
+        return self._arrange(order.view(1, self.per_sample, self.samples)).flatten()
 
     def _arrange(self, tensor: Tensor) -> Tensor:
         """``(n, k, b)`` as ``(n, *losses)``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from autogram._blocks import Layout, Routed, candidates
@@ -72,5 +71,5 @@ def _layouts(use: Use, owners: dict[int, Tensor], samples: int) -> tuple[Layout,
 
 def _fits(layout: Layout, owners: Tensor) -> bool:
     """Whether a layout gives every place to its owner."""
-    given = layout.owners(torch.empty((1,) * layout.dim + owners.shape)).view(-1)
+    given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
     return bool(((owners < 0) | (owners == given)).all())

@@ -86,6 +86,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Carries out one torch call, and records it."""
         del types
+        if torch.compiler.is_dynamo_compiling():
+            return function(
+                *args, **(kwargs or {})
+            )  # what is compiled is adopted like what is unseen
         kind = kind_of(function)
         # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What comes
         # out of the transform is adopted, like the output of any call not seen.

@@ -34,7 +34,7 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.receive: Receiver | None = None
         self.hidden: int | None = None
         self.is_blocked = False

@@ -19,7 +19,8 @@ class Recordings(threading.local):
     """The recording that is open, one for each thread.
 
     The first module that is entered opens it, and closes it when it is left. Modules inside find
-    it open. With gradients disabled nothing is opened.
+    it open. With gradients disabled nothing is opened, and nothing inside of a `torch.func`
+    transform, whose results belong to the transform.
     """
 
     def __init__(self, channel: Channel, modules: tuple[nn.Module, ...]) -> None:
@@ -39,7 +40,7 @@ class Recordings(threading.local):
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs))
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             recorder = Recorder(self._channel, self._parameters())
             recorder.begin((args, kwargs))
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
@@ -58,6 +59,11 @@ class Recordings(threading.local):
         recorder = self._close()
         ended = recorder.end(output)
         return None if ended is output else ended
+
+    def abandon(self) -> None:
+        """Closes what is open in this thread: the engine is removed inside of a forward."""
+        if self._recorder is not None:
+            self._close()
 
     def _close(self) -> Recorder:
         """Takes the recorder off PyTorch's stack of modes."""

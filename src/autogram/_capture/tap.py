@@ -52,6 +52,11 @@ class _Tap(torch.autograd.Function):
         return output.detach()  # the same storage: an in-place activation may follow
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *others: Any) -> Tensor | None:
+        del ctx, others
+        return None if tangent is None else tangent.view_as(tangent)
+
+    @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
         return _show(ctx, cotangent)
 
@@ -71,6 +76,11 @@ class _InPlaceTap(torch.autograd.Function):
         ctx.mark_dirty(output)
         ctx.save_for_backward(*saved)
         return output
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *others: Any) -> Tensor | None:
+        del ctx, others
+        return tangent
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:

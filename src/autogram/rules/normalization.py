@@ -133,16 +133,23 @@ def _rms_norm(
     return cotangent, F.rms_norm(input, shape, eps=eps)
 
 
+# The functions of `F` refuse a single value for each channel, which those of `torch` take.
+
+
 def _group_norm(groups: int, eps: float, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    return cotangent, F.group_norm(input, groups, eps=eps)
+    return cotangent, torch.group_norm(input, groups, eps=eps)
 
 
 def _instance_norm(eps: float, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    return cotangent, F.instance_norm(input, eps=eps)
+    is_enabled = torch.backends.cudnn.enabled
+    normed = torch.instance_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
+    return cotangent, normed
 
 
 def _batch_norm(eps: float, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    return cotangent, F.batch_norm(input, None, None, training=True, eps=eps)
+    is_enabled = torch.backends.cudnn.enabled
+    normed = torch.batch_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
+    return cotangent, normed
 
 
 def _standardize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError
@@ -152,3 +152,16 @@ def test_statistics_that_change_before_the_gramian() -> None:
     jacobian = reference_jacobian(losses, trainable(model))
     model.train()(torch.randn(5, 4))
     assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "batch_norm"])
+def test_a_single_value_for_each_channel(name: str) -> None:
+    """Functions of `torch` take it, where those of `F` and modules refuse it."""
+
+    def normalize(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if name == "group_norm":
+            return torch.group_norm(x, 2, weight, bias)
+        function = getattr(torch, name)
+        return function(x, weight, bias, None, None, True, 0.1, 1e-5, False)
+
+    assert_gramian_is_exact(call(normalize, (2,), (2,)), torch.randn(1, 2, 1))

@@ -1,0 +1,60 @@
+"""Random networks: every product with the Jacobian is that of plain autograd.
+
+``make fuzz`` tries many more of them, and other ones each time.
+"""
+
+import os
+from collections.abc import Callable
+
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch import Tensor
+
+from autogram import Engine
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.grammar import LOSSES, Case, Network, cases
+
+EXAMPLES = int(os.environ.get("AUTOGRAM_FUZZ_EXAMPLES", "0"))
+
+# What an engine computes of some losses, and the same from the explicit Jacobian, (m, n).
+PRODUCTS: dict[str, tuple[Callable[[Engine, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "gramian": (Engine.compute_gramian, lambda jacobian: jacobian @ jacobian.T),
+}
+
+
+@settings(
+    max_examples=EXAMPLES or 500,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(cases())
+def test_products_equal_plain_autograd(case: Case) -> None:
+    """At the first call and at the second, and gradients stay what they are."""
+    model, plain = case.model(), case.model()
+    expected_losses = losses_of(case, plain)
+    assume(bool(expected_losses.isfinite().all()) and expected_losses.requires_grad)
+    jacobian = reference_jacobian(expected_losses, trainable(plain))
+    assume(bool(jacobian.abs().max() > 1e-6))  # or all of it is rounding errors
+
+    engine = Engine(model, batch_dim=case.batch_dim, memory_limit_bytes=case.memory_limit_bytes)
+    losses = losses_of(case, model)
+    assert torch.equal(losses, expected_losses)
+    for product, expected in PRODUCTS.values():
+        for _ in range(2):
+            assert_close_to_reference(product(engine, losses), expected(jacobian))
+    # Not bit for bit: a call without a rule that reads a parameter several times, as a recurrent
+    # layer does, adds these gradients up before those of other calls.
+    gradients = torch.autograd.grad(
+        losses.sum(), trainable(model), allow_unused=True, materialize_grads=True
+    )
+    total = torch.cat([gradient.flatten() for gradient in gradients])
+    assert float((total - jacobian.sum(0)).abs().max() / jacobian.abs().max()) < 1e-10
+
+
+def losses_of(case: Case, model: Network) -> Tensor:
+    """The losses of one forward pass, with equal random numbers."""
+    torch.manual_seed(1)
+    return LOSSES[case.losses][0](model, model(case.inputs()))
