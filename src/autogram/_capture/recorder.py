@@ -16,7 +16,7 @@ from autogram._capture.composite import inlined
 from autogram._capture.containers import exchange, tensors_in, tensors_in_call
 from autogram._capture.graph import nodes_behind
 from autogram._capture.marks import BATCHED, Marks, Status
-from autogram._capture.picking import picked_by_call
+from autogram._capture.picking import Values, picked_by_call, picked_from
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_in_place_tap, is_tap_of
 from autogram._capture.tapper import Operands, Tapper
@@ -173,10 +173,16 @@ class Recorder(TorchFunctionMode):
         # integers than flags are often sizes: they are left out of the structure.
         numbers = tuple([x for x in (*call.args, *call.kwargs.values()) if isinstance(x, int)])
         flags = tuple([x for x in numbers if isinstance(x, bool)]) if numbers else ()
-        picked = (
-            picked_by_call(call.kind.name, call.args, call.kwargs) if call.kind.may_pick else ()
-        )
+        picked = self._picked(call) if call.kind.may_pick else ()
         self._recording.note(call, (call.function, flags), (numbers, picked))
+
+    def _picked(self, call: Call) -> Values:
+        """The values by which a call picks samples."""
+        described = call.kind.name, call.args, call.kwargs
+        tensors = picked_from(*described)
+        if tensors is not None and all(self._status(x) is not BATCHED for x in tensors):
+            return ()
+        return picked_by_call(*described)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""

@@ -20,7 +20,8 @@ from autogram.rules import (
 )
 
 FAMILIES = [
-    *("bilinear", "convolution", "elementwise", "embedding", "joining", "linear", "normalization")
+    *("bilinear", "convolution", "elementwise", "embedding", "embedding_bag", "joining", "linear"),
+    "normalization",
 ]
 
 
@@ -74,7 +75,7 @@ def run_cases(family: str) -> None:
         model = make_model()
         engine = Engine(model)
         model(
-            torch.randint(0, module.TOKENS, shape) if family == "embedding" else torch.randn(shape)
+            torch.randint(0, module.TOKENS, shape) if "embedding" in family else torch.randn(shape)
         )
         del engine
 
