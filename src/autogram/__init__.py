@@ -11,6 +11,7 @@ from autogram._errors import (
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
+    RuleCheckError,
     RuleError,
     UnsupportedError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "MixedSamplesError",
     "NonFiniteError",
     "NotConnectedError",
+    "RuleCheckError",
     "RuleError",
     "UnsupportedError",
 ]

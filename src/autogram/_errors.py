@@ -45,5 +45,9 @@ class RuleError(AutogramError, ValueError):
     """A rule is registered twice, or its recipe does not fit the call."""
 
 
+class RuleCheckError(AutogramError, AssertionError):
+    """A rule disagrees with plain autograd, or did not answer for a parameter."""
+
+
 class CoupledObjectivesWarning(UserWarning):
     """The objectives are not per-sample, so the whole batch is treated as one sample."""

@@ -115,7 +115,10 @@ class Recorder(TorchFunctionMode):
         body = None if rule else inlined(call.function)
         if body is not None:
             with self:
-                return body(*call.args, **call.kwargs)
+                output = body(*call.args, **call.kwargs)
+            for tensor in tensors_in_call((output,), {}):
+                self._status(tensor)  # adopts what the body has done unseen
+            return output
         return self._tapper.run_without_rule(call, operands)
 
     def _status(self, tensor: Tensor) -> Status:

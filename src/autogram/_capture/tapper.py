@@ -16,6 +16,7 @@ from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import FallbackUse, Operand, RuleUse, Use
 from autogram._capture.vjp import Inputs
+from autogram._errors import RuleError
 from autogram.rules import Recipe, product
 
 Operands = list[tuple[Tensor, Tracked]]
@@ -37,7 +38,9 @@ class Tapper:
             for recipe in recipes
             for x in recipe.saved
         ]
+        versions = [x._version for x in saved]
         output = call.run()
+        _check_result(call, output, unchanged=versions == [x._version for x in saved])
         use = self._rule_use(call.kind.name, call.changed(output), recipes, operands)
         return tap(use, call.changed(output), saved, in_place=in_place)
 
@@ -121,3 +124,18 @@ def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
     aliases = {edge.node for edge in edges}
     nodes = nodes_behind(tensor, lambda node: getattr(node, "use", None) is not None)
     return not aliases.isdisjoint(nodes)
+
+
+def _check_result(call: Call, output: Any, *, unchanged: bool) -> None:
+    """Refuses what a rule does not describe."""
+    if not isinstance(output, Tensor) and not call.kind.is_in_place:
+        raise RuleError(
+            f"`{call.kind.name}` has a rule and returned a {type(output).__name__}, but a rule is "
+            "for calls that return one tensor. Let it return `None` for this call, which is then "
+            "left to the fallback, or split the function into one for each output."
+        )
+    if not unchanged:
+        raise RuleError(
+            f"`{call.kind.name}` changed a tensor in place that its rule saves for the backward "
+            "pass. Let the rule save a clone of it."
+        )

@@ -9,8 +9,14 @@ from autogram.rules import (  # noqa: F401 - importing a file registers its rule
     linear,
     normalization,
 )
-from autogram.rules._recipe import Form, Recipe, lookup, multilinear, product
-from autogram.rules._registry import Rule, find_rule, register_rule, registered_functions
+from autogram.rules._recipe import Form, Recipe, lookup, multilinear, positions, product
+from autogram.rules._registry import (
+    Rule,
+    find_rule,
+    register_rule,
+    registered_functions,
+    unregister_rule,
+)
 
 __all__ = [
     "Form",
@@ -19,7 +25,9 @@ __all__ = [
     "find_rule",
     "lookup",
     "multilinear",
+    "positions",
     "product",
     "register_rule",
     "registered_functions",
+    "unregister_rule",
 ]

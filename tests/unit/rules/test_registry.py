@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import resolve_name
 
 from autogram import Engine, RuleError
 from autogram.rules import (
@@ -18,6 +19,8 @@ from autogram.rules import (
     register_rule,
     registered_functions,
 )
+from autogram.testing import check_rule
+from tests.unit.rules.examples import examples_of
 
 FAMILIES = [
     *("bilinear", "convolution", "elementwise", "embedding", "embedding_bag", "joining", "linear"),
@@ -92,6 +95,14 @@ def test_spy_misses_functions_without_a_case(spy: Spy) -> None:
     run_cases("bilinear")
     assert torch.bilinear in spy.known
     assert torch.conv2d not in spy.known
+
+
+@pytest.mark.parametrize("function", registered_functions(), ids=resolve_name)
+def test_every_rule_agrees_with_autograd(function: Callable[..., Any]) -> None:
+    examples = examples_of(function)
+    assert examples, "a rule without an example in `examples.py`"
+    for args, kwargs in examples:
+        check_rule(function, *args, **kwargs)
 
 
 def test_every_file_of_rules_has_cases() -> None:
