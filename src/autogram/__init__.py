@@ -14,6 +14,7 @@ from autogram._errors import (
     NonFiniteError,
     NotConnectedError,
     RemovedEngineError,
+    RuleCheckError,
     RuleError,
     UnsupportedError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "NonFiniteError",
     "NotConnectedError",
     "RemovedEngineError",
+    "RuleCheckError",
     "RuleError",
     "UnsupportedError",
 ]

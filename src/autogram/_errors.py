@@ -57,5 +57,9 @@ class RemovedEngineError(AutogramError, RuntimeError):
     """The engine was removed from its modules."""
 
 
+class RuleCheckError(AutogramError, AssertionError):
+    """A rule disagrees with plain autograd, or did not answer for a parameter."""
+
+
 class CoupledObjectivesWarning(UserWarning):
     """The objectives are not per-sample, so the whole batch is treated as one sample."""

@@ -7,6 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from autogram._rule_check import check_rule
+
+__all__ = ["check_rule", "reference_jacobian"]
+
 
 def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """The Jacobian by plain autograd, one objective at a time.

@@ -35,6 +35,7 @@ BUILTINS = {
     "FreedGraphError": RuntimeError,
     "UnsupportedError": NotImplementedError,
     "RuleError": ValueError,
+    "RuleCheckError": AssertionError,
 }
 
 

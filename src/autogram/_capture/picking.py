@@ -22,6 +22,7 @@ _ALONG_ANY = (
     *("index_add", "index_copy", "index_reduce", "index_put"),
 )
 _PACKED = {"rnn_tanh", "rnn_relu", "lstm", "gru"}  # by the numbers of sequences at each step
+_TABLES = {"embedding", "embedding_bag"}
 _BY_ORDER = {"cat", "concat", "concatenate", "stack", "hstack", "vstack"}
 PICKING = (
     {"index_select", "masked_select", "take", "repeat_interleave", "_pack_padded_sequence"}
@@ -30,6 +31,7 @@ PICKING = (
     | _PACKED
     | _ALONG_LAST
     | _BY_ORDER
+    | _TABLES
 )
 
 _NODES_ALONG_LAST = {"GatherBackward0", "SortBackward0", "TopkBackward0"}
@@ -43,7 +45,20 @@ _NODES = {
     "IndexCopyBackward0",
     "MaskedScatterBackward0",
     "ScatterReduceBackward0",
+    "EmbeddingBackward0",
+    "EmbeddingBagBackward0",
 }
+
+
+def picked_from(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """The tensors that a call reads rows of, or ``None`` if it may do more than that.
+
+    Where none of them holds samples, none is moved: tokens are looked up in a table.
+    """
+    if name in _TABLES:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        return [x for x in tensors if x.is_floating_point()]
+    return [args[0]] if name in ("__getitem__", "index_select") and args else None
 
 
 def picked_by_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
@@ -53,7 +68,7 @@ def picked_by_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if name in _BY_INDEX:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return _values_of_all(index)
-    others = (*args[1:], *kwargs.values())
+    others = (*args, *kwargs.values()) if name in _TABLES else (*args[1:], *kwargs.values())
     if name in _ALONG_LAST and args:
         dims = [x for x in others if isinstance(x, int)]
         if dims and dims[0] in (-1, args[0].dim() - 1):
@@ -72,7 +87,7 @@ def picked_by_node(node: Any) -> Values:
             return ()
     elif name not in _NODES:
         return ()
-    fields = ("_saved_index", "_saved_indices", "_saved_mask")
+    fields = ("_saved_index", "_saved_indices", "_saved_mask", "_saved_offsets")
     return tuple(_values(getattr(node, field, None)) for field in fields)
 
 

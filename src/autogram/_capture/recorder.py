@@ -17,7 +17,7 @@ from autogram._capture.composite import inlined
 from autogram._capture.containers import exchange, tensors_in, tensors_in_call
 from autogram._capture.graph import nodes_behind
 from autogram._capture.marks import BATCHED, Marks, Status
-from autogram._capture.picking import picked_by_call
+from autogram._capture.picking import Values, picked_by_call, picked_from
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_in_place_tap, is_tap_of
 from autogram._capture.tapper import Operands, Recipes, Tapper
@@ -132,7 +132,10 @@ class Recorder(TorchFunctionMode):
         body = None if rule else inlined(call.function)
         if body is not None:
             with self:
-                return body(*call.args, **call.kwargs)
+                output = body(*call.args, **call.kwargs)
+            for tensor in tensors_in_call((output,), {}):
+                self._status(tensor)  # adopts what the body has done unseen
+            return output
         return self._tapper.run_without_rule(call, operands)
 
     def _status(self, tensor: Tensor) -> Status:
@@ -190,9 +193,7 @@ class Recorder(TorchFunctionMode):
         # integers than flags are often sizes: they are left out of the structure.
         numbers = tuple([x for x in (*call.args, *call.kwargs.values()) if isinstance(x, int)])
         flags = tuple([x for x in numbers if isinstance(x, bool)]) if numbers else ()
-        picked = (
-            picked_by_call(call.kind.name, call.args, call.kwargs) if call.kind.may_pick else ()
-        )
+        picked = self._picked(call) if call.kind.may_pick else ()
         self._recording.note(call, (call.function, flags), (numbers, picked))
 
     def _mark_constant(self, call: Call, output: Any) -> None:
@@ -206,6 +207,14 @@ class Recorder(TorchFunctionMode):
                 sources, reaches_tap = self._untapped_parameters(tensor)
                 if not sources and not reaches_tap:
                     self._marks.set(tensor, None)
+
+    def _picked(self, call: Call) -> Values:
+        """The values by which a call picks samples."""
+        described = call.kind.name, call.args, call.kwargs
+        tensors = picked_from(*described)
+        if tensors is not None and all(self._status(x) is not BATCHED for x in tensors):
+            return ()
+        return picked_by_call(*described)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""

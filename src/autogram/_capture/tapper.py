@@ -38,7 +38,9 @@ class Tapper:
             [x.detach().clone() if in_place and x is call.args[0] else x.detach() for x in of.saved]
             for of in recipes
         ]
+        versions = [[x._version for x in of] for of in saved]
         output = call.run()
+        _check_unchanged(call, versions == [[x._version for x in of] for of in saved])
         tapped: dict[int, Tensor] = {}
         for i, tensor in enumerate(tensors_in_call((call.changed(output),), {})):
             if tensor.requires_grad:
@@ -138,3 +140,12 @@ def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
     aliases = {edge.node for edge in edges}
     nodes = nodes_behind(tensor, lambda node: getattr(node, "use", None) is not None)
     return not aliases.isdisjoint(nodes)
+
+
+def _check_unchanged(call: Call, is_unchanged: bool) -> None:
+    """Refuses a call that spoils what its rule has saved."""
+    if not is_unchanged:
+        raise RuleError(
+            f"`{call.kind.name}` changed a tensor in place that its rule saves for the backward "
+            "pass. Let the rule save a clone of it."
+        )

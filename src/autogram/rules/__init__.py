@@ -17,9 +17,16 @@ from autogram.rules._recipe import (
     Recipe,
     lookup,
     multilinear,
+    positions,
     product,
 )
-from autogram.rules._registry import Rule, find_rule, register_rule, registered_functions
+from autogram.rules._registry import (
+    Rule,
+    find_rule,
+    register_rule,
+    registered_functions,
+    unregister_rule,
+)
 
 __all__ = [
     "Form",
@@ -30,7 +37,9 @@ __all__ = [
     "find_rule",
     "lookup",
     "multilinear",
+    "positions",
     "product",
     "register_rule",
     "registered_functions",
+    "unregister_rule",
 ]

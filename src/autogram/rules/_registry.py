@@ -1,4 +1,4 @@
-"""The registry: which rule belongs to which torch function."""
+"""The registry: which rule belongs to which function."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from autogram._errors import RuleError
 from autogram.rules._recipe import JointRecipe, Recipe
+from autogram.rules._visible import as_seen, hide, show
 
 Rule = Callable[..., Sequence[Recipe] | Sequence[JointRecipe] | None]
 R = TypeVar("R", bound=Rule)
@@ -17,32 +18,80 @@ _RULES: dict[Callable[..., Any], Rule] = {}
 
 
 def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
-    """Registers the decorated function as the rule of some torch functions.
+    """Registers the decorated function as the rule of some functions.
 
     A rule takes the arguments of the call and returns a recipe for each tensor that may be tracked
     and has a block. It runs before the call, so that an in-place call still has its inputs. A call
     that the rule does not know (``None``, or no recipe for a tracked tensor) is left to the
-    fallback, which is exact and slower.
+    fallback, which is exact and slower. :func:`autogram.testing.check_rule` tests a rule.
+
+    A rule of the same name in the same module takes the place of the one before, so that a cell of
+    a notebook may run again.
 
     Args:
-        functions: The functions, as ``__torch_function__`` names them: ``torch.Tensor.add`` for
-            ``x + y``, ``torch.conv2d`` for ``F.conv2d``.
+        functions: Torch functions as ``__torch_function__`` names them: ``torch.Tensor.add`` for
+            ``x + y``, ``torch.conv2d`` for ``F.conv2d``, ``torch.ops.library.name.default`` for an
+            operator of ``torch.library``. Or custom autograd Functions (the classes), for calls
+            with one output. Their ``apply`` is exchanged for one that recordings see, and that does
+            the same; take shorthands such as ``scale = Scale.apply`` after that.
 
     Raises:
-        RuleError: One of them has a rule already.
+        RuleError: One of them has another rule already, or is no function that can be seen.
+
+    Example:
+        >>> import torch
+        >>> from autogram.rules import product, register_rule, unregister_rule
+        >>> @register_rule(torch.hypot)
+        ... def hypot(input, other):  # by `other`, of the same shape: dy/do = o / y
+        ...     derivative = other / torch.hypot(input, other)
+        ...     return [product(other, "ti,ti->ti", derivative)]
+        >>> unregister_rule(torch.hypot)
     """
 
     def register(rule: R) -> R:
         for function in functions:
-            if function in _RULES:
-                raise RuleError(
-                    f"`{function}` has a rule already, `{_RULES[function]}`: a second one "
-                    "would hide it. Register each function once."
-                )
-            _RULES[function] = rule
+            _check(function, rule)
+        for function in functions:
+            _RULES[show(function)] = rule
         return rule
 
     return register
+
+
+def unregister_rule(*functions: Callable[..., Any]) -> None:
+    """Forgets the rules of some functions, whose calls are then left to the fallback.
+
+    Args:
+        functions: As they were registered. Custom autograd Functions get their ``apply`` back.
+
+    Raises:
+        RuleError: One of them has no rule.
+    """
+    for function in functions:
+        if find_rule(function) is None:
+            raise RuleError(f"`{function}` has no rule that could be forgotten.")
+        del _RULES[as_seen(function)]
+        hide(function)
+
+
+def _check(function: Callable[..., Any], rule: Rule) -> None:
+    """Refuses a function that cannot have this rule."""
+    if isinstance(as_seen(function), type) or not callable(function):
+        raise RuleError(
+            f"`{function}` cannot have a rule: its calls are not seen. Register the torch "
+            "functions that it calls, or write it as a `torch.autograd.Function`."
+        )
+    known = find_rule(function)
+    if known is not None and _place(known) != _place(rule):
+        raise RuleError(
+            f"`{function}` has a rule already, `{known}`: a second one would hide it. Register "
+            "each function once, or call `unregister_rule` first."
+        )
+
+
+def _place(rule: Rule) -> tuple[Any, Any]:
+    """Where a rule is defined."""
+    return getattr(rule, "__module__", None), getattr(rule, "__qualname__", rule)
 
 
 def variants(*names: str) -> list[Callable[..., Any]]:
@@ -52,10 +101,10 @@ def variants(*names: str) -> list[Callable[..., Any]]:
 
 
 def find_rule(function: Callable[..., Any]) -> Rule | None:
-    """The rule of a torch function, if there is one."""
-    return _RULES.get(function)
+    """The rule of a function, if there is one."""
+    return _RULES.get(as_seen(function))
 
 
 def registered_functions() -> list[Callable[..., Any]]:
-    """All functions that have a rule."""
+    """All functions that have a rule, as modes see them."""
     return list(_RULES)

@@ -5,6 +5,11 @@ With x^[n, i, q, l] the value that tap q of the kernel sees in channel i at outp
     dW[o, i, q] = sum_l g[n, o, l] x^[n, i, q, l]        dc[o] = sum_l g[n, o, l]
 
 for each sample n, within each group of channels (Rochette et al. 2019, arXiv:1912.06015).
+
+A transposed convolution is the derivative of a convolution by its input, so input and cotangent
+change places: with g^[n, o, q, l] the patches of the cotangent,
+
+    dW[i, o, q] = sum_l x[n, i, l] g^[n, o, q, l]        dc[o] = sum_l g[n, o, l]
 """
 
 from __future__ import annotations
@@ -44,8 +49,34 @@ def convolution(
         prepare = partial(_unfold, window, groups)
         recipes.append(product(weight, equation, input, prepare=prepare, dims=dims, groups=groups))
     if bias is not None and bias.requires_grad:
-        output = batch + "o" + positions(n)
-        recipes.append(product(bias, f"{output}->o", dims=dims))
+        recipes.append(product(bias, f"{batch}o{positions(n)}->o", dims=dims))
+    return recipes
+
+
+@register_rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,  # noqa: ARG001 - it shows in the shape of the cotangent
+    groups: int = 1,
+    dilation: Sizes = 1,
+) -> list[Recipe]:
+    """Kernel and bias of a transposed convolution with any stride, padding, dilation and groups."""
+    n = weight.dim() - 2
+    batch = "n" if input.dim() == n + 2 else ""
+    dims = batch or "-"
+    recipes = []
+    if weight.requires_grad:
+        window = Window.of(tuple(weight.shape[2:]), stride, padding, dilation)
+        t, taps = positions(n), "xyz"[:n]
+        equation = f"{batch}{t}{taps}qo,{batch}qi{t}->qio{taps}"
+        prepare = partial(_unfold_cotangent, window, groups)
+        recipes.append(product(weight, equation, input, prepare=prepare, dims=dims, groups=groups))
+    if bias is not None and bias.requires_grad:
+        recipes.append(product(bias, f"{batch}o{positions(n)}->o", dims=dims))
     return recipes
 
 
@@ -113,6 +144,23 @@ def _unfold(window: Window, groups: int, cotangent: Tensor, input: Tensor) -> tu
     return (
         cotangent.unflatten(1 + has_batch, (groups, -1)),
         patches if has_batch else patches.squeeze(0),
+    )
+
+
+def _unfold_cotangent(
+    window: Window, groups: int, cotangent: Tensor, input: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Patches of the cotangents ``(k, n, *l, *kernel, q, o)`` and inputs ``(n, q, i, *l)``."""
+    n = len(window.kernel)
+    has_batch = input.dim() == n + 2
+    together = cotangent.flatten(0, 1) if has_batch else cotangent
+    patches = window.patches(together).unflatten(-1, (groups, -1))
+    for dim, size in enumerate(input.shape[-n:], start=1):
+        # Where the dilation exceeds the stride, additional output may hold another window.
+        patches = patches.narrow(dim, 0, size)
+    return (
+        patches.unflatten(0, cotangent.shape[:2]) if has_batch else patches,
+        input.unflatten(int(has_batch), (groups, -1)),
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autogram._blocks import Layout, Lookup, Region
 from autogram._errors import UnsupportedError
-from autogram.rules._recipe import Recipe, lookup
+from autogram.rules._recipe import Reading, Recipe, lookup
 from autogram.rules._registry import register_rule, variants
 
 
@@ -24,14 +26,9 @@ def embedding(
     sparse: bool = False,  # noqa: ARG001
 ) -> list[Recipe]:
     """The table of ``F.embedding``."""
-    if max_norm is not None:
-        raise UnsupportedError(
-            "`F.embedding` was called with `max_norm`, which changes its weight in place during "
-            "the forward pass, so that two forward passes have different Jacobians. Remove "
-            "`max_norm`, or normalise with `torch.nn.utils.parametrize`."
-        )
+    _check_table("F.embedding", max_norm, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return torch_embedding(weight, input, padding, scale_grad_by_freq)
+    return torch_embedding(weight, input, padding)
 
 
 @register_rule(torch.embedding)
@@ -43,12 +40,7 @@ def torch_embedding(
     sparse: bool = False,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """The table of ``torch.embedding``."""
-    if scale_grad_by_freq:
-        raise UnsupportedError(
-            "`F.embedding` was called with `scale_grad_by_freq=True`, which divides gradients by "
-            "how often a token occurs in the whole batch: what comes out is the gradient of no "
-            "objective. Set it to False."
-        )
+    _check_table("torch.embedding", None, scale_grad_by_freq)
     return [lookup(weight, indices, None if padding_idx < 0 else padding_idx)]
 
 
@@ -68,3 +60,87 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> list[Recipe] | None:
     if dim not in (0, -input.dim()) or index.dim() != 1:
         return None
     return [lookup(input, index)]
+
+
+@register_rule(F.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,  # noqa: ARG001 - the signature of the torch function
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,  # noqa: ARG001
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> list[Recipe] | None:
+    """The table of ``F.embedding_bag`` where it adds up rows: y[t] = sum_s w[t, s] W[v[t, s]].
+
+    Maxima, and learned weights of the rows, are left to the fallback.
+    """
+    _check_table("F.embedding_bag", max_norm, scale_grad_by_freq)
+    if mode not in ("sum", "mean") or input.is_nested:
+        return None
+    indices, inside = _bags(input, offsets, include_last_offset)
+    if padding_idx is not None:
+        inside = inside & (indices != padding_idx % weight.shape[0])
+    weights = inside.to(torch.promote_types(weight.dtype, torch.float32))
+    if mode == "mean":
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+    if per_sample_weights is not None:
+        own, _ = _bags(per_sample_weights.detach(), offsets, include_last_offset)
+        weights = weights * own
+    return [Recipe(weight, Bags(weight.shape[0]), (indices, weights))]
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The form of sums of rows: each row is read with the weighted cotangent of its bag."""
+
+    size: int
+    dims: str = "T"
+
+    def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Lookup:
+        """The block, from the rows in each bag and their weights, ``(bags, longest)``."""
+        indices, weights = saved
+        by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
+        return Reading("TS", self.size, None).block(layout, by_row, indices)
+
+    def region(self, region: Region) -> Region:
+        """The whole table."""
+        return region
+
+
+def _bags(
+    values: Tensor, offsets: Tensor | None, include_last_offset: bool
+) -> tuple[Tensor, Tensor]:
+    """Values by bag, ``(bags, longest)`` with zeros behind the shorter ones, and which are none."""
+    if offsets is None:
+        return values, torch.ones_like(values, dtype=torch.bool)
+    ends = offsets[1:]
+    if include_last_offset:
+        offsets = offsets[:-1]
+    else:
+        ends = torch.cat([ends, ends.new_full((1,), len(values))])
+    longest = int((ends - offsets).max()) if len(offsets) else 0
+    places = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
+    inside = places < ends.unsqueeze(1)
+    return torch.where(inside, values[places.clamp(max=len(values) - 1)], 0), inside
+
+
+def _check_table(function: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Refuses what a Jacobian cannot be taken of."""
+    if max_norm is not None:
+        raise UnsupportedError(
+            f"`{function}` was called with `max_norm`, which changes its weight in place during "
+            "the forward pass, so that two forward passes have different Jacobians. Remove "
+            "`max_norm`, or normalise with `torch.nn.utils.parametrize`."
+        )
+    if scale_grad_by_freq:
+        raise UnsupportedError(
+            f"`{function}` was called with `scale_grad_by_freq=True`, which divides gradients by "
+            "how often a token occurs in the whole batch: what comes out is the gradient of no "
+            "objective. Set it to False."
+        )

@@ -16,6 +16,11 @@ def folded(x, weight):
     return F.conv2d(x.flatten(0, 1), weight).unflatten(0, (b, t))
 
 
+def folded_transposed(x, weight):
+    b, t = x.shape[:2]
+    return F.conv_transpose2d(x.flatten(0, 1), weight).unflatten(0, (b, t))
+
+
 def folded_time_first(x, weight):
     b, t = x.shape[:2]
     flat = x.transpose(0, 1).flatten(0, 1)
@@ -96,6 +101,74 @@ CASES = [
         lambda: nn.Conv3d(2, 2, 2, padding="same", dilation=2), (3, 2, 4, 3, 4), id="3d, same"
     ),
     pytest.param(lambda: nn.Conv3d(2, 2, 2, groups=2), (3, 2, 3, 3, 3), id="3d, depthwise"),
+    pytest.param(lambda: nn.ConvTranspose1d(2, 5, 3), (3, 2, 7), id="1d, transposed"),
+    pytest.param(
+        lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        (3, 4, 5),
+        id="1d, transposed, groups",
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose1d(2, 3, 2, dilation=3, output_padding=2),
+        (3, 2, 4),
+        id="1d, transposed, additional output beyond the stride",
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose1d(2, 5, 3, padding=2), (3, 2, 7), id="1d, transposed, cut"
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose2d(2, 5, 2, stride=2),
+        (3, 2, 3, 4),
+        id="2d, transposed, patches without overlap",
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose2d(3, 3, 3, padding=1, bias=False),
+        (3, 3, 3, 3),
+        id="2d, transposed, all sizes equal",
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose2d(2, 3, 2, stride=3), (3, 2, 3, 3), id="2d, transposed, holes"
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose2d(4, 4, 3, groups=4), (3, 4, 2, 3), id="2d, transposed, depthwise"
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose2d(
+            *(2, 5, (3, 2)),
+            stride=(2, 3),
+            padding=(0, 1),
+            output_padding=(1, 2),
+            dilation=(1, 2),
+        ),
+        (3, 2, 3, 4),
+        id="2d, transposed, different in each dimension",
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose3d(
+            *(2, 4, (1, 2, 3)), stride=(1, 2, 1), padding=(0, 1, 1), groups=2, dilation=(1, 1, 2)
+        ),
+        (3, 2, 2, 3, 3),
+        id="3d, transposed, different in each dimension",
+    ),
+    pytest.param(
+        call(lambda x, w, c: F.conv_transpose2d(x.mT, w.mT, c, 2), (2, 3, 2, 3), (3,)),
+        (3, 2, 3, 4),
+        id="2d, transposed, other order in memory",
+    ),
+    pytest.param(
+        call(
+            lambda x, w: F.conv_transpose2d(
+                x.to(memory_format=torch.channels_last), w.to(memory_format=torch.channels_last)
+            ).sin(),
+            (2, 3, 2, 3),
+        ),
+        (3, 2, 3, 4),
+        id="2d, transposed, channels last",
+    ),
+    pytest.param(
+        call(folded_transposed, (2, 5, 3, 3)),
+        (3, 4, 2, 3, 3),
+        id="transposed, frames folded behind the samples",
+    ),
     pytest.param(call(F.conv2d, (5, 2, 3, 3), (5,)), (3, 2, 4, 4), id="function"),
     pytest.param(
         call(
@@ -119,7 +192,16 @@ CASES = [
 UNBATCHED = [
     pytest.param(lambda: nn.Conv1d(2, 5, 3, padding=1), (2, 7), id="1d"),
     pytest.param(lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2), (4, 5, 5), id="2d, groups"),
-    pytest.param(lambda: nn.Conv3d(2, 3, 2, padding="same"), (2, 3, 3, 3), id="3d, same"),
+    pytest.param(
+        lambda: nn.Conv3d(2, 3, 2, padding="same"),
+        (2, 3, 3, 3),
+        id="3d, same",
+        marks=pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel"),
+    ),
+    pytest.param(
+        lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, stride=2), (4, 5), id="1d, transposed, groups"
+    ),
+    pytest.param(lambda: nn.ConvTranspose2d(2, 3, 2), (2, 3, 3), id="2d, transposed"),
 ]
 
 

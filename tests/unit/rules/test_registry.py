@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import resolve_name
 
 from autogram import Engine, RuleError
 from autogram.rules import (
@@ -18,9 +19,12 @@ from autogram.rules import (
     register_rule,
     registered_functions,
 )
+from autogram.testing import check_rule
+from tests.unit.rules.examples import examples_of
 
 FAMILIES = [
-    *("bilinear", "convolution", "elementwise", "embedding", "joining", "linear", "normalization")
+    *("bilinear", "convolution", "elementwise", "embedding", "embedding_bag", "joining", "linear"),
+    "normalization",
 ]
 
 
@@ -74,7 +78,7 @@ def run_cases(family: str) -> None:
         model = make_model()
         engine = Engine(model)
         model(
-            torch.randint(0, module.TOKENS, shape) if family == "embedding" else torch.randn(shape)
+            torch.randint(0, module.TOKENS, shape) if "embedding" in family else torch.randn(shape)
         )
         del engine
 
@@ -91,6 +95,14 @@ def test_spy_misses_functions_without_a_case(spy: Spy) -> None:
     run_cases("bilinear")
     assert torch.bilinear in spy.known
     assert torch.conv2d not in spy.known
+
+
+@pytest.mark.parametrize("function", registered_functions(), ids=resolve_name)
+def test_every_rule_agrees_with_autograd(function: Callable[..., Any]) -> None:
+    examples = examples_of(function)
+    assert examples, "a rule without an example in `examples.py`"
+    for args, kwargs in examples:
+        check_rule(function, *args, **kwargs)
 
 
 def test_every_file_of_rules_has_cases() -> None:

@@ -1,0 +1,87 @@
+"""Custom autograd Functions, shown to torch-function modes.
+
+PyTorch hands calls of its own functions to an active mode, but not those of a custom autograd
+Function. Here the ``apply`` of one Function is exchanged for one that does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import overrides
+from torch.autograd import Function
+
+_NAME = "apply"
+
+
+def as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as modes see it: of a custom autograd Function, its ``apply``."""
+    owner = _owner(function)
+    return function if owner is None else owner.apply
+
+
+def show(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes modes see the calls of a custom autograd Function; leaves other functions alone.
+
+    Without an active mode, ``apply`` is called as before. Functions that are derived from this one
+    keep theirs: their forward may be another.
+
+    Returns:
+        The function as modes see it.
+    """
+    owner = _owner(function)
+    if owner is None or isinstance(vars(owner).get(_NAME), _Shown):
+        return as_seen(function)
+    shown = _Shown(owner)
+    setattr(owner, _NAME, shown)
+    return shown.apply
+
+
+def hide(function: Callable[..., Any]) -> None:
+    """Gives a custom autograd Function back the ``apply`` that it had."""
+    owner = _owner(function)
+    shown = None if owner is None else vars(owner).get(_NAME)
+    if isinstance(shown, _Shown):
+        delattr(owner, _NAME)
+        if shown.is_own:
+            setattr(owner, _NAME, shown.before)
+
+
+class _Shown:
+    """The attribute ``apply`` of one autograd Function."""
+
+    def __init__(self, owner: type[Function]) -> None:
+        self.owner = owner
+        self.is_own = _NAME in vars(owner)
+        self.before = inspect.getattr_static(owner, _NAME)
+        self.apply = _seen_by_modes(owner, owner.apply)
+
+    def __get__(self, instance: object, owner: type[Function]) -> Callable[..., Any]:
+        if owner is self.owner:
+            return self.apply
+        inherited: Callable[..., Any] = self.before.__get__(instance, owner)
+        return inherited
+
+
+def _seen_by_modes(owner: type[Function], before: Callable[..., Any]) -> Callable[..., Any]:
+    """An ``apply`` that an active mode is asked to carry out."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        # Modes only: what tensor subclasses do with a Function stays as it was.
+        if overrides.has_torch_function((None,)):
+            return overrides.handle_torch_function(apply, (), *args, **kwargs)
+        return before(*args, **kwargs)
+
+    # Like a method of the class; its place is where `pickle` looks for it.
+    apply.__self__ = owner  # type: ignore[attr-defined]  # functions take attributes
+    apply.__name__ = f"{owner.__name__}.apply"
+    apply.__qualname__, apply.__module__ = f"{owner.__qualname__}.apply", owner.__module__
+    return apply
+
+
+def _owner(function: Callable[..., Any]) -> type[Function] | None:
+    """The custom autograd Function that is given, itself or by its ``apply``."""
+    owner = function if isinstance(function, type) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
