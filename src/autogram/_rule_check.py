@@ -60,7 +60,15 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     copies = {x: _copy(x) for x in names}
     args, kwargs = map_tensors((args, kwargs), copies.__getitem__)
     parameters = {copies[x]: name for x, name in names.items() if x.requires_grad}
-    channel, output = _record(function, args, kwargs, parameters)
+    channel, outputs = _record(function, args, kwargs, parameters)
+    for output in outputs:
+        _check_output(function, channel, output, parameters)
+
+
+def _check_output(
+    function: Callable[..., Any], channel: Channel, output: Tensor, parameters: dict[Tensor, str]
+) -> None:
+    """Checks the blocks of one tensor that the call returned."""
     use, saved, cotangents = _shown(function, channel, output)
     reads = {id(tracked.sources[0]) for tracked in use.reads}
     missed = [name for p, name in parameters.items() if id(p) not in reads]
@@ -88,8 +96,8 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
 def _record(
     function: Callable[..., Any], args: Any, kwargs: Any, parameters: dict[Tensor, str]
-) -> tuple[Channel, Tensor]:
-    """The recorded output of the call."""
+) -> tuple[Channel, list[Tensor]]:
+    """The recorded outputs of the call that require a gradient."""
     if not parameters:
         raise RuleCheckError(
             "No argument requires a gradient: pass the tensors that the rule has recipes for with "
@@ -101,12 +109,13 @@ def _record(
     called = function.apply if _is_autograd_function(function) else function  # type: ignore[attr-defined]  # as just seen
     with recorder:
         output = called(*args, **kwargs)
-    if not isinstance(output, Tensor) or not output.requires_grad:
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not outputs:
         raise RuleCheckError(
             f"`{_name(function)}` returned no tensor that requires a gradient, but a "
-            f"{type(output).__name__}: rules are for calls with one differentiable output."
+            f"{type(output).__name__}: there is nothing that a rule could tell of it."
         )
-    return channel, output
+    return channel, outputs
 
 
 def _shown(function: Callable[..., Any], channel: Channel, output: Tensor) -> Shown:

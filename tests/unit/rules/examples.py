@@ -62,6 +62,30 @@ def _statistics(training: bool) -> Arguments:
     return of(x(4, 3, 5), p(3), p(3), *statistics, training, 0.1, 1e-5, False)
 
 
+def _grouped() -> list[Arguments]:
+    rows, weight = torch.randn(6, 8).float(), torch.randn(3, 8, 4).float()
+    return [of(rows, weight.requires_grad_(), offs=torch.tensor([1, 4, 6], dtype=torch.int32))]
+
+
+def _cell(gates: int, *more: int) -> list[Arguments]:
+    """A cell, whose state is one tensor, or two for an LSTM."""
+    state = [x(4, 3) for _ in (1, *more)]
+    weights = p(gates * 3, 2), p(gates * 3, 3), p(gates * 3), p(gates * 3)
+    return [of(x(4, 2), state if more else state[0], *weights)]
+
+
+def _layers(gates: int, *more: int) -> list[Arguments]:
+    """One layer over a sequence, time first and batch first."""
+    state = [x(1, 4, 3) for _ in (1, *more)]
+    found = []
+    for batch_first in (False, True):
+        weights = [p(gates * 3, 2), p(gates * 3, 3), p(gates * 3), p(gates * 3)]
+        inputs = x(4, 5, 2) if batch_first else x(5, 4, 2)
+        settings = True, 1, 0.0, True, False, batch_first
+        found.append(of(inputs, state if more else state[0], weights, *settings))
+    return found
+
+
 def _changed_in_place(name: str) -> Callable[[], list[Arguments]]:
     """The same calls on the first argument, as far as it is no parameter."""
     return lambda: [
@@ -99,6 +123,15 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of("...i,io", x(4, 6, 3), p(3, 5)),
         of("bi,ijo,bj->bo", x(4, 3), p(3, 2, 5), x(4, 2)),
     ],
+    "_grouped_mm": _grouped,
+    "rnn_tanh": lambda: _layers(1),
+    "rnn_relu": lambda: _layers(1),
+    "gru": lambda: _layers(3),
+    "lstm": lambda: _layers(4, 2),
+    "rnn_tanh_cell": lambda: _cell(1),
+    "rnn_relu_cell": lambda: _cell(1),
+    "gru_cell": lambda: _cell(3),
+    "lstm_cell": lambda: _cell(4, 2),
     "bilinear": lambda: [of(x(4, 6, 3), x(4, 6, 2), p(5, 3, 2), p(5))],
     "conv1d": lambda: _convolution(1),
     "conv2d": lambda: _convolution(2),
