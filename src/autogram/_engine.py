@@ -86,7 +86,7 @@ class Engine:
         self._limit = max(1, memory_limit_bytes // _ELEMENT_BYTES)
         self._driver = Driver(channel, batch_dim, self._limit)
         self._hooks = HookManager()
-        recordings = Recordings(channel, modules)
+        recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
         for root in modules:
             for module in root.modules():
                 # Every module, and not the outermost ones alone: activation checkpointing runs

@@ -161,10 +161,10 @@ POINTWISE: dict[str, Callable[[int], nn.Module]] = {
     "rms norm": nn.RMSNorm,
     "scale": lambda d: Call(lambda x, w: x * w, (d,)),
     "shift": lambda d: Call(lambda x, w: x + w, (d,)),
-    "scalar": lambda d: Call(lambda x, w: w * x - w, ()),
+    "scalar": lambda _: Call(lambda x, w: w * x - w, ()),
     "prelu": lambda d: nn.PReLU(d) if d == 1 else nn.PReLU(),
-    "dropout": lambda d: nn.Dropout(0.3),
-    "tanh": lambda d: nn.Tanh(),
+    "dropout": lambda _: nn.Dropout(0.3),
+    "tanh": lambda _: nn.Tanh(),
     "relu in place": lambda d: nn.Sequential(nn.Linear(d, d), nn.LeakyReLU(0.2, inplace=True)),
     "matmul": lambda d: Call(lambda x, w, c: (x @ w) + c, (d, d), (d,)),
     "einsum": lambda d: Call(lambda x, w: torch.einsum("...i,oi->...o", x, w), (d, d)),
@@ -190,15 +190,15 @@ POSITIONAL: dict[str, Callable[[int], nn.Module]] = {
     "token": lambda d: Call(lambda x, w: torch.cat([w.expand(len(x), 1, -1), x], 1), (d,)),
     "place": lambda d: Call(lambda x, w: x + w[: x.shape[1]], (MOST_POSITIONS, d)),
     "embedding of places": lambda d: _Places(d),
-    "mixed positions": lambda d: Call(
+    "mixed positions": lambda _: Call(
         lambda x, w: torch.einsum("bti,ts->bsi", x, w[: x.shape[1], : x.shape[1]]),
         (MOST_POSITIONS, MOST_POSITIONS),
     ),
     "attention by hand": lambda d: Call(
         lambda x, q: F.scaled_dot_product_attention(x @ q, x, x.sin()), (d, d)
     ),
-    "mean": lambda d: Call(lambda x: x.mean(1, keepdim=True)),
-    "rolled": lambda d: Call(lambda x: x.roll(1, 1)),
+    "mean": lambda _: Call(lambda x: x.mean(1, keepdim=True)),
+    "rolled": lambda _: Call(lambda x: x.roll(1, 1)),
 }
 CONSTRUCTIONS = ["residual", "twice", "gated", "checkpoint"]
 ORDERS: list[Order] = ["first", "second", "folded", "folded second"]
@@ -274,8 +274,7 @@ class Network(nn.Module):
     def _make(self, layer: Layer, d: int) -> nn.Module:
         """A layer, or an earlier one once more."""
         if layer.name == "again":
-            made = self._made[layer.earlier % len(self._made)] if self._made else nn.Identity()
-            return made
+            return self._made[layer.earlier % len(self._made)] if self._made else nn.Identity()
         if layer.name in CONSTRUCTIONS:
             return Body(layer.name, [self._make(inside, d) for inside in layer.inside])
         if layer.name in ORDERS:

@@ -23,11 +23,11 @@ class Recordings(threading.local):
     transform, whose results belong to the transform.
     """
 
-    def __init__(self, channel: Channel, modules: tuple[nn.Module, ...]) -> None:
+    def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
         self._channel = channel
-        # Weak, because the hooks of the modules hold this.
-        self._modules = [weakref.ref(module) for module in modules]
-        self._originals = [(weakref.ref(p), name) for p, name in _names(modules).items()]
+        # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
+        self._modules = modules
+        self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
         self._recorder: Recorder | None = None
         self._depth = 0
         self._outermost: nn.Module | None = None
@@ -91,20 +91,19 @@ class Recordings(threading.local):
 
         What such a call puts in their place is derived from them, if it is derived from anything.
         """
-        modules = [module for module in (root() for root in self._modules) if module is not None]
-        names = {p: name for p, name in _names(tuple(modules)).items() if p.is_leaf}
+        names = {p: name for p, name in self._names().items() if p.is_leaf}
         for reference, name in self._originals:
             parameter = reference()
             if parameter is not None:
                 names.setdefault(parameter, name)
         return names
 
-
-def _names(modules: tuple[nn.Module, ...]) -> dict[Tensor, str]:
-    """The parameters of the modules as they are now, with their qualified names."""
-    names: dict[Tensor, str] = {}
-    for i, module in enumerate(modules):
-        prefix = f"{i}" if len(modules) > 1 else ""
-        for name, parameter in module.named_parameters(prefix=prefix):
-            names.setdefault(parameter, name)
-    return names
+    def _names(self) -> dict[Tensor, str]:
+        """The parameters of the modules as they are now, with their qualified names."""
+        names: dict[Tensor, str] = {}
+        for i, module in enumerate(root() for root in self._modules):
+            prefix = f"{i}" if len(self._modules) > 1 else ""
+            if module is not None:
+                for name, parameter in module.named_parameters(prefix=prefix):
+                    names.setdefault(parameter, name)
+        return names
