@@ -80,7 +80,7 @@ class _InPlaceTap(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *others: Any) -> Tensor | None:
         del ctx, others
-        return tangent
+        return None if tangent is None else tangent.mul_(1)  # autograd asks for a change in place
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
