@@ -148,7 +148,7 @@ def in_use() -> tuple[int, int, int]:
     as the objects that its taps hold, where no Python code holds its tensors.
     """
     objects = gc.get_objects()
-    ours = sum(type(x).__module__.startswith("autogram") for x in objects)
+    ours = sum(str(type(x).__module__).startswith("autogram") for x in objects)
     tensors = [x for x in objects if issubclass(type(x), Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return ours, len(tensors), sum(storages.values())
