@@ -408,6 +408,22 @@ class TestActivations:
         run = lambda x: checkpoint_sequential(blocks, 2, x, use_reentrant=False)  # noqa: E731
         assert_checkpointing_is_exact(blocks, run, objectives)
 
+    def test_checkpointed_dropout_of_a_transposed_tensor(self, objectives: Objectives) -> None:
+        """The same numbers are drawn in the same places when the part runs again."""
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 4)
+                self.dropouts = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+
+            def forward(self, x: Tensor) -> Tensor:
+                hidden = self.layer(x.unsqueeze(0) * torch.arange(1, 4).view(3, 1, 1))
+                return checkpoint(self.dropouts, hidden.transpose(0, 1), use_reentrant=False)
+
+        model = Model()
+        assert_checkpointing_is_exact(model, model, objectives)
+
     def test_checkpointed_function(self, objectives: Objectives) -> None:
         """A function that reads parameters of the root, and enters no module."""
 

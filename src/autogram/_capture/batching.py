@@ -40,5 +40,6 @@ def batched(function: Callable[[Tensor], T], cotangents: Tensor) -> T:
     with warnings.catch_warnings():
         # Addressed to those who write operations, not to those who run them.
         warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)
-        # Randomness occurs where a checkpoint computes again, from a seed that it restores.
-        return torch.vmap(function, randomness="same")(cotangents)
+        # Randomness occurs where a checkpoint computes again, from a seed that it restores. Under
+        # vmap, dropout of a transposed tensor draws another mask from the same seed (torch 2.13).
+        return torch.vmap(function, randomness="error")(cotangents)
