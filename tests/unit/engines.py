@@ -19,6 +19,28 @@ def assert_exact(engine: Engine, losses: Tensor, *modules: nn.Module) -> None:
     assert_close_to_reference(gramian, jacobian @ jacobian.T)
 
 
+def assert_as_rounded(
+    engine: Engine, losses: Tensor, model: nn.Module, dtype: torch.dtype
+) -> float:
+    """Assert that a Gramian has no more errors than the rows of plain autograd, on the same graph.
+
+    Autograd rounds each entry of a row to the dtype of the network, once: by its unit roundoff u at
+    most. A product of two rows is then off by 2 u of the largest entry. So much again is allowed
+    for cotangents of several objectives, which go through the network together or one by one.
+
+    Returns:
+        The largest error of an entry over the largest entry.
+    """
+    gramian = engine.compute_gramian(losses)
+    assert gramian.dtype == torch.float32
+    jacobian = reference_jacobian(losses, trainable(model)).double()
+    expected = jacobian @ jacobian.T
+    error = float((gramian - expected).abs().max() / expected.abs().max())
+    roundoff = torch.finfo(dtype).eps / 2
+    assert 0 < error < 4 * roundoff, f"{error / roundoff:.1f} times the unit roundoff"
+    return error
+
+
 def assert_works(engine: Engine, model: nn.Module, *inputs: Tensor) -> None:
     """Assert that nothing is left of what was before: the next step of a training loop is right."""
     assert_nothing_is_left(model.parameters())

@@ -2,16 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram import Engine
+from autogram import Engine, NonFiniteError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_same_gradients, features, trainable
-from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.engines import assert_as_rounded, batch, mlp, per_sample
 
 # Largest error of an entry over the largest entry, beside the same model in float64. Activations
 # and cotangents are rounded at each layer: the error comes from that, and not from the Gramian.
@@ -190,3 +191,95 @@ def test_empty_result_has_the_same_dtype() -> None:
     model = mlp().bfloat16()
     engine = Engine(model)
     assert engine.compute_gramian(model(batch(0, 3).bfloat16())).dtype == torch.float32
+
+
+class PartlyAutocast(nn.Module):
+    """A weight used twice under autocast, once more outside of it, and a region without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.shared(self.shared(x).tanh())
+            with torch.autocast("cpu", enabled=False):
+                y = self.shared(y.float()).tanh()
+            return self.last(y)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_autocast_of_a_part(each: int) -> None:
+    """Casts that autocast caches are one and the same for several uses."""
+    model = PartlyAutocast().float()
+    engine = Engine(model)
+    losses = _losses(model(batch(5, 4).float()).float(), each)
+    assert_as_rounded(engine, losses, model, torch.bfloat16)
+
+
+# --- Scaled losses --------------------------------------------------------------------------------
+
+
+def scaled_losses(model: nn.Module, x: Tensor, size: float) -> Tensor:
+    """Losses of some size, computed under autocast to float16."""
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = model(x)
+    return per_sample(output.float()) * size
+
+
+@pytest.mark.parametrize(("scale", "is_exact"), [(1, False), (2.0**16, True), (2.0**24, True)])
+def test_scaling_keeps_small_cotangents(scale: float, is_exact: bool) -> None:
+    """Below 6e-8, float16 has no numbers; a power of two changes nothing else."""
+    model = mlp(6, 3).float()
+    x = batch(8, 6).float()
+    engine = Engine(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    losses = scaled_losses(model, x, 1e-7)
+    gramian = engine.compute_gramian(scaler.scale(losses)).double() / scale**2
+    twin = copy.deepcopy(model).double()
+    jacobian = reference_jacobian(per_sample(twin(x.double())) * 1e-7, trainable(twin))
+    error = relative_error(gramian, jacobian @ jacobian.T)
+    assert (error < TOLERANCES[torch.float16]) == is_exact
+
+
+def test_scaled_losses_beside_unscaled_ones() -> None:
+    """Where nothing under- or overflows, their Gramians differ by the square of the scale."""
+    model = mlp().float()
+    engine = Engine(model)
+    losses = per_sample(model(batch(4, 3).float()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaled = engine.compute_gramian(scaler.scale(losses))
+    assert torch.equal(scaled, engine.compute_gramian(losses) * 2.0**16)
+
+
+@pytest.mark.parametrize("first_scale", [2.0**8, 2.0**20], ids=["fits", "overflows"])
+def test_training_with_a_scaler(first_scale: float) -> None:
+    """The steps are those of plain autograd for the same weights, skipped steps among them."""
+    model = mlp(6, 3).float()
+    twin = copy.deepcopy(model)
+    engine = Engine(model)
+    both = [
+        (m, torch.optim.SGD(m.parameters(), 0.1), torch.amp.GradScaler("cpu", first_scale))
+        for m in (model, twin)
+    ]
+    skipped = 0
+    for _ in range(16):
+        x = batch(8, 6).float()
+        weights = torch.full((8,), torch.nan)
+        for m, optimizer, scaler in both:
+            optimizer.zero_grad()
+            scaled = scaler.scale(scaled_losses(m, x, 1.0))
+            if m is model:
+                with suppress(NonFiniteError):
+                    gramian = engine.compute_gramian(scaled) / scaler.get_scale() ** 2
+                    weights = gramian.mean(0) / gramian.sum()
+                skipped += not weights.isfinite().all()
+            scaled.backward(weights)
+            scaler.step(optimizer)
+            scaler.update()
+    assert both[0][2].get_scale() == both[1][2].get_scale() == first_scale / 2**skipped
+    assert (skipped > 0) == (first_scale == 2.0**20)
+    assert skipped < 16
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.isfinite().all()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Literal
 from unittest import mock
 
@@ -41,6 +42,7 @@ def in_float64(compute_losses: ComputeLosses) -> ComputeLosses:
     Rounded to float32, small shares of the Gramian would be below the error of the others.
     """
 
+    @wraps(compute_losses)
     def compute(model: nn.Module, batch: Batch) -> Tensor:
         with mock.patch.object(Tensor, "float", Tensor.double):
             return compute_losses(model, batch)

@@ -1,17 +1,19 @@
 """What surrounds the Gramian when a whole model is trained: backward passes, frozen parts."""
 
 from copy import deepcopy
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
-from autogram import Engine
+from autogram import Engine, UnsupportedError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, assert_same_gradients, trainable
 from tests.unit.engines import assert_exact, assert_nothing_is_left
 
-from .zoo import BERT, GPT2, LLAMA, MHA, SPECIMENS, SWIN, VIT, Batch, Specimen
+from .zoo import BERT, GPT2, MHA, SPECIMENS, SWIN, VIT, Batch, Specimen
 
 
 def seeded_losses(specimen: Specimen, model: nn.Module, batch: Batch) -> Tensor:
@@ -65,22 +67,55 @@ def test_steps_are_those_of_a_model_without_engine(name: str) -> None:
         assert torch.equal(parameter, other), parameter_name
 
 
-@pytest.mark.parametrize(
-    "specimen",
-    [
-        pytest.param(GPT2, id="gpt2"),
-        pytest.param(LLAMA, id="llama"),
-        pytest.param(BERT, id="bert"),
-        pytest.param(VIT, id="vit"),
-        pytest.param(SWIN, id="swin"),
-    ],
-)
-def test_gramian_with_checkpointing(specimen: Specimen) -> None:
-    """Blocks that run again in the backward pass, with the same dropout."""
-    model = specimen.make_model("sdpa")
-    model.activation_checkpointing_enable({"use_reentrant": False})
+CHECKPOINTED = [
+    name
+    for name in SPECIMENS
+    if not name.startswith(("albert", "convnext", "resnet", "mha"))  # which have no checkpoints
+]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_gramian_with_checkpointing(name: str) -> None:
+    """Blocks that run again in the backward pass, with the same dropout; as is the default."""
+    specimen = SPECIMENS[name]
+    model = specimen.make_model(specimen.attentions[-1])
+    model.activation_checkpointing_enable()
     engine = Engine(model)
-    losses = specimen.compute_losses(model, specimen.make_batch(specimen.sizes[1]))
+    with mock.patch.object(Tensor, "float", Tensor.double):  # in the second run, too
+        losses = specimen.compute_losses(model, specimen.make_batch(specimen.sizes[1]))
+        assert_exact(engine, losses, model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit", "swin", "wav2vec2", "bert-lora"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpointing_is_refused(name: str) -> None:
+    """The error says what to pass to transformers."""
+    specimen = SPECIMENS[name]
+    model = specimen.make_model(specimen.attentions[-1])
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    engine = Engine(model)
+    with pytest.raises(UnsupportedError, match="`gradient_checkpointing_kwargs`"):
+        specimen.compute_losses(model, specimen.make_batch(3))
+    assert engine is not None
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_former_name_of_checkpointing() -> None:
+    """What transformers 5 has renamed does the same."""
+    model = GPT2.make_model("sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = Engine(model)
+    assert_exact(engine, GPT2.compute_losses(model, GPT2.make_batch(4)), model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mamba", "mixtral", "swin", "wav2vec2"])
+def test_gramian_with_tensors_on_the_cpu(name: str) -> None:
+    """Saved tensors that are off-loaded."""
+    specimen = SPECIMENS[name]
+    model = specimen.make_model(specimen.attentions[-1])
+    engine = Engine(model)
+    with save_on_cpu():
+        losses = specimen.compute_losses(model, specimen.make_batch(specimen.sizes[1]))
     assert_exact(engine, losses, model)
 
 
