@@ -260,7 +260,7 @@ def test_memory_limit_does_not_matter(make_model: ModelFactory, limit: int) -> N
 )
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_recurrent_layer(cell: type[nn.Module], batch_first: bool) -> None:
-    """One call reads all parameters of two layers, and has no rule."""
+    """One call reads all parameters of two layers."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
