@@ -123,9 +123,11 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, call: Call, operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
+        tensors = tensors_in_call(call.args, call.kwargs)
+        _refuse_nested(call, tensors)
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-        if rule and not any(x.is_complex() for x in tensors_in_call(call.args, call.kwargs)):
+        if rule and not any(x.is_complex() for x in tensors):
             recipes = _recipes(rule, call, operands)
             if recipes is not None:
                 return self._tapper.run_with_rule(call, operands, recipes)
@@ -266,3 +268,13 @@ def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
                 "is not settled. Keep it as a real parameter with a last dimension of size two, "
                 "and use `torch.view_as_complex` of it in the forward."
             )
+
+
+def _refuse_nested(call: Call, tensors: Iterable[Tensor]) -> None:
+    """Refuses tensors without a shape of numbers, which show no places of samples."""
+    if any(x.is_nested for x in tensors):
+        raise UnsupportedError(
+            f"`{call.kind.name}` was called with a nested tensor and a parameter. Pad the samples "
+            "to one length, and mask what was added; or put them one behind the other in one "
+            "tensor."
+        )
