@@ -338,7 +338,7 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     model = mlp()
     engine = Engine(model)
     samples = [batch(count, 3) for count in (2, 3, 2)]
-    with pytest.raises(UnsupportedError, match="`linear` was called with a nested tensor.*Pad"):
+    with pytest.raises(UnsupportedError, match=r"`linear` was called with a nested tensor.*Pad"):
         model(torch.nested.nested_tensor(samples, layout=layout))
     assert_works(engine, model, torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
 

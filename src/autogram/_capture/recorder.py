@@ -46,12 +46,12 @@ class Recorder(TorchFunctionMode):
     def begin(self, inputs: Any) -> None:
         """Marks what the outermost module is given."""
         tensors = [t for t in tensors_in(inputs) if self._marks.parameter(t) is None]
-        sizes = [t.shape[0] for t in tensors if t.dim() > 0]
+        sizes = [t.shape[0] for t in tensors if t.dim() > 0 and not t.is_nested]
         size = next((n for n in sizes if n != 1), 1)
         for tensor in tensors:
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
-            if size in tensor.shape[:2] or not tensor.is_leaf:
+            if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._untapped_parameters(tensor)
                 if sources and self._recording.channel.is_derived(tensor):
                     continue  # adopted when it is read, as it was the first time

@@ -118,13 +118,6 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of(x(4, 6, 5), x(4, 6, 3), p(4, 3, 5)),
     ],
     "baddbmm_": _changed_in_place("baddbmm"),
-    "_grouped_mm": lambda: [
-        of(
-            x(24, 4).float(),
-            torch.randn(3, 4, 8).float().requires_grad_(),
-            torch.tensor([6, 18, 24], dtype=torch.int32),
-        )
-    ],
     "einsum": lambda: [
         of("bti,oi->bto", x(4, 6, 3), p(5, 3)),
         of("...i,io", x(4, 6, 3), p(3, 5)),
