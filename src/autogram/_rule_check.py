@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Folded, Layout, Region
+from autogram._blocks import Columns, Folded, Layout, Region, Routed
 from autogram._capture.call import kind_of
 from autogram._capture.containers import map_tensors, tensors_in
 from autogram._capture.recorder import Recorder
@@ -32,9 +32,9 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
     The call is recorded as in an engine. The rows of its blocks are compared with the rows that
     autograd gives for random cotangents: with the batch as one sample, with the samples in each
-    dimension of the output that the rule allows, and folded there with others in both orders; each
-    with one objective for each sample, and with three. Rows show what inner products of rows would
-    hide: a sign, or dimensions in another order.
+    dimension of the output that the rule allows, folded there with others in both orders, and in
+    irregular places; each with one objective for each sample, and with three. Rows show what inner
+    products of rows would hide: a sign, or dimensions in another order.
 
     Args:
         function: A function with a rule, or one that makes a single call of such a function. Of a
@@ -152,7 +152,7 @@ def _why_unanswered(function: Callable[..., Any], use: Use, missed: list[str]) -
 
 
 def _layouts(use: Use) -> Iterator[Layout]:
-    """Samples in each dimension that the rule allows: alone, behind others and before others."""
+    """Samples in each dimension that the rule allows: alone, folded with others, and routed."""
     for dim in use.dims:
         size = use.shape[dim]
         if size > 1:
@@ -161,6 +161,8 @@ def _layouts(use: Use) -> Iterator[Layout]:
         if factor:
             yield Folded(dim, factor, size // factor, 1)
             yield Folded(dim, 1, size // factor, factor)
+        if size > 2:
+            yield Routed(dim, 2, torch.arange(size, device="cpu").flip(0) % 3 - 1)
 
 
 def _rows_of_blocks(

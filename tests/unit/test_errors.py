@@ -331,6 +331,18 @@ def test_calls_that_are_refused(name: str) -> None:
     assert_works(engine, model, ids)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout: torch.layout) -> None:
+    """They have no shape of numbers; padded ones work."""
+    model = mlp()
+    engine = Engine(model)
+    samples = [batch(count, 3) for count in (2, 3, 2)]
+    with pytest.raises(UnsupportedError, match=r"`linear` was called with a nested tensor.*Pad"):
+        model(torch.nested.nested_tensor(samples, layout=layout))
+    assert_works(engine, model, torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
+
+
 def test_an_error_of_the_users_backward_passes_through() -> None:
     """What a custom function raises is not hidden, with one objective per sample or several."""
 

@@ -46,12 +46,12 @@ class Recorder(TorchFunctionMode):
     def begin(self, inputs: Any) -> None:
         """Marks what the outermost module is given."""
         tensors = [t for t in tensors_in(inputs) if self._marks.parameter(t) is None]
-        sizes = [t.shape[0] for t in tensors if t.dim() > 0]
+        sizes = [t.shape[0] for t in tensors if t.dim() > 0 and not t.is_nested]
         size = next((n for n in sizes if n != 1), 1)
         for tensor in tensors:
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
-            if size in tensor.shape[:2] or not tensor.is_leaf:
+            if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._untapped_parameters(tensor)
                 if sources and self._recording.channel.is_derived(tensor):
                     continue  # adopted when it is read, as it was the first time
@@ -123,9 +123,11 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, call: Call, operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
+        tensors = tensors_in_call(call.args, call.kwargs)
+        _refuse_nested(call, tensors)
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-        if rule and not any(x.is_complex() for x in tensors_in_call(call.args, call.kwargs)):
+        if rule and not any(x.is_complex() for x in tensors):
             recipes = _recipes(rule, call, operands)
             if recipes is not None:
                 return self._tapper.run_with_rule(call, operands, recipes)
@@ -266,3 +268,13 @@ def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
                 "is not settled. Keep it as a real parameter with a last dimension of size two, "
                 "and use `torch.view_as_complex` of it in the forward."
             )
+
+
+def _refuse_nested(call: Call, tensors: Iterable[Tensor]) -> None:
+    """Refuses tensors without a shape of numbers, which show no places of samples."""
+    if any(x.is_nested for x in tensors):
+        raise UnsupportedError(
+            f"`{call.kind.name}` was called with a nested tensor and a parameter. Pad the samples "
+            "to one length, and mask what was added; or put them one behind the other in one "
+            "tensor."
+        )

@@ -95,6 +95,7 @@ def product(
     dims: str | None = None,
     groups: int | None = None,
     scale: float = 1,
+    output: int = 0,
 ) -> Recipe:
     """The recipe of a block that is an einsum of the cotangent and saved tensors.
 
@@ -110,6 +111,7 @@ def product(
             default the indices of the cotangent.
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
         scale: A number that the block is multiplied by.
+        output: Which tensor of the call's results the cotangent is of.
 
     Returns:
         The recipe.
@@ -118,7 +120,8 @@ def product(
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
     of_cotangent = _check_equation(equation)
-    return Recipe(operand, Product(equation, dims or of_cotangent, prepare, groups, scale), saved)
+    form = Product(equation, dims or of_cotangent, prepare, groups, scale)
+    return Recipe(operand, form, saved, output)
 
 
 @lru_cache(maxsize=4096)

@@ -81,7 +81,7 @@ def embedding_bag(
     Maxima, and learned weights of the rows, are left to the fallback.
     """
     _check_table("F.embedding_bag", max_norm, scale_grad_by_freq)
-    if mode not in ("sum", "mean") or input.is_nested:
+    if mode not in ("sum", "mean"):
         return None
     indices, inside = _bags(input, offsets, include_last_offset)
     if padding_idx is not None:

@@ -246,21 +246,29 @@ def test_transforms(is_inside: bool) -> None:
 
 
 def test_two_outputs() -> None:
-    """A rule is for one of them; without an answer, the call is left to the fallback."""
+    """Each has recipes of its own; without an answer, the call is left to the fallback."""
     answers: list[Any] = [None]
 
     @register_rule(TwoOutputs)
     def rule(input: Tensor, weight: Tensor) -> list[Recipe] | None:
-        return answers[0] and [product(weight, "ti,ti->i", input)]
+        of_both = [
+            product(weight, "ti,ti->i", input),
+            product(weight, "ti->i", output=1),
+        ]
+        return answers[0] and of_both[: answers[0]]
+
+    def both(input: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(TwoOutputs.apply(input, weight), 1)
 
     try:
-        assert_gramian_is_exact(
-            call(lambda i, w: torch.cat(TwoOutputs.apply(i, w), 1), (3,)), torch.randn(4, 3)
-        )
-        answers[0] = True
+        assert_gramian_is_exact(call(both, (3,)), torch.randn(4, 3))
+        answers[0] = 2
+        check_rule(TwoOutputs, x(4, 3), p(3))
+        assert_gramian_is_exact(call(both, (3,)), torch.randn(4, 3))
+        answers[0] = 1
         model = Call(TwoOutputs.apply, (3,))
         engine = Engine(model)
-        with pytest.raises(RuleError, match=r"`TwoOutputs\.apply` has a rule and returned a tuple"):
+        with pytest.raises(RuleError, match=r"`TwoOutputs\.apply` has no recipe for tensor 1"):
             model(torch.randn(4, 3))
         del engine
     finally:
