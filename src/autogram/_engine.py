@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from autogram._errors import (
 )
 from autogram._jacobian import Jacobian
 from autogram.hooks import HookManager
+
+Weighting = Callable[[Tensor], Tensor]
 
 _ELEMENT_BYTES = 4  # plans count elements of float32, in which most contractions run
 
@@ -158,6 +160,95 @@ class Engine:
         objectives, store = self._driver.columns(losses, keep)
         names = self._driver.names(store.columns)
         return Jacobian(objectives, store.columns, names, self._limit)
+
+    @overload
+    def backward(
+        self,
+        losses: Tensor,
+        weighting: Weighting,
+        *,
+        retain_graph: bool = ...,
+        return_gramian: Literal[False] = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def backward(
+        self,
+        losses: Tensor,
+        weighting: Weighting,
+        *,
+        retain_graph: bool = ...,
+        return_gramian: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        losses: Tensor,
+        weighting: Weighting,
+        *,
+        retain_graph: bool = False,
+        return_gramian: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """A step's whole backward pass: Gramian, weights, and Jᵀ w added into ``.grad``.
+
+        The result is that of ``losses.backward(weighting(self.compute_gramian(losses)))`` to
+        rounding. But the activations are passed once: the factors of the Gramian, weighted, give
+        the gradients of the engine's parameters too. Other leaves that require a gradient get
+        theirs by an ordinary pass through what lies between them and the losses. For heads behind a
+        shared trunk that is the heads alone; for something in front of the engine's modules, such
+        as inputs that require a gradient, it is all.
+
+        Gradients are dense, also those of sparse embeddings, and hooks on parameters run.
+        Activations that retain their gradient get none.
+
+        Args:
+            losses: As for :meth:`compute_gramian`.
+            weighting: Maps the Gramian ``(m, m)`` to weights, of shape ``(m,)`` or that of the
+                losses: any function, or a weighting of torchjd.
+            retain_graph: Whether to keep the graph. If not, it is freed during the pass, but for
+                calls that must look for the samples, several objectives per sample, and leaves
+                outside of the engine; then it goes with the losses. Do not count on a second pass.
+            return_gramian: Whether to return the Gramian as well.
+
+        Returns:
+            The weights, detached, and the Gramian ``(m, m)`` if asked for.
+
+            Cost: the Gramian, and the weights' gradients, but no second pass through the
+            activations. Memory: the cotangents of all activations, until the weights are known.
+
+        Raises:
+            InvalidOperandError: The weights have another shape.
+            InvalidLossesError: As for :meth:`compute_gramian`, and so are the others.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+            >>> engine = Engine(model)
+            >>> losses = model(torch.randn(5, 3)).square().squeeze(1)
+            >>> engine.backward(losses, lambda gramian: gramian.diagonal().rsqrt()).shape
+            torch.Size([5])
+
+        References:
+            Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small
+            Cost, 2022, arXiv:2210.00038: the weighted gradient from kept cotangents.
+        """
+        self._check(losses)
+        if losses.numel() == 0:
+            weights, gramian = losses.detach().flatten(), self.compute_gramian(losses)
+            return (weights, gramian) if return_gramian else weights
+        outside = self._driver.leaves_outside(losses)
+        objectives, store = self._driver.columns_and_gramian(
+            losses, "auto", retain_graph=retain_graph or bool(outside)
+        )
+        gramian = store.gramian.arranged(objectives)
+        weights = weighting(gramian).detach()
+        names = self._driver.names(store.columns)
+        Jacobian(objectives, store.columns, names, self._limit).accumulate_grad(weights)
+        if outside:
+            cotangent = weights.view(losses.shape).to(losses)
+            torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+        return (weights, gramian) if return_gramian else weights
 
     def _check(self, losses: Tensor) -> None:
         """Refuses losses that have no Jacobian here."""

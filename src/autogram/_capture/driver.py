@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autogram._blocks import Keep, Routed
 from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
-from autogram._capture.graph import explaining_freed_graphs
+from autogram._capture.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Layouts, find_layouts
 from autogram._capture.recording import Channel, Recording
@@ -88,15 +88,32 @@ class Driver:
             return self._collect(losses, partial(Store, form, self._limit))
 
     def columns_and_gramian(
-        self, losses: Tensor, form: Keep
+        self, losses: Tensor, form: Keep, *, retain_graph: bool
     ) -> tuple[Objectives, StoreWithGramian]:
         """The columns of J and the Gramian, from one pass.
+
+        Args:
+            losses: The losses.
+            form: Whether to keep factors or rows.
+            retain_graph: Whether the graph is needed after the pass. If not, it is freed on the
+                way, unless the pass may have to stop for a look for the samples.
 
         Raises:
             NotConnectedError: As for the Gramian, and so are the others.
         """
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            return self._collect(losses, partial(StoreWithGramian, form, self._limit))
+            make_sink = partial(StoreWithGramian, form, self._limit)
+            return self._collect(losses, make_sink, retain_graph=retain_graph)
+
+    def leaves_outside(self, losses: Tensor) -> list[Tensor]:
+        """The leaves that losses depend on, less the parameters of the engine's modules."""
+        with explaining_freed_graphs():
+            found = leaves_behind(losses)
+        return [
+            leaf
+            for leaf in found
+            if not any(leaf in recording.names for recording in self._channel.recordings)
+        ]
 
     def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
         """The trainable parameters of the recordings that are alive, in order, with unique names.
@@ -117,7 +134,9 @@ class Driver:
                 names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
         return names
 
-    def _collect(self, losses: Tensor, make_sink: Callable[[], S]) -> tuple[Objectives, S]:
+    def _collect(
+        self, losses: Tensor, make_sink: Callable[[], S], *, retain_graph: bool = True
+    ) -> tuple[Objectives, S]:
         """The columns of J for all parameters, with samples or without."""
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
@@ -125,16 +144,17 @@ class Driver:
             tail = Tail.of(self._channel, losses)
         if objectives.samples > 1:
             try:
-                return objectives, self._assemble_per_sample(objectives, tail, make_sink)
+                found = self._assemble_per_sample(objectives, tail, make_sink, retain_graph)
+                return objectives, found
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":
                     raise
                 self._warn(error)
         objectives = Objectives(losses, None)
-        return objectives, self._assemble(objectives, tail, None, make_sink)
+        return objectives, self._assemble(objectives, tail, None, make_sink, retain_graph)
 
     def _assemble_per_sample(
-        self, objectives: Objectives, tail: Tail, make_sink: Callable[[], S]
+        self, objectives: Objectives, tail: Tail, make_sink: Callable[[], S], retain_graph: bool
     ) -> S:
         """The columns for per-sample losses, after a look for the samples where it is needed."""
         # Values can couple samples where no shape changes (a margin that is exceeded, a mixing
@@ -151,8 +171,10 @@ class Driver:
             return found.get(recording) if is_due or recording in found else self._layouts.get(key)
 
         while True:
+            # Where a layout is missing, the pass may stop half-way, and begin again.
+            must_retain = retain_graph or not self._are_settled(layouts_of)
             try:
-                return self._assemble(objectives, tail, layouts_of, make_sink)
+                return self._assemble(objectives, tail, layouts_of, make_sink, must_retain)
             except UnknownLayoutError as unknown:
                 if unknown.is_needed and unknown.use in sought:
                     raise MixedSamplesError(
@@ -194,12 +216,23 @@ class Driver:
             self._remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
         return found
 
+    def _are_settled(self, layouts_of: LayoutsOf) -> bool:
+        """Whether the layout of every use is known, whatever its cotangent will be."""
+        for recording in self._channel.recordings:
+            layouts = layouts_of(recording) or {}
+            for index in range(recording.count):
+                found = layouts.get(index, ())
+                if len(found) != 1 or isinstance(found[0], Routed):
+                    return False
+        return True
+
     def _assemble(
         self,
         objectives: Objectives,
         tail: Tail,
         layouts_of: LayoutsOf | None,
         make_sink: Callable[[], S],
+        retain_graph: bool,
     ) -> S:
         """One pass past the taps, with the layouts that are known."""
         in_tail = self._use_in_tail(objectives.losses, tail)
@@ -217,6 +250,7 @@ class Driver:
             start,
             is_batchable=tail.is_batchable
             and all(recording.is_batchable for recording in self._channel.recordings),
+            retain_graph=retain_graph,
         )
         if not assembly.has_arrivals:
             raise NotConnectedError(

@@ -45,3 +45,18 @@ def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool]) -> Iterator[Any]
         yield node
         if not is_end(node):
             pending.extend(following for following, _ in node.next_functions)
+
+
+def leaves_behind(tensor: Tensor) -> Iterator[Tensor]:
+    """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
+    anchors: set[Tensor] = set()
+    leaves: list[Tensor] = []
+    for node in nodes_behind(tensor, lambda node: False):  # noqa: ARG005 - nothing is an end
+        use = getattr(node, "use", None)
+        recording = getattr(use, "recording", None)
+        if recording is not None:
+            anchors.add(recording.channel.anchor)
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
+    return (leaf for leaf in leaves if leaf not in anchors)

@@ -24,6 +24,7 @@ def visit(
     start: Callable[[], R],
     *,
     is_batchable: bool = True,
+    retain_graph: bool = True,
 ) -> R:
     """Shows a receiver the cotangent of every use.
 
@@ -36,6 +37,8 @@ def visit(
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.
         is_batchable: Whether all cotangents may go in one pass.
+        retain_graph: Whether the graph is kept. If not, it is freed as the pass goes on, provided
+            that there is a single cotangent: of several, a pass may fail, and another begin.
 
     Returns:
         The receiver, after it was called with each use, what its tap saved, and its cotangent of
@@ -47,7 +50,7 @@ def visit(
     if len(cotangents) == 1:
         receiver = start()
         with channel.visiting(receiver):
-            _differentiate(channel, losses, cotangents[0])
+            _differentiate(channel, losses, cotangents[0], retain_graph=retain_graph)
         return receiver
     if is_batchable:
         try:
@@ -83,13 +86,18 @@ def _visit_one_by_one(
 
 
 def _differentiate(
-    channel: Channel, losses: Tensor, cotangent: Tensor, *, is_batched: bool = False
+    channel: Channel,
+    losses: Tensor,
+    cotangent: Tensor,
+    *,
+    is_batched: bool = False,
+    retain_graph: bool = True,
 ) -> None:
     """Runs the backward pass from the losses to the taps."""
 
     def differentiate(g: Tensor) -> Tensor:
         inputs = [channel.anchor]
-        torch.autograd.grad([losses], inputs, [g], retain_graph=True, allow_unused=True)
+        torch.autograd.grad([losses], inputs, [g], retain_graph=retain_graph, allow_unused=True)
         return g  # a function under vmap must return a tensor
 
     with explaining_freed_graphs():

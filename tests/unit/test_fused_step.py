@@ -1,0 +1,251 @@
+"""The fused step: its gradients are those of a weighted backward pass."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchjd.aggregation import MGDAWeighting, UPGradWeighting
+
+from autogram import Engine, InvalidOperandError
+from tests.unit.checks import (
+    COUPLED,
+    EVERY_KIND,
+    PER_SAMPLE,
+    SEVERAL,
+    ModelFactory,
+    Objectives,
+    assert_close_to_reference,
+)
+from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.jacobians import assert_gradients_are_close
+from tests.unit.test_jacobian import LANGUAGE, MODELS
+
+
+def weighting(gramian: Tensor) -> Tensor:
+    """Weights that depend on all of the Gramian, in no symmetric way."""
+    places = torch.arange(1.0, len(gramian) + 1, dtype=gramian.dtype)
+    return (gramian / gramian.diagonal().mean()) @ places.sin()
+
+
+def assert_step_is_exact(
+    model: nn.Module, x: Tensor, objectives: Objectives = PER_SAMPLE, steps: int = 3
+) -> None:
+    """Assert that several steps add up the same gradients as a twin without the fused step."""
+    twin = copy.deepcopy(model)
+    engine, other = (Engine(each, batch_dim=objectives.batch_dim) for each in (model, twin))
+    for step in range(steps):  # the first look for samples, and some free the graph
+        inputs = x + step if x.is_floating_point() else (x + step) % 6
+        weights = engine.backward(objectives.of(model(inputs)), weighting)
+        losses = objectives.of(twin(inputs))
+        expected = weighting(other.compute_gramian(losses))
+        losses.backward(expected.view(losses.shape))
+        assert_close_to_reference(weights, expected)
+    assert_gradients_are_close(model, twin)
+
+
+@pytest.mark.parametrize("objectives", EVERY_KIND, ids=repr)
+@pytest.mark.parametrize("make_model", MODELS)
+def test_gradients_are_exact(make_model: ModelFactory, objectives: Objectives) -> None:
+    assert_step_is_exact(make_model(), torch.randn(3, 4, 4), objectives)
+
+
+@pytest.mark.parametrize("objectives", EVERY_KIND, ids=repr)
+@pytest.mark.parametrize("make_model", LANGUAGE)
+def test_gradients_of_lookups_are_exact(make_model: ModelFactory, objectives: Objectives) -> None:
+    assert_step_is_exact(make_model(), torch.randint(6, (3, 4)), objectives)
+
+
+class Surrounded(nn.Module):
+    """A trunk with parameters of others behind it, in front of it, and inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.trunk, self.after = nn.Linear(3, 4), mlp(4, 4), nn.Linear(4, 2)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.after(self.trunk(self.before(x))))
+
+
+@pytest.mark.parametrize("objectives", [PER_SAMPLE, SEVERAL, COUPLED], ids=repr)
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_leaves_outside_of_the_engine(objectives: Objectives, retain_graph: bool) -> None:
+    """Heads, what is in front, inputs, and a parameter in the losses get ordinary gradients."""
+    model = Surrounded()
+    twin = copy.deepcopy(model)
+    model.temperature, twin.temperature = (nn.Parameter(torch.tensor(0.7)) for _ in range(2))
+    engine = Engine(model.trunk, batch_dim=objectives.batch_dim)
+    x, y = (torch.ones(4, 3).cumsum(0).requires_grad_() for _ in range(2))
+    for _ in range(3):
+        losses = objectives.of(model(x)) * model.temperature
+        weights, gramian = engine.backward(
+            losses, weighting, retain_graph=retain_graph, return_gramian=True
+        )
+        assert_close_to_reference(weights, weighting(gramian))
+        expected = objectives.of(twin(y)) * twin.temperature
+        expected.backward(weights.view(expected.shape))
+        if retain_graph:
+            losses.sum().backward()
+            expected = objectives.of(twin(y)) * twin.temperature
+            expected.sum().backward()
+    assert_gradients_are_close(model, twin)
+    assert_close_to_reference(x.grad, y.grad)
+
+
+def test_heads_need_no_second_pass_through_the_trunk() -> None:
+    """The trunk's activations have one backward pass, with heads of others behind it."""
+    trunk, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2)
+    engine = Engine(trunk)
+    passes = []
+    for _ in range(3):
+        hidden = trunk[1](trunk[0](batch(5, 3)))
+        hidden.register_hook(lambda _: passes.append("trunk"))
+        losses = per_sample(head(trunk[2](hidden).tanh()))
+        passes.clear()
+        engine.backward(losses, weighting)
+    assert passes == ["trunk"]
+    assert head.weight.grad is not None
+
+
+def test_a_second_engine_on_the_model_costs_no_pass() -> None:
+    """Its anchor is no leaf of the user's."""
+    model = mlp()
+    engines = [Engine(model), Engine(model)]
+    losses = per_sample(model(batch(4, 3)))
+    assert [engine._driver.leaves_outside(losses) for engine in engines] == [[], []]
+
+
+def test_graph_is_freed_on_the_way() -> None:
+    """Once the samples' places are known, as by an ordinary backward pass."""
+    model = mlp()
+    engine = Engine(model)
+    for _ in range(3):
+        losses = per_sample(model(batch(4, 3)))
+        engine.backward(losses, weighting)
+    with pytest.raises(RuntimeError, match="second time"):
+        losses.sum().backward()
+
+
+def test_memory_of_activations_is_freed_on_the_way() -> None:
+    saved: list[weakref.ref[Tensor]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        copied = x.clone()
+        saved.append(weakref.ref(copied))
+        return copied
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    engine = Engine(model)
+    for _ in range(3):
+        x = batch(4, 3)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            losses = per_sample(model(x))
+        engine.backward(losses, weighting)
+    alive = sum(each() is not None for each in saved)
+    assert alive <= 2, "more than what the first layer's call keeps"
+    assert losses.requires_grad
+
+
+@pytest.mark.parametrize("make_weighting", [UPGradWeighting, MGDAWeighting])
+def test_weightings_of_torchjd(make_weighting) -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    x = batch(4, 3)
+    engine, other = Engine(model), Engine(twin)
+    weights = engine.backward(per_sample(model(x)), make_weighting())
+    losses = per_sample(twin(x))
+    expected = make_weighting()(other.compute_gramian(losses))
+    losses.backward(expected)
+    assert_close_to_reference(weights, expected)
+    assert_gradients_are_close(model, twin)
+
+
+def test_weighting_runs_with_gradients_enabled() -> None:
+    """It may optimise something of its own."""
+    model = mlp()
+    scale = torch.ones(4, requires_grad=True)
+    seen = []
+
+    def learned(gramian: Tensor) -> Tensor:
+        (scale @ gramian @ scale).backward()
+        seen.append(scale.grad)
+        return scale * 2
+
+    engine = Engine(model)
+    weights = engine.backward(per_sample(model(batch(4, 3))), learned)
+    assert not weights.requires_grad
+    assert seen[0] is not None
+
+
+def test_weights_of_another_shape() -> None:
+    model = mlp()
+    engine = Engine(model)
+    with pytest.raises(InvalidOperandError, match="The weights have shape"):
+        engine.backward(per_sample(model(batch(4, 3))), lambda gramian: gramian[:2])
+
+
+def test_weights_of_the_shape_of_the_losses() -> None:
+    model = mlp()
+    twin = copy.deepcopy(model)
+    engine = Engine(model)
+    x, w = batch(4, 3), batch(4, 2)
+    engine.backward(model(x), lambda _: w)
+    twin(x).backward(w)
+    assert_gradients_are_close(model, twin)
+
+
+def test_no_objectives() -> None:
+    model = mlp()
+    engine = Engine(model)
+    weights, gramian = engine.backward(
+        per_sample(model(batch(0, 3))), weighting, return_gramian=True
+    )
+    assert weights.shape == (0,)
+    assert gramian.shape == (0, 0)
+
+
+def test_penalty_and_method_in_the_tail() -> None:
+    """Parameters that the losses reach past every tap."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.model(x)
+            penalty = sum(p.square().sum() for p in self.model.parameters())
+            return output + penalty * x[:, :1]
+
+    model = Penalised()
+    twin = copy.deepcopy(model)
+    engine, other = Engine(model.model), Engine(twin.model)
+    x = batch(4, 3)
+    for _ in range(3):
+        engine.backward(per_sample(model(x)), weighting)
+        losses = per_sample(twin(x))
+        losses.backward(weighting(other.compute_gramian(losses)))
+    assert_gradients_are_close(model, twin)
+
+
+def test_training_follows_the_two_passes() -> None:
+    """Ten steps of Adam with weight decay, a part that has no gradient, and changing shapes."""
+    model = nn.ModuleDict({"used": mlp(), "unused": nn.Linear(2, 2)})
+    twin = copy.deepcopy(model)
+    engine, other = Engine(model), Engine(twin)
+    optimizers = [torch.optim.AdamW(each.parameters(), weight_decay=0.1) for each in (model, twin)]
+    for step in range(10):
+        x = batch(4 + step % 2, 3)
+        engine.backward(F.softplus(per_sample(model["used"](x))), weighting)
+        losses = F.softplus(per_sample(twin["used"](x)))
+        losses.backward(weighting(other.compute_gramian(losses)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close_to_reference(ours.detach(), theirs.detach())
