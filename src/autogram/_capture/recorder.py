@@ -128,7 +128,7 @@ class Recorder(TorchFunctionMode):
         if rule and not any(x.is_complex() for x in tensors_in_call(call.args, call.kwargs)):
             recipes = _recipes(rule, call, operands)
             if recipes is not None:
-                return self._tapper.run_with_rule(call, operands, recipes)
+                return self._tapper.run_with_rule(call, operands, recipes, rule)
         body = None if rule else inlined(call.function)
         if body is not None:
             with self:
