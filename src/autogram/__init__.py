@@ -10,6 +10,7 @@ from autogram._errors import (
     InvalidLossesError,
     InvalidModulesError,
     InvalidOperandError,
+    InvalidOptionError,
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
@@ -17,6 +18,8 @@ from autogram._errors import (
     RuleCheckError,
     RuleError,
     UnsupportedError,
+    UnverifiedWarning,
+    VerificationError,
 )
 from autogram._jacobian import Jacobian
 
@@ -30,6 +33,7 @@ __all__ = [
     "InvalidLossesError",
     "InvalidModulesError",
     "InvalidOperandError",
+    "InvalidOptionError",
     "Jacobian",
     "MixedSamplesError",
     "NonFiniteError",
@@ -38,4 +42,6 @@ __all__ = [
     "RuleCheckError",
     "RuleError",
     "UnsupportedError",
+    "UnverifiedWarning",
+    "VerificationError",
 ]

@@ -17,6 +17,10 @@ class InvalidBatchDimError(AutogramError, IndexError):
     """``batch_dim`` is not a dimension of the losses."""
 
 
+class InvalidOptionError(AutogramError, ValueError):
+    """An argument of an engine is none of the values that it can have."""
+
+
 class NotConnectedError(AutogramError, ValueError):
     """No recorded use of a parameter is reachable from the losses."""
 
@@ -49,6 +53,22 @@ class UnsupportedError(AutogramError, NotImplementedError):
     """
 
 
+class VerificationError(AutogramError, ArithmeticError):
+    """The Gramian and an ordinary backward pass do not agree.
+
+    Attributes:
+        gaps: How far they are apart, relative to the larger, by the name of each parameter that is
+            concerned.
+        is_of_samples: Whether they agree where the whole batch is treated as one sample, so that
+            the samples are mixed.
+    """
+
+    def __init__(self, message: str, *, gaps: dict[str, float], is_of_samples: bool) -> None:
+        super().__init__(message)
+        self.gaps = gaps
+        self.is_of_samples = is_of_samples
+
+
 class RuleError(AutogramError, ValueError):
     """A rule is registered twice, or its recipe does not fit the call."""
 
@@ -63,3 +83,7 @@ class RuleCheckError(AutogramError, AssertionError):
 
 class CoupledObjectivesWarning(UserWarning):
     """The objectives are not per-sample, so the whole batch is treated as one sample."""
+
+
+class UnverifiedWarning(UserWarning):
+    """The Gramian could not be verified, because some gradients are not finite."""

@@ -2,7 +2,7 @@
 
 from autogram._blocks.block import Block, assemble
 from autogram._blocks.columns import Columns, Keep, block_of_lookup
-from autogram._blocks.gram import rows
+from autogram._blocks.gram import Plan, meta, rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
@@ -14,11 +14,13 @@ __all__ = [
     "Keep",
     "Layout",
     "Lookup",
+    "Plan",
     "Region",
     "Routed",
     "agree",
     "assemble",
     "block_of_lookup",
     "candidates",
+    "meta",
     "rows",
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
-from autogram._blocks.gram import forms_rows, gram, merge, rows
+from autogram._blocks.gram import Plan, forms_rows, gram, merge, plans, rows
 from autogram._blocks.lookup import (
     Lookup,
     concatenate,
@@ -100,6 +100,16 @@ class Columns:
             dense = self._blocks.get(self._whole, [])
             totals.append(gram_of_lookup(concatenate(self._lookups), dense, limit))
         return reduce(torch.add, totals) if totals else None
+
+    def plans(self, device: str, limit: int) -> list[tuple[Plan, ...]]:
+        """What :meth:`gram` would consider for each region on a device, lookups left out.
+
+        It looks at shapes alone, so that the blocks may be without data.
+        """
+        self._unify()
+        if self._has_overlaps:
+            return [plans(self._spread(), device, limit)]
+        return [plans(blocks, device, limit) for blocks in self._blocks.values()]
 
     def square_norms(self, limit: int) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""

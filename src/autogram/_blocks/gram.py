@@ -44,6 +44,10 @@ class Plan:
     chunks: int
     cost: int
     """In multiply-adds, memory traffic included."""
+    multiplications: int
+    """Multiply-adds alone."""
+    elements: int
+    """Of the largest intermediate result."""
 
 
 def gram(blocks: Sequence[Block], limit: int) -> Tensor:
@@ -57,9 +61,7 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
         All inner products of rows, of shape ``(k, b, k, b)``.
     """
     blocks = merge(blocks)
-    operand = blocks[0].operands[0]
-    if operand.device.type == "cpu":
-        limit = min(limit, CPU_BYTES // operand.element_size())
+    limit = _limit_on(blocks[0].operands[0].device.type, blocks[0], limit)
     plan = find_plan(tuple((block.equation, block.shapes) for block in blocks), limit)
     if plan.method == "rows":
         return _gram_of_rows(blocks, plan)
@@ -140,18 +142,30 @@ def _join(blocks: list[Block]) -> Block:
     return Block(f"{equation}->{output}", tuple(torch.stack(uses) for uses in operands))
 
 
-@lru_cache(maxsize=4096)
 def find_plan(signature: Signature, limit: int) -> Plan:
-    """The cheaper of forming rows once and of contracting factors, within the memory limit.
+    """The cheaper of forming rows once and of contracting factors, within the memory limit."""
+    return find_plans(signature, limit)[0]
+
+
+@lru_cache(maxsize=4096)
+def find_plans(signature: Signature, limit: int) -> tuple[Plan, ...]:
+    """All ways that are considered, the cheapest first.
 
     An einsum path optimiser asked for the whole product cannot see that the rows are used twice,
     so the two are compared here. Both are cut into pieces where they exceed the limit.
     """
-    blocks = [Block(equation, _meta(shapes)) for equation, shapes in signature]
+    blocks = [Block(equation, meta(shapes)) for equation, shapes in signature]
     by_rows = _plan_rows(blocks, limit)
     if len(blocks) > _MOST_BLOCKS_IN_PAIRS:
-        return by_rows
-    return min(by_rows, _plan_factors(blocks, limit), key=lambda plan: plan.cost)
+        return (by_rows,)
+    return tuple(sorted((by_rows, _plan_factors(blocks, limit)), key=lambda plan: plan.cost))
+
+
+def plans(blocks: Sequence[Block], device: str, limit: int) -> tuple[Plan, ...]:
+    """All ways that :func:`gram` would consider for some blocks on a device, the cheapest first."""
+    blocks = merge(blocks)
+    signature = tuple((block.equation, block.shapes) for block in blocks)
+    return find_plans(signature, _limit_on(device, blocks[0], limit))
 
 
 def _plan_rows(blocks: list[Block], limit: int) -> Plan:
@@ -161,6 +175,7 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
     n = prod(sizes[label] for label in blocks[0].parameter)
     paths = [find_path(block.equation, block.shapes) for block in blocks]
     cost = sum(path.cost for path in paths) + m * m * n + MEMORY_COST * (m * m + m * n)
+    work = sum(path.multiplications for path in paths) + m * m * n
     pairs = [pair for block in blocks for pair in zip(block.shapes, block.inputs, strict=True)]
     shape, labels = max(pairs, key=lambda pair: prod(pair[0]))
     elements = max(prod(shape), *(path.largest for path in paths))
@@ -170,7 +185,9 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
     order = [label for label in labels if label in blocks[0].parameter] + inner
     enough = [label for label in order if sizes[label] * limit >= elements]
     label = next(iter(enough), max(order, key=lambda label: sizes[label], default=""))
-    return Plan("rows", label, _chunks(elements, limit, sizes.get(label, 1)), cost)
+    chunks = _chunks(elements, limit, sizes.get(label, 1))
+    largest = max(path.largest for path in paths)
+    return Plan("rows", label, chunks, cost, work, -(-largest // chunks))
 
 
 def _plan_factors(blocks: list[Block], limit: int) -> Plan:
@@ -180,8 +197,15 @@ def _plan_factors(blocks: list[Block], limit: int) -> Plan:
         for i, p in enumerate(blocks)
         for q in blocks[: i + 1]
     ]
-    chunks = _chunks(max(path.largest for path in paths), limit, blocks[0].sizes["b"])
-    return Plan("factors", "b", chunks, sum(path.cost for path in paths))
+    elements = max(path.largest for path in paths)
+    chunks = _chunks(elements, limit, blocks[0].sizes["b"])
+    cost, work = (sum(n) for n in zip(*((p.cost, p.multiplications) for p in paths), strict=True))
+    return Plan("factors", "b", chunks, cost, work, -(-elements // chunks))
+
+
+def _limit_on(device: str, block: Block, limit: int) -> int:
+    """The number of elements that an intermediate result should have on a device."""
+    return min(limit, CPU_BYTES // block.dtype.itemsize) if device == "cpu" else limit
 
 
 def _chunks(elements: int, limit: int, size: int) -> int:
@@ -274,6 +298,6 @@ def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str
     return f"{first_inputs},{moved}->{product}"
 
 
-def _meta(shapes: Shapes) -> tuple[Tensor, ...]:
+def meta(shapes: Shapes) -> tuple[Tensor, ...]:
     """Tensors without data, to plan with."""
     return tuple(torch.empty(shape, device="meta") for shape in shapes)

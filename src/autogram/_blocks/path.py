@@ -46,6 +46,11 @@ class Path:
         return sum(step.multiplications + MEMORY_COST * step.elements for step in self.steps)
 
     @property
+    def multiplications(self) -> int:
+        """Multiply-adds."""
+        return sum(step.multiplications for step in self.steps)
+
+    @property
     def largest(self) -> int:
         """Elements of the largest result on the way."""
         return max(step.elements for step in self.steps)

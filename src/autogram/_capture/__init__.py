@@ -3,7 +3,19 @@
 from autogram._capture.accumulate import accumulate
 from autogram._capture.driver import BatchDim, Driver
 from autogram._capture.objectives import Objectives
+from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
+from autogram._capture.verification import Verify
 
-__all__ = ["BatchDim", "Channel", "Driver", "Objectives", "Recordings", "accumulate"]
+__all__ = [
+    "BatchDim",
+    "Channel",
+    "Driver",
+    "Entry",
+    "Objectives",
+    "Record",
+    "Recordings",
+    "Verify",
+    "accumulate",
+]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Folded, Layout, Region, agree
+from autogram._blocks import Block, Columns, Folded, Layout, Lookup, Region, agree
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.sinks import Sink
@@ -34,6 +34,26 @@ class UnknownLayoutError(Exception):
         self.is_needed = is_needed
 
 
+class Observer(Protocol):
+    """Who is told what an assembly does."""
+
+    def restart(self, objectives: Objectives) -> None:
+        """A pass begins, and what an earlier one has shown is void."""
+        ...
+
+    def see_block(
+        self,
+        use: Use,
+        layout: Layout | None,
+        cotangent: Tensor,
+        tracked: Tracked,
+        region: Region,
+        block: Block | Lookup,
+    ) -> None:
+        """A use has a block for a tracked tensor."""
+        ...
+
+
 class Assembly(Generic[S]):
     """A receiver of cotangents that puts the columns of each parameter together.
 
@@ -47,13 +67,22 @@ class Assembly(Generic[S]):
             ``None`` if all is one sample.
         limit: The number of elements that one intermediate result may have.
         sink: What to do with the columns of a parameter.
+        observers: Who is told of each block.
     """
 
-    def __init__(self, channel: Channel, layouts_of: LayoutsOf | None, limit: int, sink: S) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        layouts_of: LayoutsOf | None,
+        limit: int,
+        sink: S,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._channel = channel
         self._layouts_of = layouts_of
         self._limit = limit
         self._sink = sink
+        self._observers = observers
         self._columns: dict[Tensor, Columns] = {}
         self._derived: dict[Tracked, Columns] = {}
         self._arrived: Counter[Tracked] = Counter()
@@ -115,6 +144,8 @@ class Assembly(Generic[S]):
         dtype = torch.promote_types(cotangent.dtype, torch.float32)
         blocks = use.contributions(layout, cotangent.to(dtype), saved, self._limit)
         for tracked, region, block in blocks:
+            for observer in self._observers:
+                observer.see_block(use, layout, cotangent, tracked, region, block)
             if tracked.region is not None:
                 self._columns_of(tracked.sources[0]).add(region, block)
             else:

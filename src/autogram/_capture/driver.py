@@ -5,29 +5,36 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._blocks import Keep, Routed
-from autogram._capture.assembly import Assembly, LayoutsOf, UnknownLayoutError
+from autogram._capture.assembly import Assembly, LayoutsOf, Observer, UnknownLayoutError
+from autogram._capture.diagnosis import confirm
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Layouts, find_layouts
+from autogram._capture.record import Record
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.sinks import GramianSum, Sink, Store, StoreWithGramian
 from autogram._capture.tail import Tail
 from autogram._capture.tracked import track_parameter
 from autogram._capture.use import FallbackUse, Use, describe
+from autogram._capture.verification import Check, Comparison, Schedule, Verify
 from autogram._capture.visit import visit
 from autogram._errors import (
+    AutogramError,
     CoupledObjectivesWarning,
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
+    UnverifiedWarning,
+    VerificationError,
 )
 
 BatchDim = int | Literal["auto"] | None
@@ -36,12 +43,29 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Sink)
 Key = tuple[int, tuple[int, ...], int | None, int]
 
-# From `warnings.warn` through `_warn`, `_collect`, `gramian` and `Engine` to the user's line.
-_USER_LEVEL = 5
+# From `warnings.warn` through `_warn` or `_confirm`, `_assemble_or_retreat`, `_collect`, `gramian`
+# and `Engine` to the user's line.
+_USER_LEVEL = 6
 
 # How many signatures of forward passes to remember layouts for. Batches of varying length have one
 # each; a forgotten one costs one backward pass through the activations.
 _REMEMBERED = 512
+
+
+@dataclass(frozen=True)
+class Job(Generic[S]):
+    """What to do with the columns of J, and who looks on."""
+
+    make_sink: Callable[[Check | None], S]
+    check: Check | None = None
+    record: Record | None = None
+    must_verify: bool = False
+    retain_graph: bool = True
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who is told of each block."""
+        return [observer for observer in (self.check, self.record) if observer is not None]
 
 
 class Driver:
@@ -52,9 +76,15 @@ class Driver:
         batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
             ``"auto"`` to find out.
         limit: The number of elements that one intermediate result may have.
+        verify: When to compare with an ordinary backward pass.
+
+    Attributes:
+        record: What the last call did.
     """
 
-    def __init__(self, channel: Channel, batch_dim: BatchDim, limit: int) -> None:
+    def __init__(
+        self, channel: Channel, batch_dim: BatchDim, limit: int, verify: Verify = "first"
+    ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
@@ -62,12 +92,22 @@ class Driver:
         self._mixed: dict[Key, str] = {}
         self._structures: dict[tuple[int, int | None, int], None] = {}
         self._calls = 0
+        self._schedule = Schedule(verify, _REMEMBERED)
+        self.record = Record(limit)
+        self._recorded: int | None = None
+        self._has_sought = False
         self._has_warned = False
 
-    def gramian(self, losses: Tensor) -> Tensor:
+    def gramian(self, losses: Tensor, *, verify: bool = False) -> Tensor:
         """The Gramian of the losses, ``(m, m)``.
 
+        Args:
+            losses: The objectives.
+            verify: Whether to verify this call, whatever is due, and to raise where that cannot be
+                done.
+
         Raises:
+            VerificationError: It was verified, and is wrong.
             NotConnectedError: The losses do not depend on a recorded use of a parameter.
             MixedSamplesError: ``batch_dim`` is a dimension, and the losses are not per-sample.
             NonFiniteError: A cotangent in which the samples are sought is not finite.
@@ -75,7 +115,8 @@ class Driver:
         """
         # What is computed here is no part of a graph, and is exact whatever the user's autocast.
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            objectives, found = self._collect(losses, partial(GramianSum, self._limit))
+            make_sink = partial(GramianSum, self._limit)
+            objectives, found = self._collect(losses, make_sink, verify=verify)
             return found.arranged(objectives)
 
     def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, Store]:
@@ -135,27 +176,80 @@ class Driver:
         return names
 
     def _collect(
-        self, losses: Tensor, make_sink: Callable[[], S], *, retain_graph: bool = True
+        self,
+        losses: Tensor,
+        make_sink: Callable[[Check | None], S],
+        *,
+        verify: bool = False,
+        retain_graph: bool = True,
     ) -> tuple[Objectives, S]:
-        """The columns of J for all parameters, with samples or without."""
+        """The columns of J for all parameters, verified and recorded where that is due."""
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
         with explaining_freed_graphs():
             tail = Tail.of(self._channel, losses)
+        recordings = self._channel.recordings
+        signature = hash(frozenset(self._key(found, objectives, tail) for found in recordings))
+        structure = hash((frozenset(found.structure for found in recordings), tail.structure))
+        check = self._schedule.next(losses, structure, must=verify)
+        record = Record(self._limit) if signature != self._recorded else None
+        self._has_sought = False
+        job = Job(make_sink, check, record, verify, retain_graph or check is not None)
+        found = self._assemble_or_retreat(objectives, tail, job)
+        if record is not None:
+            record.finish(recordings)
+            self.record, self._recorded = record, signature
+        self.record.has_sought = self._has_sought
+        return found
+
+    def _assemble_or_retreat(
+        self, objectives: Objectives, tail: Tail, job: Job[S]
+    ) -> tuple[Objectives, S]:
+        """The columns of J with samples, or without where there are none."""
         if objectives.samples > 1:
             try:
-                found = self._assemble_per_sample(objectives, tail, make_sink, retain_graph)
-                return objectives, found
+                sink = self._assemble_per_sample(objectives, tail, job)
+                self._confirm(objectives, sink, job)
+                return objectives, sink
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":
                     raise
                 self._warn(error)
-        objectives = Objectives(losses, None)
-        return objectives, self._assemble(objectives, tail, None, make_sink, retain_graph)
+            except VerificationError as error:
+                if self._batch_dim != "auto" or not error.is_of_samples:
+                    raise
+                for recording in self._channel.recordings:
+                    self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
+                self._warn(error)
+        objectives = Objectives(objectives.losses, None)
+        sink = self._assemble(objectives, tail, None, job, job.retain_graph)
+        self._confirm(objectives, sink, job)
+        return objectives, sink
 
-    def _assemble_per_sample(
-        self, objectives: Objectives, tail: Tail, make_sink: Callable[[], S], retain_graph: bool
-    ) -> S:
+    def _confirm(self, objectives: Objectives, sink: S, job: Job[S]) -> None:
+        """Raises if what a sink has is wrong, as far as a check shows it."""
+        if job.check is None:
+            return
+        gramian = sink.arranged(objectives) if isinstance(sink, GramianSum) else None
+        in_whole = None if objectives.samples == 1 else self._differing_in_whole
+        try:
+            confirm(gramian, job.check, self._channel, in_whole)
+        except NonFiniteError as error:
+            if job.must_verify:
+                raise
+            warnings.warn(str(error), UnverifiedWarning, stacklevel=_USER_LEVEL)
+
+    def _differing_in_whole(self, check: Check) -> list[Comparison]:
+        """What differs if the losses are one objective of one sample: no places."""
+        with torch.enable_grad():
+            total = (check.losses * check.vector).sum()
+        whole = Check(total, torch.ones_like(total))
+        job = Job(partial(GramianSum, self._limit), whole)
+        tail = Tail.of(self._channel, total)
+        self._assemble(Objectives(total, None), tail, None, job, retain_graph=True)
+        return whole.differing(whole.compare(self._channel))
+
+    def _assemble_per_sample(self, objectives: Objectives, tail: Tail, job: Job[S]) -> S:
         """The columns for per-sample losses, after a look for the samples where it is needed."""
         # Values can couple samples where no shape changes (a margin that is exceeded, a mixing
         # weight). Another look at the calls 2, 4, 8, ... costs nothing on average.
@@ -172,9 +266,9 @@ class Driver:
 
         while True:
             # Where a layout is missing, the pass may stop half-way, and begin again.
-            must_retain = retain_graph or not self._are_settled(layouts_of)
+            must_retain = job.retain_graph or not self._are_settled(layouts_of)
             try:
-                return self._assemble(objectives, tail, layouts_of, make_sink, must_retain)
+                return self._assemble(objectives, tail, layouts_of, job, must_retain)
             except UnknownLayoutError as unknown:
                 if unknown.is_needed and unknown.use in sought:
                     raise MixedSamplesError(
@@ -193,6 +287,7 @@ class Driver:
 
         Irregular ones, such as those of tokens that are routed to experts, are measured each time.
         """
+        self._has_sought = True
         recording = unknown.use.recording
         structure = (recording.structure, objectives.batch_dim, tail.structure)
         wanted = unknown.use if unknown.is_needed else None
@@ -231,14 +326,18 @@ class Driver:
         objectives: Objectives,
         tail: Tail,
         layouts_of: LayoutsOf | None,
-        make_sink: Callable[[], S],
+        job: Job[S],
         retain_graph: bool,
     ) -> S:
         """One pass past the taps, with the layouts that are known."""
         in_tail = self._use_in_tail(objectives.losses, tail)
 
         def start() -> Assembly[S]:
-            assembly = Assembly(self._channel, layouts_of, self._limit, make_sink())
+            observers = job.observers
+            for observer in observers:
+                observer.restart(objectives)
+            sink = job.make_sink(job.check)
+            assembly = Assembly(self._channel, layouts_of, self._limit, sink, observers)
             if in_tail is not None:
                 assembly.add_tail(in_tail, objectives)
             return assembly
@@ -290,7 +389,7 @@ class Driver:
         if len(memory) > max(_REMEMBERED, len(self._channel.recordings)):
             del memory[next(iter(memory))]
 
-    def _warn(self, error: MixedSamplesError) -> None:
+    def _warn(self, error: AutogramError) -> None:
         """Tells the user, once, that the whole batch is treated as one sample."""
         if self._has_warned:
             return

@@ -48,6 +48,12 @@ class Objectives:
         eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
         return self._arrange(eye.unsqueeze(-1).expand(k, k, b))
 
+    def by_sample(self, values: Tensor) -> Tensor:
+        """Values of the shape of the losses as ``(k, b)``."""
+        if self.batch_dim is None:
+            return values.reshape(-1, 1)
+        return values.movedim(self.batch_dim, -1).reshape(-1, self.samples)
+
     def weighted(self, weights: Tensor) -> Tensor:
         """A weight for each sample, ``(b,)``, as a cotangent ``(1, *losses)``.
 

@@ -130,7 +130,7 @@ class Recorder(TorchFunctionMode):
         if rule and not any(x.is_complex() for x in tensors):
             recipes = _recipes(rule, call, operands)
             if recipes is not None:
-                return self._tapper.run_with_rule(call, operands, recipes)
+                return self._tapper.run_with_rule(call, operands, recipes, rule)
         body = None if rule else inlined(call.function)
         if body is not None:
             with self:

@@ -46,8 +46,8 @@ class Channel:
         return any(reference is not None and reference() is tensor for reference in found)
 
     @contextmanager
-    def visiting(self, receive: Receiver, hidden: int | None = None) -> Iterator[None]:
-        """Shows cotangents to ``receive``."""
+    def visiting(self, receive: Receiver | None, hidden: int | None = None) -> Iterator[None]:
+        """Shows cotangents to ``receive``, or to nobody in a pass that is not for the taps."""
         before = self.receive, self.hidden
         self.receive, self.hidden = receive, hidden
         references = [found for recording in self.recordings for found in recording.retained]

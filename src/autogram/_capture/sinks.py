@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autogram._blocks import Columns, Keep
 from autogram._capture.objectives import Objectives
+from autogram._capture.verification import Check
 
 
 class Sink(Protocol):
@@ -24,21 +25,24 @@ class GramianSum:
 
     Args:
         limit: The number of elements that one intermediate result may have.
+        check: The verification of this pass, if there is one.
 
     Attributes:
         total: The Gramian, ``(k, b, k, b)``, or ``None`` as long as nothing but zeros came.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, check: Check | None = None) -> None:
         self._limit = limit
+        self._check = check
         self.total: Tensor | None = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Adds the Gramian of the columns to the total."""
-        del parameter
         part = columns.gram(self._limit)
         if part is None:
             return
+        if self._check is not None:
+            self._check.see_gramian(parameter, part)
         if self.total is None:
             self.total = part
         else:
@@ -60,12 +64,14 @@ class Store:
     Args:
         form: Whether to keep factors or rows.
         limit: The number of elements that one intermediate result may have.
+        check: The verification of this pass, if there is one.
 
     Attributes:
         columns: Those of each parameter that the losses reach.
     """
 
-    def __init__(self, form: Keep, limit: int) -> None:
+    def __init__(self, form: Keep, limit: int, check: Check | None = None) -> None:
+        self._check = check
         self._form: Keep = form
         self._limit = limit
         self.columns: dict[Tensor, Columns] = {}
@@ -75,6 +81,8 @@ class Store:
         assert parameter not in self.columns
         columns.keep(self._form, self._limit)
         self.columns[parameter] = columns
+        if self._check is not None:
+            self._check.see_columns(parameter, columns, self._limit)
 
 
 class StoreWithGramian(Store):
@@ -84,8 +92,8 @@ class StoreWithGramian(Store):
         gramian: The Gramian so far.
     """
 
-    def __init__(self, form: Keep, limit: int) -> None:
-        super().__init__(form, limit)
+    def __init__(self, form: Keep, limit: int, check: Check | None = None) -> None:
+        super().__init__(form, limit, check)
         self.gramian = GramianSum(limit)
 
     def take(self, parameter: Tensor, columns: Columns) -> None:

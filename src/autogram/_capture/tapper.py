@@ -17,7 +17,7 @@ from autogram._capture.tracked import Tracked
 from autogram._capture.use import FallbackUse, JointOperands, Operand, RuleUse, Use
 from autogram._capture.vjp import Inputs
 from autogram._errors import RuleError
-from autogram.rules import JointRecipe, Recipe, product
+from autogram.rules import JointRecipe, Recipe, Rule, product
 
 Operands = list[tuple[Tensor, Tracked]]
 Recipes = Sequence[Recipe | JointRecipe]
@@ -30,7 +30,7 @@ class Tapper:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def run_with_rule(self, call: Call, operands: Operands, recipes: Recipes) -> Any:
+    def run_with_rule(self, call: Call, operands: Operands, recipes: Recipes, rule: Rule) -> Any:
         """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         in_place = call.kind.is_in_place
         saved = [
@@ -51,7 +51,7 @@ class Tapper:
                         "results, which requires a gradient. Return recipes with each `output`."
                     )
                 own = [recipes[n] for n in chosen]
-                use = self._rule_use(call.kind.name, tensor, own, operands)
+                use = self._rule_use(call.kind.name, tensor, own, operands, rule)
                 kept = [x for n in chosen for x in saved[n]]
                 tapped[id(tensor)] = tap(use, tensor, kept, in_place=in_place)
         return output if in_place else exchange(output, tapped)
@@ -97,10 +97,13 @@ class Tapper:
         """A module's output that is computed from parameters alone, with a tap."""
         letters = "TSRUVWXYZ"[: tensor.dim()]
         recipe = product(tensor, f"{letters}->{letters}")
-        use = self._rule_use("the output of the module", tensor, [recipe], [(tensor, tracked)])
+        name = "the output of the module"
+        use = self._rule_use(name, tensor, [recipe], [(tensor, tracked)], None)
         return tap(use, tensor, (), in_place=False)
 
-    def _rule_use(self, name: str, output: Tensor, recipes: Recipes, operands: Operands) -> RuleUse:
+    def _rule_use(
+        self, name: str, output: Tensor, recipes: Recipes, operands: Operands, rule: Rule | None
+    ) -> RuleUse:
         """The record of a call with a rule."""
         by_id = {id(tensor): tracked for tensor, tracked in operands}
         found: list[Operand | JointOperands] = []
@@ -115,7 +118,7 @@ class Tapper:
                 found.append(Operand(tracked[0], recipe.form, own))
             start = stop
         recording = self._recording
-        use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found))
+        use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found), rule)
         return self._enter(use)
 
     def _fallback_use(

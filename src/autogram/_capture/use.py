@@ -15,7 +15,7 @@ from autogram._blocks import Block, Layout, Lookup, Region
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.vjp import Inputs, many_vjps
-from autogram.rules import Form, JointForm
+from autogram.rules import Form, JointForm, Rule
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
 
@@ -103,6 +103,8 @@ class RuleUse:
     function: str
     shape: tuple[int, ...]
     operands: tuple[Operand | JointOperands, ...]
+    rule: Rule | None
+    """The rule that gave the recipes, or ``None`` where no rule is needed."""
 
     @property
     def reads(self) -> tuple[Tracked, ...]:

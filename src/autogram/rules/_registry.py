@@ -31,7 +31,7 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
     Args:
         functions: Torch functions as ``__torch_function__`` names them: ``torch.Tensor.add`` for
             ``x + y``, ``torch.conv2d`` for ``F.conv2d``, ``torch.ops.library.name.default`` for an
-            operator of ``torch.library``. Or custom autograd Functions (the classes): their ``apply``
+            operator of ``torch.library``. Or custom autograd Functions (the classes): their `apply`
             is exchanged for one that recordings see, and that does the same otherwise; take
             shorthands such as ``scale = Scale.apply`` after that.
 

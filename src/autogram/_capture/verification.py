@@ -1,0 +1,226 @@
+"""Verification: the Gramian against one ordinary backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block, Columns, Layout, Lookup, Region
+from autogram._capture.graph import explaining_freed_graphs
+from autogram._capture.objectives import Objectives
+from autogram._capture.recording import Channel
+from autogram._capture.tracked import Tracked
+from autogram._capture.use import Use
+
+Verify = Literal["first", "always", "never"]
+
+# With TF32, matrix products and convolutions of float32 numbers keep ten bits of each.
+_EPSILON_OF_TF32 = 2.0**-10
+
+
+@dataclass
+class Comparison:
+    """One parameter on both sides: uᵀ G u by the engine, and the squared norm of Jᵀ u by autograd.
+
+    Both are sums over the elements of the parameter, so that each parameter is compared alone.
+    """
+
+    name: str
+    gramian: float = 0.0
+    scale: float = 0.0
+    """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
+    gradient: float = 0.0
+    uses: dict[str, Use] = field(default_factory=dict)
+    """The uses that were seen, by function."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether anything can be said."""
+        return isfinite(self.gramian) and isfinite(self.gradient)
+
+    @property
+    def gap(self) -> float:
+        """How far both are apart, relative to the larger of them and of the scale."""
+        largest = max(self.gramian, self.gradient, self.scale)
+        return abs(self.gramian - self.gradient) / largest if largest else 0.0
+
+
+class Check:
+    """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
+
+    It is an observer of assemblies, from which it learns the Gramian of each parameter.
+
+    Args:
+        losses: The objectives.
+        vector: u, of the shape of the losses.
+
+    References:
+        Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
+    """
+
+    def __init__(self, losses: Tensor, vector: Tensor) -> None:
+        self.losses = losses
+        self.vector = vector
+        self.comparisons: dict[Tensor, Comparison] = {}
+        self.epsilon = _epsilon(losses, losses.dtype)
+        self._by_sample = vector
+
+    def restart(self, objectives: Objectives) -> None:
+        """Forgets the Gramian of an earlier pass."""
+        self._by_sample = objectives.by_sample(self.vector)
+        self.comparisons.clear()
+
+    def see_block(
+        self,
+        use: Use,
+        layout: Layout | None,
+        cotangent: Tensor,
+        tracked: Tracked,
+        region: Region,
+        block: Block | Lookup,
+    ) -> None:
+        """Notes which calls a parameter is used in, and their precision."""
+        del layout, region, block
+        self.epsilon = max(self.epsilon, _epsilon(cotangent, cotangent.dtype))
+        for parameter in tracked.sources:
+            name = use.recording.names.get(parameter, "")
+            self.comparisons.setdefault(parameter, Comparison(name)).uses[use.function] = use
+
+    def see_gramian(self, parameter: Tensor, part: Tensor) -> None:
+        """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
+        u = self._by_sample.flatten().to(part.device, torch.float64)
+        part = part.flatten(2).flatten(0, 1).to(torch.float64)
+        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison.gramian += float(u @ part @ u)
+        comparison.scale += float(u.square() @ part.diagonal())
+
+    def see_columns(self, parameter: Tensor, columns: Columns, limit: int) -> None:
+        """Takes in the rows of one parameter, which are kept, by their products."""
+        u = self._by_sample
+        gradient, norms = columns.weighted_sum(u.unsqueeze(0), limit), columns.square_norms(limit)
+        if gradient is None or norms is None:
+            return
+        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison.gramian += _squared_norm(gradient)
+        comparison.scale += float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+
+    def compare(self, channel: Channel) -> list[Comparison]:
+        """Does the ordinary backward pass, and puts its gradients beside what was seen.
+
+        Returns:
+            One comparison for each trainable parameter of the engine's modules.
+        """
+        names = {p: name for recording in channel.recordings for p, name in recording.names.items()}
+        parameters = [p for p in names if p.requires_grad]
+        with _without_hooks(parameters), channel.visiting(None), explaining_freed_graphs():
+            gradients = torch.autograd.grad(
+                [self.losses], parameters, [self.vector], retain_graph=True, allow_unused=True
+            )
+        compared = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            comparison = self.comparisons.get(parameter, Comparison(""))
+            comparison.name = names[parameter]
+            if gradient is not None:
+                self.epsilon = max(self.epsilon, _epsilon(gradient, parameter.dtype))
+                comparison.gradient = _squared_norm(gradient)
+            compared.append(comparison)
+        return compared
+
+    def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
+        """The parameters for which rounding cannot explain how far both sides are apart.
+
+        Adding n numbers one after the other errs by about √n roundings, and a sum of more than
+        1 / ε numbers gains nothing from the next one: so √ε is what an honest computation in a
+        dtype of precision ε may be off, relative to uᵀ G u as it is on average. Where the parts of
+        a gradient cancel (the bias in front of a normalisation), what is left is their rounding,
+        ε² of what they were; that is not known, so the network's gradient as a whole stands for it.
+        """
+        t = sqrt(self.epsilon)
+        total = sum(max(c.scale, c.gradient) for c in compared)
+        return [
+            c
+            for c in compared
+            if abs(c.gramian - c.gradient) > t * max(c.scale, c.gramian) + t * t * total
+        ]
+
+
+class Schedule:
+    """When to verify, and with which vector.
+
+    Args:
+        mode: ``"first"`` for the calls 1, 2, 4, 8, ... and whenever the recorded calls are new.
+        capacity: How many sequences of calls to remember.
+    """
+
+    def __init__(self, mode: Verify, capacity: int) -> None:
+        self._mode = mode
+        self._capacity = capacity
+        self._calls = 0
+        self._seen: dict[int, None] = {}
+        # Of its own: the user's random state is not touched.
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def next(self, losses: Tensor, signature: int, *, must: bool) -> Check | None:
+        """The check of the next call, if one is due or must be."""
+        self._calls += 1
+        if self._mode == "first":
+            must |= self._calls.bit_count() == 1 or signature not in self._seen
+            self._seen[signature] = None
+            if len(self._seen) > self._capacity:
+                del self._seen[next(iter(self._seen))]
+        return self.check(losses) if must or self._mode == "always" else None
+
+    def check(self, losses: Tensor) -> Check:
+        """A check with a new vector.
+
+        Its entries are 1 or 2, with random signs: powers of two, with which products are exact.
+        Equal entries would not show that samples are mixed, and entries of sum zero would not show
+        what is missing from all objectives alike, so neither is used.
+        """
+        m = losses.numel()
+        while True:
+            u = torch.randint(4, (m,), generator=self._generator, device="cpu")
+            u = torch.tensor([-2, -1, 1, 2], device="cpu")[u]
+            if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
+                return Check(losses, u.to(losses.device, losses.dtype).view(losses.shape))
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
+    hooks = [p._backward_hooks for p in parameters if p._backward_hooks]
+    kept = [dict(of_parameter) for of_parameter in hooks]
+    for of_parameter in hooks:
+        of_parameter.clear()  # autograd holds the same object
+    try:
+        yield
+    finally:
+        for of_parameter, before in zip(hooks, kept, strict=True):
+            of_parameter.update(before)
+
+
+def _squared_norm(gradient: Tensor) -> float:
+    """The squared norm of a gradient, in double precision."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def _epsilon(tensor: Tensor, dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers of a dtype around one, as far as products keep it."""
+    if dtype == torch.float32 and tensor.is_cuda and _may_use_tf32():
+        return _EPSILON_OF_TF32
+    return float(torch.finfo(dtype).eps)
+
+
+def _may_use_tf32() -> bool:
+    """Whether float32 products on a GPU may be rounded to TF32."""
+    try:
+        return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set through the other of PyTorch's two interfaces
+        return True

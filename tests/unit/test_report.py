@@ -1,0 +1,224 @@
+"""The report on the last Gramian: numbers by hand, words, and nothing that is kept alive."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine
+from autogram._blocks import gram
+from autogram._capture.containers import tensors_in
+from autogram._capture.record import Record
+from autogram._report import ParameterReport, Report
+from autogram.rules import Recipe, product
+from autogram.rules._registry import _RULES
+from tests.unit.engines import batch, mlp, per_sample
+
+
+def report_on(model: nn.Module, *inputs: Tensor, calls: int = 1, **options: Any) -> Report:
+    """The report after some calls."""
+    engine = Engine(model, **options)
+    for _ in range(calls):
+        engine.compute_gramian(per_sample(model(*inputs)))
+    return engine.report()
+
+
+def by_name(report: Report) -> dict[str, ParameterReport]:
+    return {of.name: of for of in report.parameters}
+
+
+def test_nothing_was_computed() -> None:
+    engine = Engine(mlp())
+    assert str(engine) == "No Gramian has been computed yet."
+    assert engine.report().to_dict()["parameters"] == []
+
+
+def test_numbers_of_a_linear_layer() -> None:
+    """Floating-point operations are two for each multiply-add."""
+    b, t, o, i = 6, 20, 3, 2
+    of = by_name(report_on(nn.Linear(i, o), batch(b, t, i)))["weight"]
+    assert (of.shape, of.plan) == ((o, i), "rows")
+    assert of.flops == 2 * (b * t * o * i + b * b * o * i)
+    assert of.gradient_flops == 2 * b * t * o * i
+    itemsize = torch.get_default_dtype().itemsize
+    # A cotangent and an input for each position, and cotangents times inputs.
+    assert of.bytes == itemsize * (b * t * (o + i) + b * o * i)
+    assert of.costs["rows"] < of.costs["factors"]
+
+
+def test_factors_where_they_cost_less() -> None:
+    b, o, i = 4, 30, 20
+    of = by_name(report_on(nn.Linear(i, o), batch(b, i)))["weight"]
+    assert of.plan == "factors"
+    assert of.flops == 2 * b * b * (o + i + 1)
+    assert of.costs["factors"] < of.costs["rows"]
+
+
+def test_shares_and_totals() -> None:
+    report = report_on(mlp(), batch(5, 3))
+    assert sum(of.share for of in report.parameters) == pytest.approx(1)
+    assert report.flops == sum(of.flops for of in report.parameters) > 0
+    assert report.gradient_flops == sum(of.gradient_flops for of in report.parameters) > 0
+    assert [of.name for of in report.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_dict_for_programs() -> None:
+    report = report_on(mlp(), batch(5, 3))
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found == report.to_dict()
+    assert found["flops"] == report.flops
+    assert found["parameters"][0]["shape"] == [5, 3]
+    assert found["parameters"][0]["uses"][0]["layout"] == "dimension 0 (samples 5)"
+
+
+def test_table() -> None:
+    model = mlp()
+    engine = Engine(model)
+    engine.compute_gramian(per_sample(model(batch(5, 3))))
+    head, _, columns, first, *_, totals = str(engine).splitlines()
+    assert head.startswith("Objectives: 1 of 5 samples, by 1 backward pass through")
+    assert columns.split()[:3] == ["parameter", "shape", "calls"]
+    assert first.split()[:3] == ["0.weight", "5x3", "linear"]
+    assert "dimension 0 (samples 5)" in first
+    assert totals.startswith("Contractions: ")
+    assert len({line.find("linear") for line in str(engine).splitlines() if "linear" in line}) == 1
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"), [(1, "probe"), (2, "probe"), (3, "remembered"), (4, "probe")]
+)
+def test_how_the_samples_were_found(calls: int, found: str) -> None:
+    report = report_on(mlp(), batch(5, 3), calls=calls)
+    assert {of.found for of in report.parameters} == {found}
+
+
+def test_coupled_objectives() -> None:
+    report = report_on(mlp(), batch(5, 3), batch_dim=None)
+    assert (report.samples, report.per_sample) == (1, 5)
+    assert {of.found for of in report.parameters} == {"one sample"}
+    assert report.parameters[0].uses[0].layout is None
+    assert "5 of the whole batch as one sample, by 5 backward passes" in str(report)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(tokens).tanh() @ self.table.weight.T
+
+
+def test_a_table() -> None:
+    of = by_name(report_on(Tied(), torch.randint(11, (3, 5))))["table.weight"]
+    assert of.plan == "lookup+rows"
+    assert {use.function for use in of.uses} == {"embedding", "matmul"}
+
+
+def test_a_layer_that_is_called_often() -> None:
+    cell = nn.Linear(4, 4)
+    report = report_on(nn.Sequential(cell, nn.Tanh(), cell, nn.Tanh(), cell), batch(5, 4))
+    assert [use.index for use in report.parameters[0].uses] == [2, 1, 0]
+    assert "3 x linear" in str(report)
+
+
+def test_two_forward_passes() -> None:
+    """Their calls have the same places."""
+    model = mlp()
+    engine = Engine(model)
+    engine.compute_gramian(per_sample(model(batch(5, 3))) + per_sample(model(batch(5, 3))))
+    assert "2 x linear" in str(engine)
+
+
+def test_a_derived_tensor() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    report = report_on(model, batch(5, 4))
+    of = by_name(report)["parametrizations.weight.original1"]
+    assert of.uses[0].is_derived
+    assert of.flops > 0
+    assert "linear (derived)" in str(report)
+    assert "pull rows back" in str(report)
+
+
+class Interpolating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x, x, self.weight)
+
+
+def test_a_fallback() -> None:
+    report = report_on(Interpolating(), batch(5, 4))
+    assert report.parameters[0].uses[0].rule is None
+    assert "addcmul (fallback)" in str(report)
+    assert "backward passes that are not counted" in str(report)
+
+
+def test_a_rule_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(input: Tensor, one: Tensor, weight: Tensor) -> list[Recipe]:
+        assert input.shape == one.shape
+        return [product(weight, "to,to->o", one)]
+
+    monkeypatch.setitem(_RULES, torch.addcmul, rule)
+    report = report_on(Interpolating(), batch(5, 4))
+    assert "addcmul (tests.unit.test_report.test_a_rule_from_elsewhere.<locals>.rule)" in str(
+        report
+    )
+
+
+def test_what_is_not_covered() -> None:
+    model = nn.ModuleDict({"used": mlp(), "unused": nn.Linear(3, 2)})
+    model["used"][0].bias.requires_grad_(False)
+    engine = Engine(*model.values())
+    engine.compute_gramian(per_sample(model["used"](batch(5, 3))))
+    report = engine.report()
+    assert report.uncovered["0.0.bias"] == "does not require a gradient."
+    assert "Not covered: `1.weight` has no use with a gradient from the losses" in str(report)
+
+
+def test_the_last_call_counts() -> None:
+    model = mlp()
+    engine = Engine(model)
+    for size in (5, 4, 5, 7):
+        engine.compute_gramian(per_sample(model(batch(size, 3))))
+        assert engine.report().samples == size
+
+
+def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report plans again, from shapes."""
+    taken: list[gram.Plan] = []
+    find = gram.find_plan
+
+    def find_plan(*arguments: Any) -> gram.Plan:
+        taken.append(find(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(gram, "find_plan", find_plan)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(36, 3)
+    )
+    report = report_on(model, batch(8, 2, 5, 5), memory_limit_bytes=4 * 200)
+    assert sorted(plan.method for plan in taken) == sorted(of.plan for of in report.parameters)
+    assert report.flops == sum(2 * plan.multiplications for plan in taken)
+
+
+def test_no_tensor_is_kept() -> None:
+    model = Tied()
+    engine = Engine(model)
+    engine.compute_gramian(per_sample(model(torch.randint(11, (3, 5)))))
+    assert engine._driver.record.entries
+    assert list(tensors_in(engine._driver.record)) == []
+
+
+def test_nothing_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    engine = Engine(model, verify="never")
+    x = batch(5, 3)
+    engine.compute_gramian(per_sample(model(x)))
+    monkeypatch.setattr(Record, "see_block", lambda *_: pytest.fail("recorded again"))
+    engine.compute_gramian(per_sample(model(x)))
+    assert engine.report().flops > 0

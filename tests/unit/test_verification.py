@@ -1,0 +1,493 @@
+"""The comparison with an ordinary backward pass: right answers pass, and every fault is found."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import (
+    CoupledObjectivesWarning,
+    Engine,
+    InvalidOptionError,
+    NonFiniteError,
+    UnverifiedWarning,
+    VerificationError,
+)
+from autogram._blocks import Folded, candidates
+from autogram._capture import probe
+from autogram._capture.assembly import Assembly
+from autogram._capture.use import Use
+from autogram._capture.verification import Check
+from autogram.rules import Recipe, product
+from autogram.rules._registry import _RULES
+from tests.unit.checks import features
+from tests.unit.engines import assert_exact, batch, mlp, per_sample
+
+
+class Language(nn.Module):
+    """Tied embedding, attention, normalisation: biases of keys have a gradient of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return x @ self.embedding.weight.T
+
+
+class Recurrent(nn.Module):
+    """One cell, many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = self.cell(x).tanh()
+        return x
+
+
+class Bias(nn.Module):
+    """A bias in front of a normalisation that removes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 6), nn.LayerNorm(6, bias=False)
+        self.shift = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x) + self.shift)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(36, 3)
+    )
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "convolutions": (convolutional, lambda: batch(5, 2, 5, 5)),
+    "language": (Language, lambda: torch.randint(11, (5, 7))),
+    "recurrent": (Recurrent, lambda: batch(5, 4)),
+    "cancelling bias": (Bias, lambda: batch(5, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_answers_pass_a_thousand_draws(name: str, dtype: torch.dtype) -> None:
+    make_model, make_input = RIGHT[name]
+    model, x = make_model().to(dtype), make_input()
+    x = x.to(dtype) if x.is_floating_point() else x
+    engine = Engine(model, batch_dim=0)
+    losses = model(x).square().flatten(1).sum(1)
+    assert losses.dtype == dtype
+    for _ in range(1000):
+        engine.verify(losses)
+
+
+@pytest.mark.parametrize("batch_dim", [0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_objectives_per_sample_pass(dtype: torch.dtype, batch_dim: int | None) -> None:
+    """Their cotangents are rounded one by one here, and together in the ordinary pass."""
+    model = convolutional().to(dtype)
+    engine = Engine(model, batch_dim=batch_dim)
+    losses = features(model(batch(6, 2, 5, 5).to(dtype)), 4)
+    for _ in range(50):
+        engine.verify(losses)
+
+
+def test_lower_precision_inside_passes() -> None:
+    """Under autocast, parameters and losses show nothing of the precision of the products."""
+    model = mlp().float()
+    engine = Engine(model, verify="always")
+    for _ in range(100):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch(6, 3).float())
+        losses = per_sample(output.float())
+        assert losses.dtype == torch.float32
+        engine.compute_gramian(losses)
+
+
+def test_sparse_gradients_pass() -> None:
+    model = nn.Embedding(7, 4, sparse=True)
+    engine = Engine(model)
+    engine.verify(per_sample(model(torch.randint(7, (5, 3))).sin()))
+
+
+def test_an_empty_batch_passes() -> None:
+    model = mlp()
+    Engine(model).verify(per_sample(model(batch(0, 3))))
+
+
+# Faults
+
+
+def dropping(monkeypatch: pytest.MonkeyPatch, is_dropped: Callable[[Use], bool]) -> None:
+    """Makes assemblies miss some uses."""
+    add = Assembly._add
+
+    def add_others(self: Assembly, use: Use, *others: Any) -> None:
+        if not is_dropped(use):
+            add(self, use, *others)
+
+    monkeypatch.setattr(Assembly, "_add", add_others)
+
+
+@pytest.mark.parametrize("batch_dim", [0, None, "auto"])
+def test_a_dropped_use_of_a_shared_parameter(
+    monkeypatch: pytest.MonkeyPatch, batch_dim: Any
+) -> None:
+    dropping(monkeypatch, lambda use: use.index == 1)
+    model = Recurrent()
+    engine = Engine(model, batch_dim=batch_dim)
+    losses = per_sample(model(batch(5, 4)))
+    with pytest.raises(VerificationError, match=r"`cell\.weight`.*used in `linear`") as found:
+        engine.compute_gramian(losses)
+    assert set(found.value.gaps) == {"cell.weight", "cell.bias"}
+    assert not found.value.is_of_samples
+
+
+def test_a_dropped_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are not blamed."""
+    dropping(monkeypatch, lambda use: use.index == 1)
+    model = mlp()
+    engine = Engine(model)
+    losses = per_sample(model(batch(5, 3)))
+    with pytest.raises(
+        VerificationError, match=r"A use of `2\.weight`, `2\.bias` was not"
+    ) as found:
+        engine.compute_gramian(losses)
+    assert found.value.gaps == {"2.weight": 1, "2.bias": 1}
+
+
+@pytest.mark.parametrize("keep", ["auto", "rows", "factors"])
+@pytest.mark.parametrize("batch_dim", [0, None])
+def test_a_jacobian_is_verified(
+    monkeypatch: pytest.MonkeyPatch, keep: Any, batch_dim: int | None
+) -> None:
+    """By its product with the vector. Without a fault it passes, with one it does not."""
+    model = Recurrent()
+    engine = Engine(model, batch_dim=batch_dim, verify="always")
+    losses = features(model(batch(5, 4)), 2)
+    for _ in range(20):
+        engine.jacobian(losses, keep=keep)
+    dropping(monkeypatch, lambda use: use.index == 1)
+    with pytest.raises(VerificationError, match=r"`cell\.weight`.*used in `linear`"):
+        engine.jacobian(losses, keep=keep)
+
+
+class Tokens(nn.Module):
+    """A layer whose input has samples and tokens in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def test_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples before tokens, read as tokens before samples."""
+    layouts = probe._layouts
+
+    def turned(*arguments: Any) -> tuple[Folded, ...]:
+        (layout,) = layouts(*arguments)
+        assert isinstance(layout, Folded)
+        return (Folded(layout.dim, layout.after, layout.batch, layout.before),)
+
+    monkeypatch.setattr(probe, "_layouts", turned)
+    model = Tokens()
+    engine = Engine(model, batch_dim=0)
+    losses = per_sample(model(batch(4, 7, 3)))
+    with pytest.raises(VerificationError, match=r"samples are mixed, or lie elsewhere") as error:
+        engine.compute_gramian(losses)
+    assert error.value.is_of_samples
+    assert set(error.value.gaps) == {"layer.weight", "layer.bias"}
+
+
+class Normalised(nn.Module):
+    """Batch normalisation in training mode behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def contrastive(output: Tensor) -> Tensor:
+    """An in-batch contrastive loss."""
+    output = F.normalize(output, dim=1)
+    return F.cross_entropy(
+        output @ output.roll(1, 1).T, torch.arange(len(output)), reduction="none"
+    )
+
+
+MIXED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], set[str]]] = {
+    "batch normalisation": (Normalised, per_sample, {"first.weight"}),
+    "contrastive": (mlp, contrastive, {"0.weight", "0.bias", "2.weight", "2.bias"}),
+    "centred": (mlp, lambda y: y.sum(1) - y.sum(1).mean(), {"0.weight", "0.bias", "2.weight"}),
+    "swapped": (mlp, lambda y: per_sample(y).flip(0), {"0.weight", "0.bias", "2.weight", "2.bias"}),
+}
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes see no mixture, and take the first dimension for that of the samples."""
+
+    def plain(use: Use, owners: object, samples: int) -> tuple[Folded, ...]:
+        del owners
+        return tuple(candidates(use.shape, (0,), samples))
+
+    monkeypatch.setattr(probe, "_layouts", plain)
+
+
+@pytest.mark.usefixtures("blind")
+@pytest.mark.parametrize("samples", [6, 7])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_samples_that_probes_do_not_see(name: str, samples: int) -> None:
+    make_model, of, concerned = MIXED[name]
+    model = make_model()
+    engine = Engine(model, batch_dim=0)
+    losses = of(model(batch(samples, 3)))
+    with pytest.raises(VerificationError, match="`batch_dim=None`") as found:
+        engine.compute_gramian(losses)
+    assert found.value.is_of_samples
+    assert set(found.value.gaps) >= concerned
+
+
+@pytest.mark.usefixtures("blind")
+@pytest.mark.parametrize("name", MIXED)
+def test_auto_is_exact_where_verification_finds_mixed_samples(name: str) -> None:
+    """With the warning that probes give, and without another look at the next call."""
+    make_model, of, _ = MIXED[name]
+    model = make_model()
+    engine = Engine(model)
+    with pytest.warns(CoupledObjectivesWarning, match="samples are mixed"):
+        assert_exact(engine, of(model(batch(6, 3))), model)
+    for _ in range(3):
+        assert_exact(engine, of(model(batch(6, 3))), model)
+
+
+@pytest.mark.usefixtures("blind")
+def test_two_samples() -> None:
+    """Of which random signs alone would miss one fault or the other."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = mlp(outputs=3)
+        engine = Engine(model, batch_dim=0)
+        with pytest.raises(VerificationError):
+            engine.compute_gramian(per_sample(model(batch(2, 3))).flip(0))
+
+
+def weighted(input: Tensor, one: Tensor, weight: Tensor, scale: float) -> list[Recipe]:
+    """A rule of `addcmul`."""
+    assert input.dim() == one.dim() == 2
+    return [product(weight, "to,to->o", one, scale=scale)]
+
+
+class Custom(nn.Module):
+    """A call of `addcmul` between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.addcmul(x, x, self.weight).tanh())
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Registers a rule of `addcmul` whose blocks are multiplied by a number."""
+
+    def register(scale: float) -> None:
+        def addcmul_rule(input: Tensor, one: Tensor, weight: Tensor) -> list[Recipe]:
+            return weighted(input, one, weight, scale)
+
+        assert torch.addcmul not in _RULES
+        monkeypatch.setitem(_RULES, torch.addcmul, addcmul_rule)
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float64, 1 + 1e-6), (torch.float64, 0.99), (torch.float32, 1.01)],
+    ids=str,
+)
+@pytest.mark.parametrize("batch_dim", [0, None, "auto"])
+def test_a_rule_that_is_slightly_wrong(
+    register: Callable[[float], None], dtype: torch.dtype, scale: float, batch_dim: Any
+) -> None:
+    """Its function and place are named, and no other parameter is blamed."""
+    register(scale)
+    model = Custom().to(dtype)
+    engine = Engine(model, batch_dim=batch_dim)
+    losses = per_sample(model(batch(5, 3).to(dtype)))
+    place = r"rules `tests\.unit\.test_verification\.register.*addcmul_rule` are not autogram's own"
+    with pytest.raises(VerificationError, match=place) as found:
+        engine.compute_gramian(losses)
+    assert set(found.value.gaps) == {"weight"}
+    assert "`addcmul`" in str(found.value)
+
+
+def test_a_rule_that_is_right(register: Callable[[float], None]) -> None:
+    register(1)
+    model = Custom()
+    assert_exact(Engine(model, verify="always"), per_sample(model(batch(5, 3))), model)
+
+
+# When, and what it leaves alone
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The calls that were verified, which the test numbers."""
+    verified: list[int] = []
+    compare = Check.compare
+
+    def count(check: Check, *others: Any) -> Any:
+        verified.append(1)
+        return compare(check, *others)
+
+    monkeypatch.setattr(Check, "compare", count)
+    return verified
+
+
+SCHEDULES = {
+    "first": [1, 2, 4, 8, 11, 14, 16],  # new shapes at 11, new calls at 14
+    "always": [*range(1, 18)],
+    "never": [],
+}
+
+
+@pytest.mark.parametrize("batch_dim", [0, None])
+@pytest.mark.parametrize("mode", SCHEDULES)
+def test_calls_that_are_verified(counted: list[int], mode: Any, batch_dim: int | None) -> None:
+    model = mlp()
+    engine = Engine(model, verify=mode, batch_dim=batch_dim)
+    verified = []
+    for call in range(1, 18):
+        losses = per_sample(model(batch(5 if call < 11 else 4, 3)))
+        engine.compute_gramian(losses.exp() if call >= 14 else losses)
+        if counted:
+            verified.append(call)
+            counted.clear()
+    assert verified == SCHEDULES[mode]
+
+
+def test_verify_does_not_wait_for_its_turn(counted: list[int]) -> None:
+    model = mlp()
+    engine = Engine(model, verify="never")
+    losses = per_sample(model(batch(5, 3)))
+    engine.compute_gramian(losses)
+    engine.verify(losses)
+    assert counted == [1]
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match=r'`verify` is True\. Pass "first"'):
+        Engine(mlp(), verify=True)  # type: ignore[arg-type]
+
+
+def test_nothing_of_the_users_changes() -> None:
+    """Random state, accumulated and retained gradients, hooks on parameters, and the graph."""
+    model = mlp()
+    engine = Engine(model, verify="always")
+    calls: list[Tensor] = []
+    model[0].weight.register_hook(lambda g: calls.append(g) or 0 * g)
+    model[0].bias.register_post_accumulate_grad_hook(calls.append)
+    model[2].weight.grad = torch.ones(2, 5)
+    hidden = model[0](batch(5, 3))
+    hidden.retain_grad()
+    losses = per_sample(model[2](hidden.tanh()))
+    state = torch.get_rng_state()
+
+    engine.compute_gramian(losses)
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert calls == []
+    assert torch.equal(model[2].weight.grad, torch.ones(2, 5))
+    assert model[0].weight.grad is None
+    losses.sum().backward()
+    assert len(calls) == 2
+    assert not model[0].weight.grad.any()
+
+
+def test_gradients_retained_in_the_forward_are_put_back() -> None:
+    class Retaining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.first(x)
+            self.hidden.retain_grad()
+            return self.last(self.hidden.tanh())
+
+    model = Retaining()
+    engine = Engine(model, verify="always")
+    engine.compute_gramian(per_sample(model(batch(5, 3))))
+    assert model.hidden.grad is None
+
+
+def test_frozen_and_unused_parameters() -> None:
+    model = nn.ModuleDict({"used": mlp(), "frozen": mlp(), "unused": mlp()})
+    model["frozen"].requires_grad_(False)
+    engine = Engine(*model.values(), verify="always")
+    x = batch(5, 3)
+    losses = per_sample(model["used"](x) + model["frozen"](x))
+    assert_exact(engine, losses, model["used"])
+
+
+# Values that are not finite
+
+
+def test_a_sample_that_is_not_finite() -> None:
+    """No rule is blamed; the row is named, and nothing else of the Gramian is concerned."""
+    model = mlp()
+    engine = Engine(model, verify="always")
+    x = batch(5, 3)
+    expected = engine.compute_gramian(per_sample(model(x)))
+    x[3, 1] = torch.nan
+    losses = per_sample(model(x))
+    with pytest.warns(UnverifiedWarning, match="objectives 3 .*Only their rows") as found:
+        gramian = engine.compute_gramian(losses)
+    assert found[0].filename == __file__
+    others = [0, 1, 2, 4]
+    torch.testing.assert_close(gramian[others][:, others], expected[others][:, others])
+    with pytest.raises(
+        NonFiniteError, match="cannot be verified: the gradients of the objectives 3"
+    ):
+        engine.verify(losses)
+
+
+def test_an_ordinary_pass_that_overflows() -> None:
+    """In half precision, a sum over the batch may be too large where no sample is."""
+    model = nn.Linear(2, 1, bias=False).half()
+    engine = Engine(model, batch_dim=0)
+    losses = model(torch.full((9, 2), 3e4, dtype=torch.float16)).squeeze(1)
+    with pytest.raises(NonFiniteError, match=r"for `weight`.*ordinary backward pass overflows"):
+        engine.verify(losses)
+
+
+def test_no_warning_without_a_reason() -> None:
+    model = mlp()
+    engine = Engine(model, verify="always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.compute_gramian(per_sample(model(batch(5, 3))))
