@@ -121,12 +121,13 @@ class Direction:
             m, *rest = step(u[rows], v, *now)
             h = m if weights.projection is None else F.linear(m, weights.projection)
             before.append((v, *(x.clone() for x in now)))
-            after.append((m, h))
+            after.append((h,) if h is m else (h, m))
             _overwrite(now, (h, *rest))
         v, *states = self._in_rows(before, 0)
-        self.before = states[0]
-        self.unprojected, self.output = self._in_rows(after, 0)
+        found = self._in_rows(after, 0)
+        self.before, self.output, self.unprojected = states[0], found[0], found[-1]
         self._slopes = _slopes(step, (u, v, *states), self.unprojected.shape[1])
+        self._is_sum = step is not gru_step  # whether the step reads u + v alone
 
     def backward(self, d_output: Tensor, d_final: Sequence[Tensor]) -> Cotangents:
         """The cotangents, from those of the output ``(k, rows, *)`` and of the final states.
@@ -143,10 +144,11 @@ class Direction:
             d_after = [d_h if projection is None else d_h @ projection, *now[1:]]
             d_v = _weighted(d_after, by_v, rows)
             through = [_weighted(d_after, slopes, rows) for slopes in by_state]
-            found.append((d_h, d_v, *(x.clone() for x in d_after)))
+            found.append((d_h, d_v))
             _overwrite(now, (d_v @ hidden + through[0], *through[1:]))
-        d_h, d_v, *d_after = self._in_rows(found[::-1], 1)
-        return Cotangents(_weighted(d_after, by_u, slice(None)), d_v, d_h, d_state)
+        d_h, d_v = self._in_rows(found[::-1], 1)
+        d_u = d_v if self._is_sum else _weighted([d_h], by_u, slice(None))  # m = h in a GRU
+        return Cotangents(d_u, d_v, d_h, d_state)
 
     def _in_rows(self, found: Sequence[tuple[Tensor, ...]], dim: int) -> list[Tensor]:
         """Some tensors of each step, in the order of this direction, as one of all rows each."""
