@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine, MixedSamplesError, RuleError
+from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
 from autogram._capture.use import FallbackUse
 from autogram.rules import JointRecipe, _registry, find_rule
 from autogram.testing import reference_jacobian
@@ -523,6 +523,29 @@ def test_packed_outside_of_the_model() -> None:
         packed = pack_sequence([batch(n, WIDTH) for n in lengths])
         padded, _ = pad_packed_sequence(model(packed)[0], batch_first=True)
         assert_exact(engine, per_sample(padded), model)
+
+
+def test_numbers_of_sequences_are_remembered_with_the_places() -> None:
+    """Equal shapes and equal calls: nothing else tells the second batch from the first."""
+    model = nn.GRU(WIDTH, UNITS)
+    engine = Engine(model, batch_dim=0)
+    for lengths in ([3, 3], [3, 3], [4, 2], [3, 3], [5, 1]):
+        packed = pack_sequence([batch(n, WIDTH) for n in lengths])
+        owners = pack_sequence([torch.full((n,), float(i)) for i, n in enumerate(lengths)]).data
+        is_own = torch.stack([1 - owners, owners])  # (samples, rows)
+        assert_exact(engine, is_own @ per_sample(model(packed)[0].data), model)
+
+
+def test_samples_along_the_steps() -> None:
+    """They meet inside of the call, and not where it is read."""
+    model = nn.GRU(WIDTH, UNITS)
+    x = batch(B, T, WIDTH)  # the layer takes the first dimension for steps
+    with pytest.raises(MixedSamplesError, match="`gru` with `weight_ih_l0`"):
+        Engine(model, batch_dim=0).compute_gramian(per_sample(model(x)[0]))
+    engine = Engine(model)
+    losses = per_sample(model(x)[0])
+    with pytest.warns(CoupledObjectivesWarning):
+        assert_exact(engine, losses, model)
 
 
 def test_samples_in_one_packed_sequence() -> None:
