@@ -81,7 +81,7 @@ def embedding_bag(
     Maxima, and learned weights of the rows, are left to the fallback.
     """
     _check_table("F.embedding_bag", max_norm, scale_grad_by_freq)
-    if mode not in ("sum", "mean"):
+    if mode not in ("sum", "mean") or input.dim() != (2 if offsets is None else 1):
         return None
     indices, inside = _bags(input, offsets, include_last_offset)
     if padding_idx is not None:
@@ -124,7 +124,7 @@ def _bags(
         offsets = offsets[:-1]
     else:
         ends = torch.cat([ends, ends.new_full((1,), len(values))])
-    longest = int((ends - offsets).max()) if len(offsets) else 0
+    longest = max([0, *(ends - offsets).tolist()])
     places = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
     inside = places < ends.unsqueeze(1)
     return torch.where(inside, values[places.clamp(max=len(values) - 1)], 0), inside

@@ -170,3 +170,24 @@ def test_offsets_that_move_weights_between_samples() -> None:
     for _ in range(2):
         assert_exact(engine, per_sample(model(x, tokens, torch.tensor([0, 2]))), model)
     assert_exact(engine, per_sample(model(x, tokens, torch.tensor([0, 1]))), model)
+
+
+def test_bags_that_are_all_empty() -> None:
+    """Beside another use of the table, they add nothing."""
+
+    def empty(tokens, table):
+        bags = F.embedding_bag(tokens[:0, 0], table, torch.zeros(len(tokens), dtype=torch.long))
+        return bags + F.embedding_bag(tokens, table)
+
+    assert_gramian_is_exact(call(empty, (TOKENS, 4)), torch.randint(0, TOKENS, (3, 5)))
+
+
+def test_errors_of_torch_stay_its_own() -> None:
+    """A rule is asked before the call, and must not fail in its place."""
+    model = nn.EmbeddingBag(TOKENS, 4)
+    engine = Engine(model)
+    with pytest.raises(ValueError, match="offsets has to be a 1D Tensor"):
+        model(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="offsets has to be None"):
+        model(torch.tensor([[1, 2]]), torch.tensor([0]))
+    del engine
