@@ -146,8 +146,21 @@ def _derived_argument(m: Checkpointed, x: Tensor) -> Tensor:
     return x
 
 
+def _derived_in_a_function(m: Checkpointed, x: Tensor) -> Tensor:
+    """The same, computed in the part of the checkpoint that enters no module."""
+    normed = F.normalize(m.weight, dim=0)
+
+    def part(y: Tensor) -> Tensor:
+        for factor in (normed[0], m.weight[:1].exp()):
+            y = m.scaled(y, factor)
+        return m.scaled(y, y @ m.weight)  # and this one has samples
+
+    return saving(part, x)
+
+
 RUNS = [
     _derived_argument,
+    _derived_in_a_function,
     _nested,
     _nested_functions,
     _function_between_modules,

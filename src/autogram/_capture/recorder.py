@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autogram._capture.call import Call, kind_of
@@ -18,7 +17,7 @@ from autogram._capture.containers import exchange, tensors_in, tensors_in_call
 from autogram._capture.graph import nodes_behind
 from autogram._capture.marks import BATCHED, Marks, Status
 from autogram._capture.picking import Values, picked_by_call, picked_from
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.recording import Channel, Recording, entry_of
 from autogram._capture.tap import is_in_place_tap, is_tap_of
 from autogram._capture.tapper import Operands, Recipes, Tapper
 from autogram._capture.tracked import Tracked, settle, track_derived, track_unseen
@@ -43,29 +42,36 @@ class Recorder(TorchFunctionMode):
         self.checkpoints = Checkpoints()
         channel.recordings.add(self._recording)
 
-    def begin(self, inputs: Any) -> None:
+    def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks what the outermost module is given."""
-        tensors = [t for t in tensors_in(inputs) if self._marks.parameter(t) is None]
+        tensors = self._given(inputs)
         sizes = [t.shape[0] for t in tensors if t.dim() > 0 and not t.is_nested]
         size = next((n for n in sizes if n != 1), 1)
-        for tensor in tensors:
+        for place, tensor in enumerate(tensors):
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
             if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._untapped_parameters(tensor)
-                if sources and self._recording.channel.is_derived(tensor):
+                if sources and self._recording.channel.was_derived(
+                    entry_of(module, tensors), place
+                ):
                     continue  # adopted when it is read, as it was the first time
                 if sources:  # used before this module was entered
                     self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
                 self._marks.set(tensor, BATCHED)
 
-    def enter(self, inputs: Any) -> None:
-        """Enters another module. A checkpoint that runs it again will give it these inputs."""
+    def enter(self, inputs: Any, module: nn.Module) -> None:
+        """Enters another module. A checkpoint that runs it again will give it such inputs again."""
         if self.checkpoints.is_bare:
-            for tensor in tensors_in(inputs):
-                if isinstance(self._marks.get(tensor)[1], Tracked) and not tensor.is_leaf:
-                    self._recording.derived[id(tensor)] = weakref.ref(tensor)
+            tensors = self._given(inputs)
+            statuses = [None if t.is_leaf else self._marks.get(t)[1] for t in tensors]
+            derived = [place for place, x in enumerate(statuses) if isinstance(x, Tracked)]
+            self._recording.enter(entry_of(module, tensors), frozenset(derived))
         self.checkpoints.enter()
+
+    def _given(self, inputs: Any) -> list[Tensor]:
+        """The tensors in a module's inputs that are none of its parameters."""
+        return [t for t in tensors_in(inputs) if self._marks.parameter(t) is None]
 
     def end(self, output: Any) -> Any:
         """The output of the outermost module, with taps where it is computed from parameters."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autogram._capture.batching import NOT_TO_BE_BATCHED
 from autogram._capture.call import Call
@@ -18,6 +18,14 @@ from autogram._capture.tracked import Tracked
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
+
+# A module and the shapes of its inputs.
+Entry = tuple[int, tuple[tuple[int, ...], ...]]
+
+
+def entry_of(module: nn.Module | None, inputs: Sequence[Tensor]) -> Entry:
+    """What a module and its inputs are known again by."""
+    return id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs)
 
 
 class Channel:
@@ -40,10 +48,9 @@ class Channel:
         self.is_blocked = False
         self.recordings: WeakSet[Recording] = WeakSet()
 
-    def is_derived(self, tensor: Tensor) -> bool:
-        """Whether a recording has seen that a tensor is computed from parameters alone."""
-        found = (recording.derived.get(id(tensor)) for recording in self.recordings)
-        return any(reference is not None and reference() is tensor for reference in found)
+    def was_derived(self, entry: Entry, place: int) -> bool:
+        """Whether an input of a module in a checkpoint was computed from parameters alone."""
+        return any(place in recording.entries.get(entry, ()) for recording in self.recordings)
 
     @contextmanager
     def visiting(self, receive: Receiver | None, hidden: int | None = None) -> Iterator[None]:
@@ -89,8 +96,13 @@ class Recording:
 
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
-    derived: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    """Tensors computed from parameters alone that modules in checkpoints were given, by ``id``."""
+    entries: dict[Entry, frozenset[int]] = field(default_factory=dict)
+    """Which inputs of modules in checkpoints were computed from parameters alone.
+
+    A checkpoint gives other tensors to these modules when it runs them again, and what lies between
+    it and them is not recorded then: the graph behind a tensor does not tell whether samples are in
+    it, too.
+    """
 
     def note(self, call: Call, structure: object, details: object) -> None:
         """Takes a call on batched tensors into the hashes."""
@@ -100,6 +112,11 @@ class Recording:
         self.signature = hash((self.signature, self.structure, details))
         if call.kind.name == "retain_grad":
             self.retained.append(weakref.ref(call.args[0]))
+
+    def enter(self, entry: Entry, derived: frozenset[int]) -> None:
+        """Notes which inputs of a module in a checkpoint were computed from parameters alone."""
+        before = self.entries.setdefault(entry, derived)
+        self.entries[entry] = before & derived  # if they differ, nothing can be said
 
     def add(self, shape: tuple[int, ...], reads: tuple[Tracked, ...]) -> None:
         """Counts a use with an output of some shape."""

@@ -39,10 +39,10 @@ class Recordings(threading.local):
             self._close()
         if self._recorder is not None:
             self._depth += 1
-            self._recorder.enter((args, kwargs))
+            self._recorder.enter((args, kwargs), module)
         elif torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
             recorder = Recorder(self._channel, self._parameters())
-            recorder.begin((args, kwargs))
+            recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
             self._frame = sys._getframe(2)  # that of the module's call, behind the hook's

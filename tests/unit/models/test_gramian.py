@@ -19,7 +19,7 @@ CASES = [
     pytest.param(name, attention, size, id=f"{name}-{attention}-{size}")
     for name, specimen in SPECIMENS.items()
     for attention in specimen.attentions
-    for size in specimen.sizes
+    for size in (specimen.sizes if attention == specimen.attentions[-1] else specimen.sizes[1:2])
 ]
 
 
@@ -40,7 +40,7 @@ def test_batches_of_different_sizes_in_a_row(name: str) -> None:
     specimen = SPECIMENS[name]
     model = specimen.make_model(specimen.attentions[-1])
     engine = Engine(model)
-    for batch_size in (*specimen.sizes, *reversed(specimen.sizes)):
+    for batch_size in (*specimen.sizes, specimen.sizes[0]):
         losses = specimen.compute_losses(model, specimen.make_batch(batch_size))
         assert_exact(engine, losses, model)
 

@@ -42,7 +42,7 @@ def test_gradients_are_those_of_a_model_without_engine(name: str) -> None:
     assert_same_gradients(model, twin)
 
 
-@pytest.mark.parametrize("name", SPECIMENS)
+@pytest.mark.parametrize("name", ["gpt2", "mamba", "mixtral", "bert-dora", "t5", "mha", "resnet"])
 def test_steps_are_those_of_a_model_without_engine(name: str) -> None:
     """After three steps of a whole training loop the parameters agree bit for bit."""
     specimen = SPECIMENS[name]
@@ -70,7 +70,9 @@ def test_steps_are_those_of_a_model_without_engine(name: str) -> None:
 CHECKPOINTED = [
     name
     for name in SPECIMENS
-    if not name.startswith(("albert", "convnext", "resnet", "mha"))  # which have no checkpoints
+    # Four have no checkpoints to enable; the others are once more what stands before the hyphen.
+    if not name.startswith(("albert", "convnext", "resnet", "mha"))
+    and not name.endswith(("-padded", "-masked", "-tasks", "-stacked"))
 ]
 
 
