@@ -15,7 +15,15 @@ from torchjd.autogram import Engine as TorchjdEngine
 from autogram import Engine
 
 from .breakdown import PHASES, profile_gramian, time_phases
-from .measure import BASELINE, EngineFactory, GramianEngine, Trainer, gramian_error, time_steps
+from .measure import (
+    BASELINE,
+    EngineFactory,
+    FusedEngine,
+    GramianEngine,
+    Trainer,
+    gramian_error,
+    time_steps,
+)
 from .report import Line, Outcome, describe_machine, make_table
 from .workloads import WORKLOADS, Workload
 
@@ -24,7 +32,11 @@ def _make_torchjd_engine(model: nn.Module) -> GramianEngine:
     return TorchjdEngine(model, batch_dim=0)
 
 
-ENGINES: dict[str, EngineFactory] = {"autogram": Engine, "torchjd": _make_torchjd_engine}
+ENGINES: dict[str, EngineFactory] = {
+    "autogram": Engine,
+    "fused": FusedEngine,
+    "torchjd": _make_torchjd_engine,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    engines = ENGINES if options.torchjd else {"autogram": ENGINES["autogram"]}
+    engines = {name: ENGINES[name] for name in ENGINES if options.torchjd or name != "torchjd"}
     workloads = [WORKLOADS[name] for name in options.model or WORKLOADS]
     lines = [compare(workload, engines, options.rounds) for workload in workloads]
 

@@ -37,11 +37,36 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, limit: int) -> Tensor
     """
     parts: list[Tensor] = []
     for block in merge(blocks):
+        if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
+            parts.append(_gradient(block, weights[0], limit).unsqueeze(0))
+            continue
         inputs, output = block.equation.split("->")
         s = next(unused_labels(block.equation))
         equation = f"{s}kb,{inputs}->{s}{output[2:]}"
         parts.extend(_by_samples(equation, (weights, *block.operands), limit))
     return reduce(torch.add, parts)
+
+
+def _gradient(block: Block, weights: Tensor, limit: int) -> Tensor:
+    """One weighted sum of the rows of a cotangent and a factor, in the tensor's own order.
+
+    The product of the two has the indices of its first operand outside. In another order than the
+    tensor's, it would have to be copied.
+    """
+    (first, second), output = block.inputs, block.parameter
+    kept = first if "k" in second else first.replace("k", "")
+    outermost = next((label for label in output if (label in kept) != (label in second)), "")
+    is_swapped = outermost != "" and outermost in second
+    equation = f"{second},{kept}->{output}" if is_swapped else f"{kept},{second}->{output}"
+    largest = max(prod(shape) for shape in block.shapes)
+    count = _count(largest, _limit_on(weights, limit), block.sizes["b"])
+    whole = Block(f"kb,{block.equation}", (weights, *block.operands))
+    total: list[Tensor] = []
+    for w, cotangent, factor in (part.operands for part in whole.chunks("b", count)):
+        weighted = einsum(f"kb,{first}->{kept}", (w, cotangent))
+        pair = (factor, weighted) if is_swapped else (weighted, factor)
+        total.append(einsum(equation, pair))
+    return reduce(torch.add, total)
 
 
 def directional(blocks: Sequence[Block], direction: Tensor, limit: int) -> Tensor:
