@@ -39,6 +39,9 @@ BUILTINS = {
     "RuleCheckError": AssertionError,
     "InvalidOptionError": ValueError,
     "VerificationError": ArithmeticError,
+    "InvalidOperandError": ValueError,
+    "ChangedTensorError": RuntimeError,
+    "RemovedEngineError": RuntimeError,
 }
 
 

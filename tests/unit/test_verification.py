@@ -369,7 +369,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 SCHEDULES = {
-    "first": [1, 2, 4, 8, 11, 14, 16],  # new shapes at 11, new calls at 14
+    "first": [1, 2, 4, 8, 14, 16],  # new shapes at 11, new calls at 14
     "always": [*range(1, 18)],
     "never": [],
 }
