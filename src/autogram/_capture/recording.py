@@ -89,6 +89,8 @@ class Recording:
     count: int = 0
     is_batchable: bool = True
     """Whether a backward pass through it may be batched."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """Those in which autocast carried out uses, whatever the dtype of their outputs."""
     structure: int = 0
     """A hash of the recorded calls: functions and flags."""
     signature: int = 0

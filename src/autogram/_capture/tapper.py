@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -119,7 +120,7 @@ class Tapper:
             start = stop
         recording = self._recording
         use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found), rule)
-        return self._enter(use)
+        return self._enter(use, output)
 
     def _fallback_use(
         self, name: str, output: Tensor, reads: tuple[Tracked, ...], inputs: Inputs
@@ -130,11 +131,14 @@ class Tapper:
         use = FallbackUse(
             recording, recording.count, name, shape, output.dtype, reads, edge, inputs
         )
-        return self._enter(use)
+        return self._enter(use, output)
 
-    def _enter(self, use: U) -> U:
-        """Counts a use."""
+    def _enter(self, use: U, output: Tensor) -> U:
+        """Counts a use, and notes its precision where autocast may hide it."""
         self._recording.add(use.shape, use.reads)
+        device = output.device.type
+        if torch.is_autocast_enabled(device):
+            self._recording.dtypes.add(torch.get_autocast_dtype(device))
         return use
 
 

@@ -87,7 +87,8 @@ class Check:
     ) -> None:
         """Notes which calls a parameter is used in, and their precision."""
         del layout, region, block
-        self.epsilon = max(self.epsilon, _epsilon(cotangent, cotangent.dtype))
+        for dtype in {cotangent.dtype, *use.recording.dtypes}:
+            self.epsilon = max(self.epsilon, _epsilon(cotangent, dtype))
         for parameter in tracked.sources:
             name = use.recording.names.get(parameter, "")
             self.comparisons.setdefault(parameter, Comparison(name)).uses[use.function] = use
