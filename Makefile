@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Without the constraints, pip would take the newest torch, whose CUDA build has several gigabytes.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := src tests demo docs
+SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types unit fuzz speed docs models format clean

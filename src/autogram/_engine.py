@@ -158,8 +158,8 @@ class Engine:
                 Jacobian.
             keep: What to keep of a parameter where explicit rows are the cheaper way to the
                 Gramian. ``"factors"``: the factors, from which each product starts anew.
-                ``"rows"``: the rows, which later products read, where they fit into the memory
-                limit. ``"auto"``: rows where they are also no larger than the factors.
+                ``"auto"``: rows where they are no larger than the factors. ``"rows"``: rows, which
+                later products only read, until those that are larger fill the memory limit.
 
         Returns:
             The Jacobian. While it lives, so do the cotangents of the activations, and the inputs of
@@ -230,7 +230,8 @@ class Engine:
             The weights, detached, and the Gramian ``(m, m)`` if asked for.
 
             Cost: the Gramian, and the weights' gradients, but no second pass through the
-            activations. Memory: the cotangents of all activations, until the weights are known.
+            activations. Memory: the cotangents of all activations until the weights are known, and
+            at most the memory limit for rows that serve both.
 
         Raises:
             InvalidOperandError: The weights have another shape.
@@ -255,7 +256,7 @@ class Engine:
             return (weights, gramian) if return_gramian else weights
         outside = self._driver.leaves_outside(losses)
         objectives, store = self._driver.columns_and_gramian(
-            losses, "auto", retain_graph=retain_graph or bool(outside)
+            losses, "rows", retain_graph=retain_graph or bool(outside)
         )
         gramian = store.gramian.arranged(objectives)
         weights = weighting(gramian).detach()

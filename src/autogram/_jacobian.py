@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 
@@ -242,24 +242,38 @@ class Jacobian:
             mine, others = (x._objectives.places.to(total.device) for x in (self, other))
             return total[mine][:, others]
 
-    def rows(self, objectives: int | slice | Sequence[int] | Tensor) -> dict[str, Tensor]:
+    def rows(
+        self,
+        objectives: int | slice | Sequence[int] | Tensor,
+        names: Collection[str] | None = None,
+    ) -> dict[str, Tensor]:
         """The gradients of some objectives.
 
         Args:
             objectives: Which, by their place in the row-major order of the losses.
+            names: The parameters, all if ``None``. One at a time keeps memory small where
+                an aggregator needs all rows, but each coordinate for itself.
 
         Returns:
             For each parameter's name, a tensor of its shape with the objectives in front (one, if
             an integer was given).
 
             Memory: the rows of the samples that these objectives belong to.
+
+        Raises:
+            IndexError: There is no such objective.
+            InvalidOperandError: There is no such parameter.
         """
+        for name in names or ():
+            self._parameter(name)
         with self._exact():
             index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
             places = self._objectives.places.cpu()[index]
             samples, at = torch.unique(places % self._sizes[1], return_inverse=True)
             k, dtype, gradients = places // self._sizes[1], self.dtype, {}
             for parameter, name in self._names.items():
+                if names is not None and name not in names:
+                    continue
                 columns = self._columns.get(parameter)
                 found = None if columns is None else columns.rows(samples)
                 if found is None:
@@ -337,16 +351,23 @@ class Jacobian:
                     f"{len(self._names)} parameters. Pass one for each of `names`, or a dict."
                 )
             direction = dict(zip(self.names, direction, strict=True))
-        parameters = {name: parameter for parameter, name in self._names.items()}
+        by_parameter = {}
         for name, tensor in direction.items():
-            if name not in parameters:
-                raise InvalidOperandError(
-                    f"The direction has an entry `{name}`, which is no parameter of the Jacobian. "
-                    "`names` lists them; frozen parameters are not among them."
-                )
-            if tensor.shape != parameters[name].shape:
+            parameter = self._parameter(name)
+            if tensor.shape != parameter.shape:
                 raise InvalidOperandError(
                     f"The direction's entry `{name}` has shape {tuple(tensor.shape)}, and the "
-                    f"parameter has {tuple(parameters[name].shape)}. Pass a tensor of that shape."
+                    f"parameter has {tuple(parameter.shape)}. Pass a tensor of that shape."
                 )
-        return {parameters[name]: tensor.detach() for name, tensor in direction.items()}
+            by_parameter[parameter] = tensor.detach()
+        return by_parameter
+
+    def _parameter(self, name: str) -> Tensor:
+        """The parameter of some name."""
+        for parameter, its_name in self._names.items():
+            if its_name == name:
+                return parameter
+        raise InvalidOperandError(
+            f"`{name}` is no parameter of the Jacobian. `names` lists them; frozen parameters are "
+            "not among them."
+        )

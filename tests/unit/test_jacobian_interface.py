@@ -82,7 +82,7 @@ def test_direction_as_a_list_and_in_part(model: nn.Module) -> None:
     ("direction", "message"),
     [
         ([torch.ones(5, 3)], "The direction has 1 tensors, and the Jacobian is of 4"),
-        ({"3.weight": torch.ones(5, 3)}, "an entry `3.weight`, which is no parameter"),
+        ({"3.weight": torch.ones(5, 3)}, "`3.weight` is no parameter of the"),
         ({"0.weight": torch.ones(3, 5)}, r"`0.weight` has shape \(3, 5\), and the"),
     ],
 )
@@ -102,6 +102,15 @@ def test_rows_of_some_objectives(model: nn.Module, index) -> None:
     ]
     if len(chosen):
         assert_close_to_reference(flat(rows, len(chosen)), expected[chosen])
+
+
+def test_rows_of_one_parameter(model: nn.Module) -> None:
+    jacobian, expected = make(model)
+    rows = jacobian.rows(slice(None), ["2.bias"])
+    assert list(rows) == ["2.bias"]
+    assert_close_to_reference(rows["2.bias"], expected[:, -2:])
+    with pytest.raises(InvalidOperandError, match="`bias` is no parameter"):
+        jacobian.rows(slice(None), ["bias"])
 
 
 def test_row_that_does_not_exist(model: nn.Module) -> None:

@@ -55,20 +55,34 @@ class Columns:
             block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
         blocks.append(block)
 
-    def keep(self, form: Keep, limit: int) -> None:
+    def keep(self, form: Keep, room: int) -> int:
         """Prepares for several products.
 
         Args:
-            form: ``"rows"`` replaces factors by rows where the Gramian would form them, up to the
-                limit; ``"auto"`` does so where rows are also no larger; ``"factors"`` never.
-            limit: The number of elements that one intermediate result may have.
+            form: ``"auto"`` replaces factors by rows where the Gramian would form them and they are
+                no larger; ``"rows"`` does so where they are larger, too, as long as there is room;
+                ``"factors"`` never.
+            room: The number of elements that larger rows may have.
+
+        Returns:
+            How much of the room is taken.
         """
         self._unify()
         self._lookups = [concatenate(self._lookups)] if self._lookups else []
+        taken = 0
         for blocks in self._blocks.values():
             blocks[:] = merge(blocks)
-            if form != "factors" and _is_worth_forming(blocks, form, limit):
+            if form == "factors" or (len(blocks) == 1 and blocks[0].is_rows):
+                continue
+            sizes = blocks[0].sizes
+            elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
+            is_larger = elements > sum(x.numel() for block in blocks for x in block.operands)
+            if is_larger and (form == "auto" or elements > room - taken):
+                continue
+            if forms_rows(blocks):
                 blocks[:] = [_rows_block(blocks)]
+                taken += elements if is_larger else 0
+        return taken
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -263,16 +277,6 @@ class Columns:
             flat = put([(region, part.reshape(k * b, *region.shape))], self._parameter)
             spread.append(Block("kbx->kbx", (flat.view(k, b, flat.shape[1]),)))
         return spread
-
-
-def _is_worth_forming(blocks: list[Block], form: Keep, limit: int) -> bool:
-    """Whether to keep rows in the place of factors."""
-    if (len(blocks) == 1 and blocks[0].is_rows) or not forms_rows(blocks, limit):
-        return False
-    sizes = blocks[0].sizes
-    elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
-    factors = sum(x.numel() for block in blocks for x in block.operands)
-    return elements <= min(limit, factors if form == "auto" else limit)
 
 
 def _rows_block(blocks: list[Block]) -> Block:

@@ -19,6 +19,9 @@ from autogram._blocks.scratch import CPU_BYTES
 _FEWEST_SAMPLES = 16
 _WORTH_MIRRORING = 2**28
 
+# Which method is cheaper does not depend on the limit.
+_ANY_LIMIT = 2**62
+
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
 
@@ -74,10 +77,10 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
     return total
 
 
-def forms_rows(blocks: Sequence[Block], limit: int) -> bool:
+def forms_rows(blocks: Sequence[Block]) -> bool:
     """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
     signature = tuple((block.equation, block.shapes) for block in blocks)
-    return find_plan(signature, limit).method == "rows"
+    return find_plan(signature, _ANY_LIMIT).method == "rows"
 
 
 def cross(first: Block, second: Block, chunks: int = 1) -> Tensor:

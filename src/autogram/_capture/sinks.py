@@ -63,7 +63,8 @@ class Store:
 
     Args:
         form: Whether to keep factors or rows.
-        limit: The number of elements that one intermediate result may have.
+        limit: The number of elements that one intermediate result may have, and that rows may have
+            together where they are larger than factors.
         check: The verification of this pass, if there is one.
 
     Attributes:
@@ -73,13 +74,13 @@ class Store:
     def __init__(self, form: Keep, limit: int, check: Check | None = None) -> None:
         self._check = check
         self._form: Keep = form
-        self._limit = limit
+        self._limit = self._room = limit
         self.columns: dict[Tensor, Columns] = {}
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Keeps the columns."""
         assert parameter not in self.columns
-        columns.keep(self._form, self._limit)
+        self._room -= columns.keep(self._form, self._room)
         self.columns[parameter] = columns
         if self._check is not None:
             self._check.see_columns(parameter, columns, self._limit)

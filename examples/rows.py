@@ -1,0 +1,86 @@
+"""Aggregators that need rows, served one parameter at a time.
+
+*GradDrop* and *TrimmedMean* look at each coordinate for itself. Fed with one parameter's columns
+after the other, they give what they give for the whole matrix (of GradDrop, with other random
+numbers), and no more than one parameter's rows are ever in memory.
+
+*ConFIG* is different: it normalises whole rows, so that feeding it parameter by parameter would be
+another method. But its result is a combination of the rows, and the weights follow from the
+Gramian. So it needs no rows at all.
+
+Chen et al., Just Pick a Sign, 2020, arXiv:2010.06808 (GradDrop); Yin et al., Byzantine-Robust
+Distributed Learning, 2018, arXiv:1803.01498 (TrimmedMean); Liu, Chu and Thuerey, ConFIG, 2024,
+arXiv:2408.11104.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torchjd.aggregation import GradDrop, TrimmedMean
+
+from autogram import Engine, Jacobian
+from examples.problem import draw, is_short, make_model
+
+
+def aggregate_by_parameter(
+    jacobian: Jacobian, aggregator: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The result of an aggregator that looks at each coordinate for itself."""
+    aggregated = {}
+    for name in jacobian.names:
+        rows = jacobian.rows(slice(None), [name])[name]  # (m, *parameter)
+        aggregated[name] = aggregator(rows.flatten(1)).view(rows.shape[1:])
+    return aggregated
+
+
+def config_weights(gramian: Tensor) -> Tensor:
+    """The weights of ConFIG, with equal preferences, from the Gramian ``(m, m)``.
+
+    With U the rows divided by their norms and C = U U^T, the direction is d = U^+ 1 = U^T C^+ 1,
+    and its length the sum of the rows' projections on it.
+    """
+    norms = gramian.diagonal().sqrt()
+    cosines = gramian / torch.outer(norms, norms)
+    c = torch.linalg.pinv(cosines, hermitian=True).sum(1)
+    length = norms @ cosines @ c / (c @ cosines @ c)
+    weights: Tensor = length * c / norms
+    return weights
+
+
+def train(step_of: Callable[[Engine, nn.Module, Tensor], None], steps: int) -> float:
+    """Trains, and returns the mean loss after it."""
+    torch.manual_seed(0)
+    model = make_model()
+    engine = Engine(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step_of(engine, model, draw(16).losses(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return float(draw(1000).losses(model).mean())
+
+
+def by_rows(aggregator: Callable[[Tensor], Tensor]) -> Callable[[Engine, nn.Module, Tensor], None]:
+    """A step with an aggregator that is fed parameter by parameter."""
+
+    def step(engine: Engine, model: nn.Module, losses: Tensor) -> None:
+        gradients = aggregate_by_parameter(engine.jacobian(losses), aggregator)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+
+    return step
+
+
+def by_weights(engine: Engine, model: nn.Module, losses: Tensor) -> None:
+    """A step of ConFIG."""
+    del model
+    engine.backward(losses, config_weights)
+
+
+if __name__ == "__main__":
+    steps = 20 if is_short(__doc__) else 500
+    print(f"GradDrop, by parameter:    mean loss {train(by_rows(GradDrop()), steps):.3f}")
+    print(f"TrimmedMean, by parameter: mean loss {train(by_rows(TrimmedMean(2)), steps):.3f}")
+    print(f"ConFIG, from the Gramian:  mean loss {train(by_weights, steps):.3f}")

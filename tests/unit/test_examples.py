@@ -1,0 +1,120 @@
+"""The examples run, and compute what they say."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torchjd.aggregation import ConFIG, TrimmedMean
+
+from autogram import Engine
+from autogram.testing import reference_jacobian
+from examples.clipping import accumulate_clipped
+from examples.influence import find_wrong_labels, values
+from examples.kernel import accuracy, kernels
+from examples.noise_scale import noise_and_signal
+from examples.problem import draw, make_model
+from examples.rows import aggregate_by_parameter, config_weights
+from examples.two_batches import TASKS, MultiTask, draw_losses
+from tests.unit.checks import assert_close_to_reference
+from tests.unit.jacobians import flat
+
+FOLDER = Path(__file__).parents[2] / "examples"
+SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_short_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--short"])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert any(character.isdigit() for character in capsys.readouterr().out)
+
+
+@pytest.fixture
+def problem() -> tuple[Engine, torch.nn.Module, Tensor, Tensor]:
+    """An engine, its model, losses, and their explicit rows."""
+    model = make_model(5)
+    engine = Engine(model)
+    losses = draw(7).losses(model)
+    return engine, model, losses, reference_jacobian(losses, model.parameters())
+
+
+def test_clipped_gradients_are_those_of_plain_autograd(problem) -> None:
+    engine, model, losses, jacobian = problem
+    norms = jacobian.norm(dim=1)
+    bound = float(norms.median())
+    assert_close_to_reference(accumulate_clipped(engine, losses, bound), norms)
+    clipped = sum(row * min(1, bound / row.norm()) for row in jacobian)
+    assert_close_to_reference(torch.cat([p.grad.flatten() for p in model.parameters()]), clipped)
+
+
+def test_noise_and_signal_have_no_bias() -> None:
+    """Over all pairs of samples from a population, they are its covariance and mean."""
+    population = torch.randn(5, 3)
+    mean = population.mean(0)
+    pairs = [population[[i, j]] for i in range(5) for j in range(5)]  # drawn with replacement
+    found = [torch.stack(noise_and_signal(rows @ rows.T)) for rows in pairs]
+    noise, signal = torch.stack(found).mean(0)
+    assert_close_to_reference(noise, (population - mean).square().sum() / 5)
+    assert_close_to_reference(signal, mean.square().sum())
+
+
+def test_products_of_two_batches() -> None:
+    model = MultiTask()
+    engine = Engine(model, batch_dim=None)
+    losses = [draw_losses(model) for _ in range(2)]
+    first, second = (engine.jacobian(x) for x in losses)
+    expected = [reference_jacobian(x, model.parameters()) for x in losses]
+    assert first.shape[0] == TASKS
+    assert_close_to_reference(first.cross_gramian(second), expected[0] @ expected[1].T)
+
+
+def test_values_predict_what_a_small_step_does(problem) -> None:
+    """The difference quotient of the validation loss along each sample's gradient."""
+    engine, model, losses, jacobian = problem
+    validation = draw(4)
+    found = values(engine, losses, validation.losses(model))
+    step = 1e-4
+    changes = []
+    with torch.no_grad():
+        start = torch.nn.utils.parameters_to_vector(model.parameters())
+        for row in jacobian:
+            both = []
+            for sign in (1, -1):
+                moved = start - sign * step * row
+                torch.nn.utils.vector_to_parameters(moved, model.parameters())
+                both.append(validation.losses(model).mean())
+            changes.append((both[1] - both[0]) / (2 * step))
+    assert (found - torch.stack(changes)).abs().max() < 1e-6 * found.abs().max()
+
+
+def test_wrong_labels_have_little_value() -> None:
+    assert find_wrong_labels(100) > 0.4
+
+
+def test_kernels_are_products_of_the_outputs_gradients(problem) -> None:
+    engine, model, _, _ = problem
+    x, z = (model(draw(size).x)[:, 0] for size in (6, 3))
+    rows_x, rows_z = (reference_jacobian(out, model.parameters()) for out in (x, z))
+    k_xx, k_zx = kernels(engine, x, z)
+    assert_close_to_reference(k_xx, rows_x @ rows_x.T)
+    assert_close_to_reference(k_zx, rows_z @ rows_x.T)
+
+
+def test_kernel_regression_learns() -> None:
+    assert accuracy(80, width=64) > 0.85
+
+
+def test_coordinates_may_come_parameter_by_parameter(problem) -> None:
+    engine, _, losses, jacobian = problem
+    found = flat(aggregate_by_parameter(engine.jacobian(losses), TrimmedMean(2)))
+    assert_close_to_reference(found, TrimmedMean(2)(jacobian))
+
+
+def test_config_needs_the_gramian_alone(problem) -> None:
+    _, _, _, jacobian = problem
+    weights = config_weights(jacobian @ jacobian.T)
+    assert_close_to_reference(weights @ jacobian, ConFIG()(jacobian))
