@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from autogram._accounting import make_report
 from autogram._blocks import Keep
-from autogram._capture import BatchDim, Channel, Driver, Objectives, Recordings, Verify
+from autogram._capture import (
+    ELEMENT_BYTES,
+    BatchDim,
+    Channel,
+    Driver,
+    Objectives,
+    Recordings,
+    Verify,
+)
 from autogram._errors import (
     InvalidBatchDimError,
     InvalidLossesError,
@@ -26,8 +34,6 @@ from autogram._report import Report
 from autogram.hooks import HookManager
 
 Weighting = Callable[[Tensor], Tensor]
-
-_ELEMENT_BYTES = 4  # plans count elements of float32, in which most contractions run
 
 
 class Engine:
@@ -98,7 +104,7 @@ class Engine:
             )
         self._batch_dim = batch_dim
         channel = Channel()
-        self._limit = max(1, memory_limit_bytes // _ELEMENT_BYTES)
+        self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
         self._driver = Driver(channel, batch_dim, self._limit, verify)
         self._hooks = HookManager()
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
@@ -136,10 +142,12 @@ class Engine:
             InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
             NotConnectedError: The losses do not depend on the engine's parameters.
             MixedSamplesError: ``batch_dim`` is an integer, and the losses are not per-sample.
-            NonFiniteError: The samples were sought, and a cotangent is not finite.
+            NonFiniteError: The samples were sought, and a cotangent is not finite, though its
+                objective is, or no objective is.
             FreedGraphError: An earlier backward pass has freed the graph.
             UnsupportedError: A recorded call has no gradient that belongs to an objective.
             RemovedEngineError: The engine was removed.
+            MemoryLimitError: Memory ran out, and again with a smaller limit.
 
         References:
             Quinton and Rey 2024, arXiv:2406.16232, section 6 and algorithm 3.

@@ -1,5 +1,7 @@
 """Errors and warnings of autogram: one base, and the builtin that each refines."""
 
+import torch
+
 
 class AutogramError(Exception):
     """Base of every error that autogram raises on purpose."""
@@ -71,6 +73,10 @@ class VerificationError(AutogramError, ArithmeticError):
 
 class RuleError(AutogramError, ValueError):
     """A rule is registered twice, or its recipe does not fit the call."""
+
+
+class MemoryLimitError(AutogramError, torch.OutOfMemoryError):
+    """Memory ran out during a contraction, also with a smaller limit."""
 
 
 class RemovedEngineError(AutogramError, RuntimeError):

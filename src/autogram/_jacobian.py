@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture import Objectives, accumulate
+from autogram._capture import Objectives, accumulate, retried_with_less
 from autogram._errors import ChangedTensorError, InvalidOperandError
 
 Direction = Mapping[str, Tensor] | Sequence[Tensor]
@@ -96,12 +96,14 @@ class Jacobian:
             f"device={str(self.device)!r})"
         )
 
+    @retried_with_less
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
             parts = (columns.gram(self._limit) for columns in self._columns.values())
             return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
+    @retried_with_less
     def block_gramians(self, by: Callable[[str], str] | None = None) -> dict[str, Tensor]:
         """Gramians of parts of the parameters, which add up to the whole.
 
@@ -124,6 +126,7 @@ class Jacobian:
                 gramians[group] = self._objectives.arrange_gramian(total)
         return gramians
 
+    @retried_with_less
     def row_norms(self) -> Tensor:
         """Euclidean norm of each objective's gradient, without the Gramian.
 
@@ -138,6 +141,7 @@ class Jacobian:
             parts = (columns.square_norms(self._limit) for columns in self._columns.values())
             return self._arranged(self._sum(parts, self._sizes)).sqrt()
 
+    @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:
         """Jᵀ w, the gradient of the objectives' sum with weights.
 
@@ -192,6 +196,7 @@ class Jacobian:
             for parameter, gradient in self._gradients(weights):
                 accumulate(parameter, gradient[0])
 
+    @retried_with_less
     def jvp(self, direction: Direction) -> Tensor:
         """J v, the derivatives of the objectives along a direction.
 
@@ -214,6 +219,7 @@ class Jacobian:
             )
             return self._arranged(self._sum(parts, self._sizes))
 
+    @retried_with_less
     def cross_gramian(self, other: Jacobian) -> Tensor:
         """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives.
 

@@ -2,6 +2,7 @@
 
 from autogram._capture.accumulate import accumulate
 from autogram._capture.driver import BatchDim, Driver
+from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
@@ -9,6 +10,7 @@ from autogram._capture.recordings import Recordings
 from autogram._capture.verification import Verify
 
 __all__ = [
+    "ELEMENT_BYTES",
     "BatchDim",
     "Channel",
     "Driver",
@@ -18,4 +20,5 @@ __all__ = [
     "Recordings",
     "Verify",
     "accumulate",
+    "retried_with_less",
 ]

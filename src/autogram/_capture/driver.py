@@ -17,6 +17,7 @@ from autogram._blocks import Keep, Routed
 from autogram._capture.assembly import Assembly, LayoutsOf, Observer, UnknownLayoutError
 from autogram._capture.diagnosis import confirm
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
+from autogram._capture.memory import retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.probe import Layouts, find_layouts
 from autogram._capture.record import Record
@@ -43,9 +44,9 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Sink)
 Key = tuple[int, tuple[int, ...], int | None, int]
 
-# From `warnings.warn` through `_warn` or `_confirm`, `_assemble_or_retreat`, `_collect`, `gramian`
-# and `Engine` to the user's line.
-_USER_LEVEL = 6
+# From `warnings.warn` through `_warn` or `_confirm`, `_assemble_or_retreat`, `_collect`, `gramian`,
+# `retried_with_less` and `Engine` to the user's line.
+_USER_LEVEL = 7
 
 # How many signatures of forward passes to remember layouts for. Batches of varying length have one
 # each; a forgotten one costs one backward pass through the activations.
@@ -98,6 +99,7 @@ class Driver:
         self._has_sought = False
         self._has_warned = False
 
+    @retried_with_less
     def gramian(self, losses: Tensor, *, verify: bool = False) -> Tensor:
         """The Gramian of the losses, ``(m, m)``.
 
@@ -119,6 +121,7 @@ class Driver:
             objectives, found = self._collect(losses, make_sink, verify=verify)
             return found.arranged(objectives)
 
+    @retried_with_less
     def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, Store]:
         """The columns of J, kept, and the objectives that their rows belong to.
 
@@ -128,6 +131,7 @@ class Driver:
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             return self._collect(losses, partial(Store, form, self._limit))
 
+    @retried_with_less
     def columns_and_gramian(
         self, losses: Tensor, form: Keep, *, retain_graph: bool
     ) -> tuple[Objectives, StoreWithGramian]:
@@ -302,8 +306,10 @@ class Driver:
         except MixedSamplesError as error:
             self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
             raise
-        self._remember(self._structures, structure, None)
         found = {recording: {}, **found}
+        if not objectives.is_finite.all():
+            return found  # true for this call; the next one looks at all samples
+        self._remember(self._structures, structure, None)
         for each, layouts in found.items():
             if any(isinstance(layout, Routed) for some in layouts.values() for layout in some):
                 continue

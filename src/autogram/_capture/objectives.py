@@ -33,6 +33,14 @@ class Objectives:
         return self.losses.numel() // self.samples
 
     @property
+    def is_finite(self) -> Tensor:
+        """Whether all objectives of a sample are finite, ``(B,)``, on the CPU."""
+        finite = self.losses.isfinite()
+        if self.batch_dim is None:
+            return finite.all().view(1).cpu()
+        return finite.movedim(self.batch_dim, 0).reshape(self.samples, -1).all(1).cpu()
+
+    @property
     def layout(self) -> Folded | None:
         """Where the samples lie in the losses."""
         if self.batch_dim is None:

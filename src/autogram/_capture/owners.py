@@ -27,8 +27,11 @@ from autogram._capture.visit import visit
 from autogram._errors import NonFiniteError
 
 # For each use that has a cotangent, for each dimension in which samples can lie and do not meet:
-# the sample of every place, or -1 where the cotangent is zero. On the CPU.
+# the sample of every place, -1 where the cotangent is zero, or HIDDEN where it is not finite and
+# belongs to one of the samples whose objectives are not finite. On the CPU.
 Owners = dict[Use, dict[int, Tensor]]
+
+HIDDEN = -2
 
 ByPlace = dict[Use, dict[int, Tensor]]  # something for each place along each dimension
 
@@ -42,10 +45,16 @@ _DIGITS = _EXPONENTS.argsort()
 def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
     """The owners by passes for some of the samples alone.
 
+    A sample whose objectives are not finite hides its own places: zero times infinity is no zero,
+    so that they are seen in every pass. The others show the layout, if there are any.
+
     Raises:
-        NonFiniteError: A cotangent is infinite or not a number.
+        NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
+            none is.
     """
     samples = torch.arange(objectives.samples, device="cpu")
+    is_finite = objectives.is_finite
+    hidden: ByPlace | None = {} if is_finite.any() and not is_finite.all() else None
     with_digit: ByPlace = {}
     without: ByPlace = {}
     every = 0
@@ -53,19 +62,25 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
         every |= 1 << digit
         has_digit = (samples >> digit) % 2 == 1
         for chosen, seen in ((has_digit, with_digit), (~has_digit, without)):
-            for use, found in _look(channel, objectives, chosen, _any_nonzero).items():
+            for use, found in _look(channel, objectives, chosen, _any_nonzero, hidden).items():
                 before = seen.get(use, {})
                 seen[use] = {d: x.long() << digit | before.get(d, 0) for d, x in found.items()}
     owners: Owners = {}
-    for use in {**with_digit, **without}:
+    for use in {**with_digit, **without, **(hidden or {})}:
         owners[use] = {}
         for dim in use.dims:
             none = torch.zeros(use.shape[dim], dtype=torch.long, device="cpu")
             ones = with_digit.get(use, {}).get(dim, none)
             zeros = without.get(use, {}).get(dim, none)
             is_seen = (ones | zeros) != 0
-            if bool(((ones ^ zeros)[is_seen] == every).all()):
-                owners[use][dim] = torch.where(is_seen, ones, -1)
+            is_hidden = (hidden or {}).get(use, {}).get(dim, none) > 0
+            if bool(((ones ^ zeros)[is_seen] == every).all()) and not bool(
+                is_finite[ones[is_seen & is_hidden]].any()
+            ):
+                unseen = torch.where(is_hidden, HIDDEN, -1)
+                owners[use][dim] = torch.where(is_seen, ones, unseen)
+        if hidden and use in hidden and not owners[use]:
+            raise not_finite(use)
     return owners
 
 
@@ -108,27 +123,41 @@ def _look(
     objectives: Objectives,
     weights: Tensor,
     reduce: Callable[[Tensor], Tensor],
+    hidden: ByPlace | None = None,
 ) -> ByPlace:
     """What every place is reduced to, in a pass with a weight for each sample.
 
-    Uses without a cotangent are left out.
+    Uses without a cotangent are left out. What is not finite is refused, or where ``hidden`` is
+    given, marked there and taken for zero.
     """
     found: ByPlace = {}
 
     def observe(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         del saved
-        if not torch.isfinite(cotangent).all():
-            raise NonFiniteError(
-                f"The cotangent of {describe(use)} is infinite or not a number, so that it cannot "
-                "be seen where the samples lie. Look for a division by zero or an overflow behind "
-                "this call; `torch.autograd.detect_anomaly()` finds it."
-            )
+        is_finite = torch.isfinite(cotangent)
+        if not is_finite.all():
+            if hidden is None:
+                raise not_finite(use)
+            marks = hidden.setdefault(use, {})
+            for d in use.dims:
+                found_here = (~is_finite[0]).movedim(d, 0).reshape(use.shape[d], -1).any(1)
+                marks[d] = marks.get(d, 0) | found_here.long().cpu()
+            cotangent = torch.where(is_finite, cotangent, 0)
         if bool((cotangent != 0).any()):
             by_place = (cotangent[0].movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
             found[use] = {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}
 
     visit(channel, objectives.losses, objectives.weighted(weights), lambda: observe)
     return found
+
+
+def not_finite(use: Use) -> NonFiniteError:
+    """The error for a use whose cotangent does not show where the samples lie."""
+    return NonFiniteError(
+        f"The cotangent of {describe(use)} is infinite or not a number, so that it cannot be seen "
+        "where the samples lie. Look for a division by zero or an overflow behind this call; "
+        "`torch.autograd.detect_anomaly()` finds it."
+    )
 
 
 def _any_nonzero(by_place: Tensor) -> Tensor:

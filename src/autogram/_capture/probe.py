@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from autogram._blocks import Layout, Routed, candidates
 from autogram._capture.objectives import Objectives
-from autogram._capture.owners import owners_by_scales, owners_by_zeros
+from autogram._capture.owners import HIDDEN, not_finite, owners_by_scales, owners_by_zeros
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.use import Use, describe
 from autogram._errors import MixedSamplesError
@@ -32,6 +33,8 @@ def find_layouts(
         MixedSamplesError: A use has places that belong to several samples.
         NonFiniteError: A cotangent is infinite or not a number.
     """
+    is_finite = objectives.is_finite
+    is_known = is_known and bool(is_finite.all())
     owners = owners_by_scales(channel, objectives) if is_known else None
     if owners is None or not all(owners.values()) or (wanted and wanted not in owners):
         owners = owners_by_zeros(channel, objectives)
@@ -42,13 +45,13 @@ def find_layouts(
         )
     layouts: dict[Recording, Layouts] = {}
     for use, by_dim in owners.items():
-        found = _layouts(use, by_dim, objectives.samples)
+        found = _layouts(use, by_dim, is_finite)
         layouts.setdefault(use.recording, {})[use.index] = found
     return layouts
 
 
-def _layouts(use: Use, owners: dict[int, Tensor], samples: int) -> tuple[Layout, ...]:
-    """The layouts that fit the owners of a use's places."""
+def _layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Layout, ...]:
+    """The layouts that fit the owners of a use's places, where some samples may be hidden."""
     if not owners:
         raise MixedSamplesError(
             f"The samples are mixed before the result of {describe(use)} reaches the losses: "
@@ -60,16 +63,20 @@ def _layouts(use: Use, owners: dict[int, Tensor], samples: int) -> tuple[Layout,
         )
     regular = tuple(
         layout
-        for layout in candidates(use.shape, tuple(owners), samples)
-        if _fits(layout, owners[layout.dim])
+        for layout in candidates(use.shape, tuple(owners), len(is_finite))
+        if _fits(layout, owners[layout.dim], is_finite)
     )
+    # Hidden places are those of some sample, which only a single regular layout can tell.
+    if len(regular) != 1 and any(bool((places == HIDDEN).any()) for places in owners.values()):
+        raise not_finite(use)
     if regular:
         return regular
     dim = next(iter(owners))
-    return (Routed(dim, samples, owners[dim]),)
+    return (Routed(dim, len(is_finite), owners[dim]),)
 
 
-def _fits(layout: Layout, owners: Tensor) -> bool:
-    """Whether a layout gives every place to its owner."""
+def _fits(layout: Layout, owners: Tensor, is_finite: Tensor) -> bool:
+    """Whether a layout gives every place to its owner, and hidden ones to samples that hide."""
     given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
-    return bool(((owners < 0) | (owners == given)).all())
+    fits = torch.where(owners == HIDDEN, ~is_finite[given], (owners < 0) | (owners == given))
+    return bool(fits.all())
