@@ -6,6 +6,7 @@ from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
+from autogram._capture.unseen import Unseen
 from autogram._capture.verification import Verify
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Objectives",
     "Record",
     "Recordings",
+    "Unseen",
     "Verify",
     "accumulate",
 ]
