@@ -20,6 +20,7 @@ from autogram._capture import (
     Driver,
     Objectives,
     Recordings,
+    Unseen,
     Verify,
 )
 from autogram._errors import (
@@ -61,11 +62,15 @@ class Engine:
         verify: When :meth:`compute_gramian` and :meth:`jacobian` compare their result with one
             ordinary backward pass: ``"first"`` at the calls 1, 2, 4, 8, ... and whenever the
             recorded calls or shapes are new, ``"always"``, or ``"never"``.
+        unseen: What to do with parameters that are used where calls are not recorded: in a penalty
+            among the losses, a custom autograd Function, a gradient that is differentiated again, a
+            forward pass from before the engine was made. ``"rows"`` computes their rows by
+            vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
 
     Raises:
         InvalidModulesError: No module is given, something else than a module, or one module
             is inside another.
-        InvalidOptionError: ``verify`` is none of its three values.
+        InvalidOptionError: ``verify`` is none of its values, or ``unseen`` is none of its values.
 
     Example:
         >>> import torch
@@ -89,6 +94,7 @@ class Engine:
         batch_dim: BatchDim = "auto",
         memory_limit_bytes: int = 2**29,
         verify: Verify = "first",
+        unseen: Unseen = "rows",
     ) -> None:
         _check_modules(modules)
         is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
@@ -102,12 +108,16 @@ class Engine:
                 f'`verify` is {verify!r}. Pass "first" (new calls, and the calls 1, 2, 4, 8, ...), '
                 '"always" or "never".'
             )
+        if unseen not in get_args(Unseen):
+            raise InvalidOptionError(f'`unseen` is {unseen!r}. Pass "rows" or "error".')
         self._batch_dim = batch_dim
         channel = Channel()
         self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
-        self._driver = Driver(channel, batch_dim, self._limit, verify)
         self._hooks = HookManager()
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
+        self._driver = Driver(
+            channel, batch_dim, self._limit, recordings.parameters, verify, unseen
+        )
         for root in modules:
             for module in root.modules():
                 # Every module, and not the outermost ones alone: activation checkpointing runs
@@ -137,6 +147,7 @@ class Engine:
 
         Raises:
             VerificationError: It was verified, and is wrong.
+            UnseenUseError: ``unseen`` is ``"error"``, and there are such parameters.
             InvalidLossesError: The losses are not floating-point or require no gradient, or
                 gradients are disabled.
             InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.

@@ -55,6 +55,10 @@ class UnsupportedError(AutogramError, NotImplementedError):
     """
 
 
+class UnseenUseError(AutogramError, RuntimeError):
+    """A parameter is used where the recorder does not see it, and the engine is to refuse that."""
+
+
 class VerificationError(AutogramError, ArithmeticError):
     """The Gramian and an ordinary backward pass do not agree.
 
@@ -89,6 +93,10 @@ class RuleCheckError(AutogramError, AssertionError):
 
 class CoupledObjectivesWarning(UserWarning):
     """The objectives are not per-sample, so the whole batch is treated as one sample."""
+
+
+class UnseenUseWarning(UserWarning):
+    """A parameter is used where the recorder does not see it, and gets explicit rows."""
 
 
 class UnverifiedWarning(UserWarning):

@@ -122,12 +122,23 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda y: per_sample(y).topk(3).values,
     "twice": lambda y: per_sample(y).repeat(2),
     "each twice": lambda y: per_sample(y).repeat_interleave(2),
+    "with one of the batch": lambda y: torch.cat([per_sample(y), y.std(0).sum().view(1)]),
+    "two losses after each other": lambda y: torch.cat([per_sample(y), y.sin().sum(1)]),
+    "permuted and with one of the batch": lambda y: torch.cat(
+        [per_sample(y).flip(0), per_sample(y).logsumexp(0).view(1)]
+    ),
 }
 
 
 # Losses of some of the samples, or in another order: each still has places of its own.
 CHOSEN = ("some of them", "largest", "reversed", "sorted")
-OTHER_NUMBER = ("twice", "each twice")  # not one loss for each sample
+OTHER_NUMBER = (
+    "twice",
+    "each twice",
+    "with one of the batch",
+    "two losses after each other",
+    "permuted and with one of the batch",
+)  # not one loss for each sample
 
 
 @pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")

@@ -1,6 +1,8 @@
 """Parameters used where nothing is recorded: the graph of the losses shows them."""
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine, FreedGraphError, UnsupportedError
+from autogram import (
+    Engine,
+    FreedGraphError,
+    InvalidOptionError,
+    UnseenUseError,
+    UnseenUseWarning,
+    UnsupportedError,
+)
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 
@@ -137,6 +146,95 @@ def test_sparse_gradients() -> None:
     losses = model(torch.randn(2, 5, 3)).square().sum((1, 2))
     jacobian = reference_jacobian(losses, model.parameters())
     assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+@pytest.mark.parametrize("batch_dim", BATCH_DIMS)
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_parameters_used_before_the_engine_was_made(batch_dim: int | None, verify: Any) -> None:
+    """In all of the forward pass, or in a part of it."""
+    model = Model()
+    x = torch.randn(5, 3)
+    losses = model(x).square().sum(1)
+    hidden = model.first(x)
+    engine = Engine(model, batch_dim=batch_dim, verify=verify)
+    later = model.last(hidden.tanh()).square().sum(1)
+    for found in (losses, later, losses + later, losses + model(x).sin().sum(1)):
+        jacobian = reference_jacobian(found, model.parameters())
+        assert_close_to_reference(engine.compute_gramian(found), jacobian @ jacobian.T)
+
+
+@pytest.mark.parametrize("batch_dim", BATCH_DIMS)
+def test_a_forward_that_is_called_directly(batch_dim: int | None) -> None:
+    """Of a model, whose parts are seen, and of a layer, which is not."""
+    model, layer = Model(), nn.Linear(3, 4)
+    for module in (model, layer):
+        engine = Engine(module, batch_dim=batch_dim)
+        losses = module.forward(torch.randn(5, 3)).square().sum(1)
+        jacobian = reference_jacobian(losses, module.parameters())
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def test_penalties_alone() -> None:
+    """Of which no forward pass knows."""
+    model = Model()
+    engine = Engine(model)
+    losses = torch.stack([p.square().sum() for p in model.parameters()])
+    jacobian = reference_jacobian(losses, model.parameters())
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+UNSEEN: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
+    "penalty": (penalized, r"in the losses, `first\.weight` \(60 elements\)"),
+    "another method": (
+        another_method,
+        r"in the call behind `MulBackward0`, `temperature` \(5 elements\)",
+    ),
+    "input": (scaled_input, r"in the call behind `MulBackward0`, `temperature` \(5 elements\)"),
+    "double backward": (gradient_penalty, r"in the losses, .*`first\.weight`"),
+}
+
+
+@pytest.mark.parametrize("batch_dim", BATCH_DIMS)
+@pytest.mark.parametrize("name", UNSEEN)
+def test_one_warning_names_what_is_not_seen(name: str, batch_dim: int | None) -> None:
+    """With its place and cost, at the user's line, and once for an engine."""
+    of, text = UNSEEN[name]
+    model = Model()
+    engine = Engine(model, batch_dim=batch_dim)
+    with pytest.warns(UnseenUseWarning, match=f"5 vector-Jacobian products.*{text}") as found:
+        engine.compute_gramian(of(model, torch.randn(5, 3)))
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.compute_gramian(of(model, torch.randn(5, 3)))
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_not_seen_may_be_refused(name: str) -> None:
+    of, text = UNSEEN[name]
+    model = Model()
+    engine = Engine(model, unseen="error")
+    for _ in range(2):
+        with pytest.raises(UnseenUseError, match=f'{text}.*pass `unseen="rows"`'):
+            engine.compute_gramian(of(model, torch.randn(5, 3)))
+    losses = model(torch.randn(5, 3)).square().sum(1)
+    jacobian = reference_jacobian(losses, model.parameters())
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(InvalidOptionError, match=r"`unseen` is 'warn'\. Pass \"rows\" or"):
+        Engine(Model(), unseen="warn")  # type: ignore[arg-type]
+
+
+def test_no_warning_of_what_is_seen() -> None:
+    """A call without a rule is seen."""
+    model = Model()
+    engine = Engine(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.compute_gramian(model(torch.randn(5, 3)).square().sum(1))
 
 
 def test_reentrant_checkpoints_are_refused() -> None:

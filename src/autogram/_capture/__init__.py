@@ -7,6 +7,7 @@ from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
+from autogram._capture.unseen import Unseen
 from autogram._capture.verification import Verify
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Objectives",
     "Record",
     "Recordings",
+    "Unseen",
     "Verify",
     "accumulate",
     "retried_with_less",

@@ -90,6 +90,7 @@ class Assembly(Generic[S]):
         for recording in channel.recordings:
             self._expected.update(recording.uses)
         self.has_arrivals = False
+        self.unseen: list[Use] = []
 
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Takes in one use."""
@@ -108,6 +109,7 @@ class Assembly(Generic[S]):
             use: The losses, as a use of these parameters.
             objectives: The losses with their samples.
         """
+        self.has_arrivals = True
         self._add(use, objectives.layout, (), objectives.cotangents())
 
     def complete(self) -> S:
@@ -140,6 +142,8 @@ class Assembly(Generic[S]):
         self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor
     ) -> None:
         """Adds the blocks of a use to the columns of what it reads."""
+        if not use.is_seen:
+            self.unseen.append(use)
         # Half precision is for the network: products of gradients are accumulated in float32.
         dtype = torch.promote_types(cotangent.dtype, torch.float32)
         blocks = use.contributions(layout, cotangent.to(dtype), saved, self._limit)

@@ -11,7 +11,6 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from autogram._blocks import Keep, Routed
 from autogram._capture.assembly import Assembly, LayoutsOf, Observer, UnknownLayoutError
@@ -24,8 +23,8 @@ from autogram._capture.record import Record
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.sinks import GramianSum, Sink, Store, StoreWithGramian
 from autogram._capture.tail import Tail
-from autogram._capture.tracked import track_parameter
-from autogram._capture.use import FallbackUse, Use, describe
+from autogram._capture.unseen import Names, Unseen, describe_unseen, use_in_tail
+from autogram._capture.use import Use, describe
 from autogram._capture.verification import Check, Comparison, Schedule, Verify
 from autogram._capture.visit import visit
 from autogram._errors import (
@@ -34,6 +33,8 @@ from autogram._errors import (
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
+    UnseenUseError,
+    UnseenUseWarning,
     UnverifiedWarning,
     VerificationError,
 )
@@ -77,14 +78,22 @@ class Driver:
         batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
             ``"auto"`` to find out.
         limit: The number of elements that one intermediate result may have.
+        names: Gives the parameters of the engine's modules, with their names.
         verify: When to compare with an ordinary backward pass.
+        unseen: Whether to refuse parameters that are used where nothing is recorded.
 
     Attributes:
         record: What the last call did.
     """
 
     def __init__(
-        self, channel: Channel, batch_dim: BatchDim, limit: int, verify: Verify = "first"
+        self,
+        channel: Channel,
+        batch_dim: BatchDim,
+        limit: int,
+        names: Names,
+        verify: Verify = "first",
+        unseen: Unseen = "rows",
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
@@ -96,6 +105,10 @@ class Driver:
         self._schedule = Schedule(verify, _REMEMBERED)
         self.record = Record(limit)
         self._recorded: int | None = None
+        self._names = names
+        self._on_unseen = unseen
+        self._unseen: list[Use] = []
+        self._has_mentioned = False
         self._has_sought = False
         self._has_warned = False
 
@@ -193,7 +206,8 @@ class Driver:
         with explaining_freed_graphs():
             tail = Tail.of(self._channel, losses)
         recordings = self._channel.recordings
-        signature = hash(frozenset(self._key(found, objectives, tail) for found in recordings))
+        keys = frozenset(self._key(found, objectives, tail) for found in recordings)
+        signature = hash((keys, tail.fingerprint, losses.shape))
         structure = hash((frozenset(found.structure for found in recordings), tail.structure))
         check = self._schedule.next(losses, structure, must=verify)
         record = Record(self._limit) if signature != self._recorded else None
@@ -204,7 +218,19 @@ class Driver:
             record.finish(recordings)
             self.record, self._recorded = record, signature
         self.record.has_sought = self._has_sought
+        self._mention_unseen(losses.numel())
         return found
+
+    def _mention_unseen(self, objectives: int) -> None:
+        """Tells the user, once, of parameters that are used unseen, or refuses them."""
+        uses, self._unseen = self._unseen, []
+        if not uses or (self._has_mentioned and self._on_unseen == "rows"):
+            return
+        self._has_mentioned = True
+        message = describe_unseen(uses, objectives)
+        if self._on_unseen == "error":
+            raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
+        warnings.warn(message, UnseenUseWarning, stacklevel=_USER_LEVEL - 1)
 
     def _assemble_or_retreat(
         self, objectives: Objectives, tail: Tail, job: Job[S]
@@ -336,7 +362,7 @@ class Driver:
         retain_graph: bool,
     ) -> S:
         """One pass past the taps, with the layouts that are known."""
-        in_tail = self._use_in_tail(objectives.losses, tail)
+        in_tail = use_in_tail(self._channel, self._names, objectives.losses, tail)
 
         def start() -> Assembly[S]:
             observers = job.observers
@@ -360,27 +386,12 @@ class Driver:
         if not assembly.has_arrivals:
             raise NotConnectedError(
                 "The losses do not depend on any parameter of the engine's modules that requires a "
-                "gradient. Compute them from an output of these modules, in a forward pass that "
-                "ran after the engine was made, with gradients enabled. A model compiled by "
-                "`torch.compile` is not seen: compile parts without parameters instead."
+                "gradient. Compute them from an output of these modules, with gradients enabled. A "
+                "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
+                "`use_reentrant=False`."
             )
+        self._unseen = assembly.unseen
         return assembly.complete()
-
-    def _use_in_tail(self, losses: Tensor, tail: Tail) -> FallbackUse | None:
-        """The losses as a use of the parameters that they reach past every tap.
-
-        A penalty on the weights, a call of another method than the forward, or a gradient that is
-        differentiated again use parameters where nothing is recorded.
-        """
-        for recording in self._channel.recordings:
-            reads = [track_parameter(p) for p in tail.leaves if p in recording.names]
-            if reads:
-                sources = tuple(tracked.sources[0] for tracked in reads)
-                shape, edge = tuple(losses.shape), get_gradient_edge(losses)
-                return FallbackUse(
-                    recording, -1, "the losses", shape, losses.dtype, tuple(reads), edge, sources
-                )
-        return None
 
     def _key(self, recording: Recording, objectives: Objectives, tail: Tail) -> Key:
         """What the layouts of a recording may depend on."""

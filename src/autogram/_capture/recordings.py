@@ -41,7 +41,7 @@ class Recordings(threading.local):
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
         elif torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-            recorder = Recorder(self._channel, self._parameters())
+            recorder = Recorder(self._channel, self.parameters())
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
@@ -86,7 +86,7 @@ class Recordings(threading.local):
             frame = frame.f_back
         return frame is None
 
-    def _parameters(self) -> dict[Tensor, str]:
+    def parameters(self) -> dict[Tensor, str]:
         """The parameters as they are now, and those that `functional_call` has put aside.
 
         What such a call puts in their place is derived from them, if it is derived from anything.

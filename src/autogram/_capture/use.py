@@ -29,6 +29,8 @@ class Use(Protocol):
     function: str
     shape: tuple[int, ...]
     """The shape of its output."""
+    is_seen: bool
+    """Whether the recorder saw it, or autograd's graph alone showed it."""
 
     @property
     def reads(self) -> tuple[Tracked, ...]:
@@ -105,6 +107,7 @@ class RuleUse:
     operands: tuple[Operand | JointOperands, ...]
     rule: Rule | None
     """The rule that gave the recipes, or ``None`` where no rule is needed."""
+    is_seen: bool = True
 
     @property
     def reads(self) -> tuple[Tracked, ...]:
@@ -146,6 +149,7 @@ class FallbackUse:
     """The output of the call, before the tap."""
     inputs: Inputs
     """Where each tracked tensor enters the call."""
+    is_seen: bool = True
 
     @property
     def dims(self) -> tuple[int, ...]:

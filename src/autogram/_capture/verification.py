@@ -117,7 +117,8 @@ class Check:
         Returns:
             One comparison for each trainable parameter of the engine's modules.
         """
-        names = {p: name for recording in channel.recordings for p, name in recording.names.items()}
+        names = {p: name for found in channel.recordings for p, name in found.names.items()}
+        names |= {p: c.name for p, c in self.comparisons.items()}  # from before any recording
         parameters = [p for p in names if p.requires_grad]
         with _without_hooks(parameters), channel.visiting(None), explaining_freed_graphs():
             gradients = torch.autograd.grad(

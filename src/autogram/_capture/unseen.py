@@ -1,0 +1,74 @@
+"""Unseen uses: parameters that are used where nothing is recorded, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Literal
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from autogram._capture.recording import Channel, Recording
+from autogram._capture.tail import Tail
+from autogram._capture.tracked import track_parameter
+from autogram._capture.use import FallbackUse, Use
+
+Unseen = Literal["rows", "error"]
+Names = Callable[[], Mapping[Tensor, str]]
+
+_MOST_NAMED = 8
+
+
+def use_in_tail(
+    channel: Channel, names_of_modules: Names, losses: Tensor, tail: Tail
+) -> FallbackUse | None:
+    """The losses as a use of the parameters that they reach past every tap.
+
+    A penalty on the weights, a call of another method than the forward, a gradient that is
+    differentiated again, or a forward pass from before the engine was made use parameters where
+    nothing is recorded.
+
+    Args:
+        channel: The channel of the engine.
+        names_of_modules: Gives the parameters of the engine's modules.
+        losses: The objectives.
+        tail: What leads to them.
+    """
+    if not tail.leaves:
+        return None
+    names = {p: name for found in channel.recordings for p, name in found.names.items()}
+    if not names.keys() >= set(tail.leaves):  # a look at the modules takes longer
+        names = {**names_of_modules(), **names}
+    reads = tuple(track_parameter(p) for p in tail.leaves if p in names)
+    if not reads:
+        return None
+    is_batchable = all(recording.is_batchable for recording in channel.recordings)
+    recording = Recording(channel, names, is_batchable=is_batchable)
+    sources = tuple(tracked.sources[0] for tracked in reads)
+    shape, edge = tuple(losses.shape), get_gradient_edge(losses)
+    return FallbackUse(
+        recording, -1, "the losses", shape, losses.dtype, reads, edge, sources, is_seen=False
+    )
+
+
+def describe_unseen(uses: Sequence[Use], objectives: int) -> str:
+    """Which parameters are used unseen, where, what that costs, and what to do about it."""
+    places: dict[str, list[str]] = {}
+    for use in uses:
+        for parameter in dict.fromkeys(p for tracked in use.reads for p in tracked.sources):
+            elements = objectives * prod(parameter.shape)
+            text = f"`{use.recording.names[parameter]}` ({elements} elements)"
+            places.setdefault(use.function, []).append(text)
+    listed = "; ".join(
+        f"in {place}, {', '.join(names[:_MOST_NAMED])}"
+        + f" and {len(names) - _MOST_NAMED} others" * (len(names) > _MOST_NAMED)
+        for place, names in places.items()
+    )
+    return (
+        "Some parameters are used where calls are not recorded. What they contribute is explicit "
+        f"rows of J, by {objectives} vector-Jacobian products (one for each objective) through "
+        f"each place: {listed}. To save that, use them in the `forward` of a module that is given "
+        "to `Engine` before it runs, and register a rule for a custom autograd Function "
+        "(`autogram.rules.register_rule`)."
+    )
