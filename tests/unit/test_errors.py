@@ -43,9 +43,6 @@ BUILTINS = {
     "ChangedTensorError": RuntimeError,
     "RemovedEngineError": RuntimeError,
     "VerificationError": ArithmeticError,
-    "InvalidOperandError": ValueError,
-    "ChangedTensorError": RuntimeError,
-    "RemovedEngineError": RuntimeError,
 }
 
 
