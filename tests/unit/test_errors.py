@@ -42,6 +42,7 @@ BUILTINS = {
     "InvalidOperandError": ValueError,
     "ChangedTensorError": RuntimeError,
     "RemovedEngineError": RuntimeError,
+    "MemoryLimitError": RuntimeError,
     "VerificationError": ArithmeticError,
 }
 
