@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -47,9 +48,9 @@ def seen_uses() -> Iterator[list[Use]]:
     seen: list[Use] = []
     enter = Tapper._enter
 
-    def enter_and_tell(self: Tapper, use: Use) -> Use:
+    def enter_and_tell(self: Tapper, use: Use, *rest: Any) -> Use:
         seen.append(use)
-        return enter(self, use)
+        return enter(self, use, *rest)
 
     with mock.patch.object(Tapper, "_enter", enter_and_tell):
         yield seen
