@@ -282,7 +282,7 @@ class Engine:
         names = self._driver.names(store.columns)
         Jacobian(objectives, store.columns, names, self._limit).accumulate_grad(weights)
         if outside:
-            cotangent = weights.view(losses.shape).to(losses)
+            cotangent = weights.reshape(losses.shape).to(losses)
             torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
         return (weights, gramian) if return_gramian else weights
 
