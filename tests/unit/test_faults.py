@@ -41,6 +41,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The Gramian cannot be verified:autogram.UnverifiedWarning")
 @pytest.mark.parametrize("bad", [[1], [0, 3], [0, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("losses", LOSSES)
@@ -98,6 +99,7 @@ def assert_only_these_are_hidden(
     assert_close_to_reference(gramian[good][:, good], expected[good][:, good])
 
 
+@pytest.mark.filterwarnings("ignore:The Gramian cannot be verified:autogram.UnverifiedWarning")
 class TestNotFiniteAndMixed:
     """Nothing is guessed where what is not finite hides how samples are mixed."""
 
