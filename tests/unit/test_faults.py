@@ -41,11 +41,11 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The Gramian cannot be verified:autogram.UnverifiedWarning")
 @pytest.mark.parametrize("bad", [[1], [0, 3], [0, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("losses", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore::autogram.UnverifiedWarning")
 class TestNotFinite:
     """Losses of some samples that are not finite: only their rows and columns are concerned."""
 
@@ -99,7 +99,7 @@ def assert_only_these_are_hidden(
     assert_close_to_reference(gramian[good][:, good], expected[good][:, good])
 
 
-@pytest.mark.filterwarnings("ignore::autogram.UnverifiedWarning")
+@pytest.mark.filterwarnings("ignore:The Gramian cannot be verified:autogram.UnverifiedWarning")
 class TestNotFiniteAndMixed:
     """Nothing is guessed where what is not finite hides how samples are mixed."""
 
