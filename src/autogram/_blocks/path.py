@@ -205,7 +205,8 @@ def _multiply_sum(first: str, second: str, output: str, x: Tensor, y: Tensor) ->
 
 def _sum_of_product(x: Tensor, y: Tensor, summed: list[int]) -> Tensor:
     """The product of two tensors of equally many dimensions, summed over some of them."""
-    shape = torch.broadcast_shapes(x.shape, y.shape)
+    # By hand: `torch.broadcast_shapes` takes longer than a small product.
+    shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
     elements = prod(shape)
     dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
     if not summed or dim is None or elements <= _PART or x.device.type != "cpu":
