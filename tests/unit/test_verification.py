@@ -480,7 +480,7 @@ def test_an_ordinary_pass_that_overflows() -> None:
     """In half precision, a sum over the batch may be too large where no sample is."""
     model = nn.Linear(2, 1, bias=False).half()
     engine = Engine(model, batch_dim=0)
-    losses = model(torch.full((9, 2), 3e4, dtype=torch.float16)).squeeze(1)
+    losses = model(torch.full((99, 2), 6e4, dtype=torch.float16)).squeeze(1)
     with pytest.raises(NonFiniteError, match=r"for `weight`.*ordinary backward pass overflows"):
         engine.verify(losses)
 
