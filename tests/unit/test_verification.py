@@ -246,9 +246,9 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], set[
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes see no mixture, and take the first dimension for that of the samples."""
 
-    def plain(use: Use, owners: object, samples: int) -> tuple[Folded, ...]:
+    def plain(use: Use, owners: object, is_finite: Tensor) -> tuple[Folded, ...]:
         del owners
-        return tuple(candidates(use.shape, (0,), samples))
+        return tuple(candidates(use.shape, (0,), len(is_finite)))
 
     monkeypatch.setattr(probe, "_layouts", plain)
 
@@ -480,7 +480,7 @@ def test_an_ordinary_pass_that_overflows() -> None:
     """In half precision, a sum over the batch may be too large where no sample is."""
     model = nn.Linear(2, 1, bias=False).half()
     engine = Engine(model, batch_dim=0)
-    losses = model(torch.full((9, 2), 3e4, dtype=torch.float16)).squeeze(1)
+    losses = model(torch.full((99, 2), 6e4, dtype=torch.float16)).squeeze(1)
     with pytest.raises(NonFiniteError, match=r"for `weight`.*ordinary backward pass overflows"):
         engine.verify(losses)
 

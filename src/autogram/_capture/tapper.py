@@ -91,7 +91,8 @@ class Tapper:
     def tap_unseen(self, tensor: Tensor, sources: Inputs, reads: tuple[Tracked, ...]) -> None:
         """Taps the result of a call that was not recorded, in which parameters met samples."""
         name = f"the call behind `{type(tensor.grad_fn).__name__}`"
-        use = self._fallback_use(name, tensor, reads, sources, is_seen=False)
+        use = self._fallback_use(name, tensor, reads, sources)
+        use.is_seen = False
         tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
 
     def tap_result(self, tensor: Tensor, tracked: Tracked) -> Tensor:
@@ -123,19 +124,13 @@ class Tapper:
         return self._enter(use, output)
 
     def _fallback_use(
-        self,
-        name: str,
-        output: Tensor,
-        reads: tuple[Tracked, ...],
-        inputs: Inputs,
-        *,
-        is_seen: bool = True,
+        self, name: str, output: Tensor, reads: tuple[Tracked, ...], inputs: Inputs
     ) -> FallbackUse:
         """The record of a call without a rule."""
         recording, shape = self._recording, tuple(output.shape)
         edge = get_gradient_edge(output)
         use = FallbackUse(
-            recording, recording.count, name, shape, output.dtype, reads, edge, inputs, is_seen
+            recording, recording.count, name, shape, output.dtype, reads, edge, inputs
         )
         return self._enter(use, output)
 
