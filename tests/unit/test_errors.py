@@ -18,6 +18,7 @@ from autogram import (
     InvalidBatchDimError,
     InvalidLossesError,
     InvalidModulesError,
+    InvalidOptionError,
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
@@ -40,6 +41,7 @@ BUILTINS = {
     "InvalidOptionError": ValueError,
     "UnseenUseError": RuntimeError,
     "InvalidOperandError": ValueError,
+    "MemoryLimitError": torch.OutOfMemoryError,
     "ChangedTensorError": RuntimeError,
     "RemovedEngineError": RuntimeError,
     "MemoryLimitError": RuntimeError,
@@ -79,7 +81,9 @@ class TestModules:
     @pytest.mark.parametrize("order", [1, -1])
     def test_one_inside_another(self, order: int) -> None:
         model = mlp()
-        with pytest.raises(InvalidModulesError, match=r"\(Linear\).*\(Sequential\).*`0`.*Pass the"):
+        with pytest.raises(
+            InvalidModulesError, match=r"\(Linear\).*\(Sequential\).*`0`.*Pass the outer"
+        ):
             Engine(*(model, model[0])[::order])
         assert_no_hooks(model)
 
@@ -129,12 +133,21 @@ class TestBatchDim:
             engine.compute_gramian(losses)
 
 
+def test_an_option_that_is_none_of_those() -> None:
+    """The message lists them."""
+    with pytest.raises(InvalidOptionError, match=r'`verify` is .*Pass "first" .*or "never"'):
+        Engine(mlp(), verify="sometimes")  # type: ignore[arg-type]
+
+
 LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a list": (lambda y: [y.sum(), y.sum()], r"are a list.*torch\.stack"),
     "a number": (lambda y: float(y.detach().sum()), "are a float"),
     "integers": (lambda y: y.argmax(1), r"dtype torch\.int64"),
     "booleans": (lambda y: y > 0, r"dtype torch\.bool"),
-    "complex": (lambda y: torch.fft.fft(y), r"dtype torch\.complex128.*`\.abs\(\)`"),
+    "complex": (
+        lambda y: torch.fft.fft(y),
+        r"dtype torch\.complex128.*real floating-point.*`\.abs\(\)`",
+    ),
     "detached": (lambda y: y.detach(), "do not require a gradient.*Keep their graph"),
     "constant": (lambda _: torch.ones(4), "do not require a gradient"),
 }

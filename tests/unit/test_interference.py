@@ -427,7 +427,8 @@ class TestDefaults:
                 self.layer = nn.Linear(3, 2)
 
             def forward(self, x: Tensor) -> Tensor:
-                before = torch.get_default_device()
+                device = torch.get_default_device()
+                before = None if device.type == "cpu" else device
                 torch.set_default_device("meta")
                 y = self.layer(x)
                 torch.set_default_device(before)

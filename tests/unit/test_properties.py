@@ -12,14 +12,34 @@ from torch import Tensor
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
-from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.checks import assert_close_to_reference, irregular, trainable
 from tests.unit.grammar import LOSSES, Case, Network, cases
 
 EXAMPLES = int(os.environ.get("AUTOGRAM_FUZZ_EXAMPLES", "0"))
 
+
+def _jvp(engine: Engine, losses: Tensor) -> Tensor:
+    """Along a direction without a pattern, over all parameters in a row."""
+    jacobian = engine.jacobian(losses)
+    parts = irregular(jacobian.shape[1]).split([p.numel() for p in jacobian._names])
+    return jacobian.jvp([x.view(p.shape) for p, x in zip(jacobian._names, parts, strict=True)])
+
+
+def _vjp(engine: Engine, losses: Tensor) -> Tensor:
+    """For weights without a pattern, all parameters in a row."""
+    found = engine.jacobian(losses).vjp(irregular(losses.numel()))
+    return torch.cat([gradient.flatten() for gradient in found.values()])
+
+
 # What an engine computes of some losses, and the same from the explicit Jacobian, (m, n).
 PRODUCTS: dict[str, tuple[Callable[[Engine, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "gramian": (Engine.compute_gramian, lambda jacobian: jacobian @ jacobian.T),
+    "row_norms": (
+        lambda engine, losses: engine.jacobian(losses).row_norms(),
+        lambda jacobian: jacobian.norm(dim=1),
+    ),
+    "jvp": (_jvp, lambda jacobian: jacobian @ irregular(jacobian.shape[1])),
+    "vjp": (_vjp, lambda jacobian: irregular(len(jacobian)) @ jacobian),
 }
 
 
@@ -43,8 +63,8 @@ def test_products_equal_plain_autograd(case: Case) -> None:
     losses = losses_of(case, model)
     assert torch.equal(losses, expected_losses)
     for product, expected in PRODUCTS.values():
-        for _ in range(2):
-            assert_close_to_reference(product(engine, losses), expected(jacobian))
+        assert_close_to_reference(product(engine, losses), expected(jacobian))
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
     # Not bit for bit: a call without a rule that reads a parameter several times, as a recurrent
     # layer does, adds these gradients up before those of other calls.
     gradients = torch.autograd.grad(

@@ -131,7 +131,8 @@ def _check_equation(equation: str) -> str:
     if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
             f"The equation `{equation}` of a rule is not valid: the indices `k` and `b` belong to "
-            "the objectives and the samples, and every index of the operand must be in a factor."
+            "the objectives and the samples, and every index of the operand must be in a factor. "
+            "Pass other letters."
         )
     return inputs.split(",")[0]
 

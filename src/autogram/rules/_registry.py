@@ -69,7 +69,10 @@ def unregister_rule(*functions: Callable[..., Any]) -> None:
     """
     for function in functions:
         if find_rule(function) is None:
-            raise RuleError(f"`{function}` has no rule that could be forgotten.")
+            raise RuleError(
+                f"`{function}` has no rule that could be forgotten. Pass a function that "
+                "`register_rule` was given."
+            )
         del _RULES[as_seen(function)]
         hide(function)
 
