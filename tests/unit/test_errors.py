@@ -44,7 +44,6 @@ BUILTINS = {
     "MemoryLimitError": torch.OutOfMemoryError,
     "ChangedTensorError": RuntimeError,
     "RemovedEngineError": RuntimeError,
-    "MemoryLimitError": RuntimeError,
     "VerificationError": ArithmeticError,
 }
 
