@@ -198,14 +198,14 @@ class Tokens(nn.Module):
 
 def test_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples before tokens, read as tokens before samples."""
-    layouts = probe._layouts
+    layouts = probe.fitting_layouts
 
     def turned(*arguments: Any) -> tuple[Folded, ...]:
         (layout,) = layouts(*arguments)
         assert isinstance(layout, Folded)
         return (Folded(layout.dim, layout.after, layout.batch, layout.before),)
 
-    monkeypatch.setattr(probe, "_layouts", turned)
+    monkeypatch.setattr(probe, "fitting_layouts", turned)
     model = Tokens()
     engine = Engine(model, batch_dim=0)
     losses = per_sample(model(batch(4, 7, 3)))
@@ -250,7 +250,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
         del owners
         return tuple(candidates(use.shape, (0,), len(is_finite)))
 
-    monkeypatch.setattr(probe, "_layouts", plain)
+    monkeypatch.setattr(probe, "fitting_layouts", plain)
 
 
 @pytest.mark.usefixtures("blind")

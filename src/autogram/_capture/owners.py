@@ -84,38 +84,70 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
     return owners
 
 
-def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
-    """The owners by passes in which the samples differ by powers of two.
-
-    A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
-    numbers of extreme size, or where an operation adds up in a different order each time.
+class Scales:
+    """Passes in which the samples differ by powers of two, to be compared with one of equal ones.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
-    samples = torch.arange(objectives.samples, device="cpu")
-    plain = _look(channel, objectives, torch.ones(objectives.samples, device="cpu"), _checksums)
-    owners: Owners = {
-        use: {d: (x != 0).long() - 1 for d, x in of.items()} for use, of in plain.items()
-    }
-    unit = 1
-    while unit < objectives.samples:
-        exponents = _EXPONENTS[samples // unit % _SCALES]
-        scaled = _look(channel, objectives, torch.exp2(exponents.float()), _checksums)
-        for use in scaled.keys() - owners.keys():
-            owners[use] = {}  # what adds up to zero over all samples
-        for use, dims in owners.items():
-            for dim in list(dims):
-                digits = _digits(plain[use][dim], scaled.get(use, {}).get(dim))
-                if digits is None:
-                    del dims[dim]
+
+    def __init__(self, channel: Channel, objectives: Objectives) -> None:
+        self._samples = objectives.samples
+        self._scaled: dict[int, ByPlace] = {}
+        samples = torch.arange(self._samples, device="cpu")
+        unit = 1
+        while unit < self._samples:
+            exponents = _EXPONENTS[samples // unit % _SCALES]
+            weights = torch.exp2(exponents.float())
+            self._scaled[unit] = _look(channel, objectives, weights, _checksums)
+            unit *= _SCALES
+
+    @property
+    def uses(self) -> set[Use]:
+        """The uses that have a cotangent."""
+        return set().union(*self._scaled.values())
+
+    def owners(self, use: Use, cotangent: Tensor) -> dict[int, Tensor]:
+        """The owners of a use's places, by dimension.
+
+        A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
+        numbers of extreme size, or where an operation adds up in a different order each time.
+
+        Args:
+            use: The use.
+            cotangent: Its cotangent where all samples have the weight one, ``(*output,)``.
+        """
+        owners = {}
+        for dim, plain in _reduced(use, cotangent, _checksums).items():
+            places: Tensor | None = (plain != 0).long() - 1
+            for unit, found in self._scaled.items():
+                digits = _digits(plain, found.get(use, {}).get(dim, torch.zeros_like(plain)))
+                if places is None or digits is None:
+                    places = None
                 else:
-                    dims[dim] += torch.where(dims[dim] >= 0, unit * digits, 0)
-        unit *= _SCALES
-    return {
-        use: {dim: of for dim, of in dims.items() if int(of.max()) < objectives.samples}
-        for use, dims in owners.items()
-    }
+                    places += torch.where(places >= 0, unit * digits, 0)
+            if places is not None and int(places.max()) < self._samples:
+                owners[dim] = places
+        return owners
+
+
+def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
+    """The owners by passes in which the samples differ by powers of two.
+
+    Raises:
+        NonFiniteError: A cotangent is infinite or not a number.
+    """
+    scales = Scales(channel, objectives)
+    owners: Owners = {use: {} for use in scales.uses}  # also where all samples add up to zero
+
+    def observe(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        del saved
+        if use in owners:
+            owners[use] = scales.owners(use, cotangent[0])
+
+    equal = torch.ones(objectives.samples, device="cpu")
+    visit(channel, objectives.losses, objectives.weighted(equal), lambda: observe)
+    return owners
 
 
 def _look(
@@ -144,11 +176,16 @@ def _look(
                 marks[d] = marks.get(d, 0) | found_here.long().cpu()
             cotangent = torch.where(is_finite, cotangent, 0)
         if bool((cotangent != 0).any()):
-            by_place = (cotangent[0].movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
-            found[use] = {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}
+            found[use] = _reduced(use, cotangent[0], reduce)
 
     visit(channel, objectives.losses, objectives.weighted(weights), lambda: observe)
     return found
+
+
+def _reduced(use: Use, cotangent: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+    """Every place of a cotangent ``(*output,)`` reduced to one number, along each dimension."""
+    by_place = (cotangent.movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
+    return {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}
 
 
 def not_finite(use: Use) -> NonFiniteError:
@@ -172,10 +209,8 @@ def _checksums(by_place: Tensor) -> Tensor:
     return (parts.double() * factors).sum(1)
 
 
-def _digits(plain: Tensor, scaled: Tensor | None) -> Tensor | None:
+def _digits(plain: Tensor, scaled: Tensor) -> Tensor | None:
     """The digits by which places were multiplied, or ``None`` if it was not by a power of two."""
-    if scaled is None:
-        return None
     is_there = plain != 0
     exponents = torch.where(is_there, (scaled / plain).abs().log2().round(), 0)
     if not torch.equal(torch.where(is_there, plain * torch.exp2(exponents), 0), scaled):

@@ -45,12 +45,12 @@ def find_layouts(
         )
     layouts: dict[Recording, Layouts] = {}
     for use, by_dim in owners.items():
-        found = _layouts(use, by_dim, is_finite)
+        found = fitting_layouts(use, by_dim, is_finite)
         layouts.setdefault(use.recording, {})[use.index] = found
     return layouts
 
 
-def _layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Layout, ...]:
+def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Layout, ...]:
     """The layouts that fit the owners of a use's places, where some samples may be hidden."""
     if not owners:
         raise MixedSamplesError(
