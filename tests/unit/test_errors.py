@@ -41,7 +41,6 @@ BUILTINS = {
     "InvalidOptionError": ValueError,
     "UnseenUseError": RuntimeError,
     "InvalidOperandError": ValueError,
-    "MemoryLimitError": torch.OutOfMemoryError,
     "ChangedTensorError": RuntimeError,
     "RemovedEngineError": RuntimeError,
     "MemoryLimitError": RuntimeError,
