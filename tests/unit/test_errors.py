@@ -41,7 +41,6 @@ BUILTINS = {
     "InvalidOptionError": ValueError,
     "UnseenUseError": RuntimeError,
     "InvalidOperandError": ValueError,
-    "MemoryLimitError": torch.OutOfMemoryError,
     "ChangedTensorError": RuntimeError,
     "RemovedEngineError": RuntimeError,
     "VerificationError": ArithmeticError,
@@ -136,6 +135,8 @@ def test_an_option_that_is_none_of_those() -> None:
     """The message lists them."""
     with pytest.raises(InvalidOptionError, match=r'`verify` is .*Pass "first" .*or "never"'):
         Engine(mlp(), verify="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match=r'`unseen` is .*Pass "rows" or "error"'):
+        Engine(mlp(), unseen="ignore")  # type: ignore[arg-type]
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {

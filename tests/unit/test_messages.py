@@ -90,7 +90,7 @@ def test_every_kind_of_error_is_raised() -> None:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: f"{m.place} {m.error} {m.text[:30]}")
 def test_a_message_helps(message: Message) -> None:
     """It says what was found, in a sentence, and then what to do; and a test checks this text."""
-    assert len(message.text) > 40
+    assert len(message.text) > 30
     assert ADVICE.search(message.text), f"no advice in: {message.text}"
     assert _is_tested(message), f"no test looks for: {message.text}"
 
