@@ -109,7 +109,9 @@ class Engine:
                 '"always" or "never".'
             )
         if unseen not in get_args(Unseen):
-            raise InvalidOptionError(f'`unseen` is {unseen!r}. Pass "rows" or "error".')
+            raise InvalidOptionError(
+                f'`unseen` is {unseen!r}. Pass "rows" to compute them, or "error" to refuse them.'
+            )
         self._batch_dim = batch_dim
         channel = Channel()
         self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)

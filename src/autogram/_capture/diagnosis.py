@@ -75,16 +75,12 @@ def _failure(
     if len(concerned) > _MOST_NAMED:
         lines.append(f"  and {len(concerned) - _MOST_NAMED} others")
     cause = _BY_SAMPLES if is_of_samples else _cause(concerned)
-    message = "\n".join(
-        [
-            "The Gramian does not agree with an ordinary backward pass: for a random vector u, "
-            "uᵀ G u and ‖Jᵀ u‖² are apart for",
-            *lines,
-            cause,
-        ]
-    )
+    parameters = "\n".join(lines)
     return VerificationError(
-        message, gaps={c.name: c.gap for c in concerned}, is_of_samples=is_of_samples
+        "The Gramian does not agree with an ordinary backward pass: for a random vector u, uᵀ G u "
+        f"and ‖Jᵀ u‖² are apart. Look at\n{parameters}\n{cause}",
+        gaps={c.name: c.gap for c in concerned},
+        is_of_samples=is_of_samples,
     )
 
 
