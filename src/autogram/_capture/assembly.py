@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Folded, Layout, Lookup, Region, agree
+from autogram._blocks import Block, Columns, Layout, Lookup, Region
 from autogram._capture.objectives import Objectives
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.recording import Channel
 from autogram._capture.sinks import Sink
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import Use, pull_back
 
-LayoutsOf = Callable[[Recording], Mapping[int, Sequence[Layout]] | None]
+# The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
+LayoutOf = Callable[[Use, Tensor], Layout | None]
 S = TypeVar("S", bound=Sink)
-
-
-class UnknownLayoutError(Exception):
-    """It is not known where the samples of a use lie.
-
-    Attributes:
-        use: The use.
-        is_needed: Whether it has a cotangent, so that a layout must be found.
-    """
-
-    def __init__(self, use: Use, *, is_needed: bool) -> None:
-        super().__init__(use.function)
-        self.use = use
-        self.is_needed = is_needed
 
 
 class Observer(Protocol):
@@ -63,8 +50,7 @@ class Assembly(Generic[S]):
 
     Args:
         channel: The channel of the taps.
-        layouts_of: The layouts of a recording's uses (``None`` if they were never sought), or
-            ``None`` if all is one sample.
+        layout_of: Where the samples lie, or ``None`` if all is one sample.
         limit: The number of elements that one intermediate result may have.
         sink: What to do with the columns of a parameter.
         observers: Who is told of each block.
@@ -73,13 +59,13 @@ class Assembly(Generic[S]):
     def __init__(
         self,
         channel: Channel,
-        layouts_of: LayoutsOf | None,
+        layout_of: LayoutOf | None,
         limit: int,
         sink: S,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._channel = channel
-        self._layouts_of = layouts_of
+        self._layout_of = layout_of
         self._limit = limit
         self._sink = sink
         self._observers = observers
@@ -95,10 +81,10 @@ class Assembly(Generic[S]):
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Takes in one use."""
         self.has_arrivals = True
-        if self._layouts_of is None:
+        if self._layout_of is None:
             self._add(use, None, saved, cotangent)
-        elif layouts := self._layouts(use, cotangent):
-            self._add(use, layouts[0], saved, cotangent)
+        elif layout := self._layout_of(use, cotangent):
+            self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
             self._count(tracked)
 
@@ -119,24 +105,6 @@ class Assembly(Generic[S]):
         for parameter in list(self._columns):
             self._finish(parameter)
         return self._sink
-
-    def _layouts(self, use: Use, cotangent: Tensor) -> Sequence[Layout]:
-        """The layouts of a use that are possible and agree, or none if its cotangent is zero."""
-        assert self._layouts_of is not None
-        of_recording = self._layouts_of(use.recording)
-        if of_recording is None:
-            raise UnknownLayoutError(use, is_needed=False)
-        layouts = of_recording.get(use.index, ())
-        if len(layouts) == 1 and isinstance(layouts[0], Folded):
-            return layouts
-        # It had no cotangent so far (a branch with weights of zero, say), or one that left several
-        # layouts possible (at a single token, say). This one may tell more.
-        places = (cotangent != 0).any(0)
-        if layouts and agree(layouts, places):
-            return layouts
-        if bool(places.any()):
-            raise UnknownLayoutError(use, is_needed=True)
-        return ()
 
     def _add(
         self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor

@@ -12,19 +12,19 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Keep, Routed
-from autogram._capture.assembly import Assembly, LayoutsOf, Observer, UnknownLayoutError
+from autogram._blocks import Keep
+from autogram._capture.assembly import Assembly, LayoutOf, Observer
 from autogram._capture.diagnosis import confirm
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.memory import retried_with_less
 from autogram._capture.objectives import Objectives
-from autogram._capture.probe import Layouts, find_layouts
+from autogram._capture.places import REMEMBERED, Places, UnknownLayoutError, key_of
 from autogram._capture.record import Record
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.recording import Channel
 from autogram._capture.sinks import GramianSum, Sink, Store, StoreWithGramian
 from autogram._capture.tail import Tail
 from autogram._capture.unseen import Names, Unseen, describe_unseen, use_in_tail
-from autogram._capture.use import Use, describe
+from autogram._capture.use import Use
 from autogram._capture.verification import Check, Comparison, Schedule, Verify
 from autogram._capture.visit import visit
 from autogram._errors import (
@@ -40,18 +40,11 @@ from autogram._errors import (
 )
 
 BatchDim = int | Literal["auto"] | None
-K = TypeVar("K")
-T = TypeVar("T")
 S = TypeVar("S", bound=Sink)
-Key = tuple[int, tuple[int, ...], int | None, int]
 
 # From `warnings.warn` through `_warn` or `_confirm`, `_assemble_or_retreat`, `_collect`, `gramian`,
 # `retried_with_less` and `Engine` to the user's line.
 _USER_LEVEL = 7
-
-# How many signatures of forward passes to remember layouts for. Batches of varying length have one
-# each; a forgotten one costs one backward pass through the activations.
-_REMEMBERED = 512
 
 
 @dataclass(frozen=True)
@@ -98,11 +91,8 @@ class Driver:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
-        self._layouts: dict[Key, Layouts] = {}
-        self._mixed: dict[Key, str] = {}
-        self._structures: dict[tuple[int, int | None, int], None] = {}
-        self._calls = 0
-        self._schedule = Schedule(verify, _REMEMBERED)
+        self._places = Places(channel)
+        self._schedule = Schedule(verify, REMEMBERED)
         self.record = Record(limit)
         self._recorded: int | None = None
         self._names = names
@@ -206,7 +196,7 @@ class Driver:
         with explaining_freed_graphs():
             tail = Tail.of(self._channel, losses)
         recordings = self._channel.recordings
-        keys = frozenset(self._key(found, objectives, tail) for found in recordings)
+        keys = frozenset(key_of(found, objectives, tail) for found in recordings)
         signature = hash((keys, tail.fingerprint, losses.shape))
         structure = hash((frozenset(found.structure for found in recordings), tail.structure))
         check = self._schedule.next(losses, structure, must=verify)
@@ -248,8 +238,7 @@ class Driver:
             except VerificationError as error:
                 if self._batch_dim != "auto" or not error.is_of_samples:
                     raise
-                for recording in self._channel.recordings:
-                    self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
+                self._places.refuse(objectives, tail, str(error))
                 self._warn(error)
         objectives = Objectives(objectives.losses, None)
         sink = self._assemble(objectives, tail, None, job, job.retain_graph)
@@ -281,83 +270,24 @@ class Driver:
 
     def _assemble_per_sample(self, objectives: Objectives, tail: Tail, job: Job[S]) -> S:
         """The columns for per-sample losses, after a look for the samples where it is needed."""
-        # Values can couple samples where no shape changes (a margin that is exceeded, a mixing
-        # weight). Another look at the calls 2, 4, 8, ... costs nothing on average.
-        self._calls += 1
-        is_due = self._calls > 1 and self._calls.bit_count() == 1
-        found: dict[Recording, Layouts] = {}
-        sought: set[Use] = set()
-
-        def layouts_of(recording: Recording) -> Layouts | None:
-            key = self._key(recording, objectives, tail)
-            if key in self._mixed:
-                raise MixedSamplesError(self._mixed[key])
-            return found.get(recording) if is_due or recording in found else self._layouts.get(key)
-
+        search = self._places.search(objectives, tail)
         while True:
             # Where a layout is missing, the pass may stop half-way, and begin again.
-            must_retain = job.retain_graph or not self._are_settled(layouts_of)
+            must_retain = job.retain_graph or not search.is_settled
             try:
-                return self._assemble(objectives, tail, layouts_of, job, must_retain)
+                sink = self._assemble(objectives, tail, search.layout, job, must_retain)
+                search.finish()
             except UnknownLayoutError as unknown:
-                if unknown.is_needed and unknown.use in sought:
-                    raise MixedSamplesError(
-                        f"{describe(unknown.use)} has a cotangent for single objectives where it "
-                        "has none for some of them together, so that it cannot be seen where the "
-                        "samples lie. Pass `batch_dim=None` to `Engine`."
-                    ) from None
-                if unknown.is_needed:
-                    sought.add(unknown.use)
-                found.update(self._seek(objectives, tail, unknown))
-
-    def _seek(
-        self, objectives: Objectives, tail: Tail, unknown: UnknownLayoutError
-    ) -> dict[Recording, Layouts]:
-        """Finds the layouts of all uses that the losses depend on, and remembers regular ones.
-
-        Irregular ones, such as those of tokens that are routed to experts, are measured each time.
-        """
-        self._has_sought = True
-        recording = unknown.use.recording
-        structure = (recording.structure, objectives.batch_dim, tail.structure)
-        wanted = unknown.use if unknown.is_needed else None
-        is_known = not unknown.is_needed and structure in self._structures
-        try:
-            found = find_layouts(self._channel, objectives, wanted, is_known=is_known)
-        except NonFiniteError:
-            if self._key(recording, objectives, tail) not in self._layouts:
-                raise
-            keys = {r: self._key(r, objectives, tail) for r in self._channel.recordings}
-            return {r: self._layouts[key] for r, key in keys.items() if key in self._layouts}
-        except MixedSamplesError as error:
-            self._remember(self._mixed, self._key(recording, objectives, tail), str(error))
-            raise
-        found = {recording: {}, **found}
-        if not objectives.is_finite.all():
-            return found  # true for this call; the next one looks at all samples
-        self._remember(self._structures, structure, None)
-        for each, layouts in found.items():
-            if any(isinstance(layout, Routed) for some in layouts.values() for layout in some):
-                continue
-            key = self._key(each, objectives, tail)
-            self._remember(self._layouts, key, {**self._layouts.get(key, {}), **layouts})
-        return found
-
-    def _are_settled(self, layouts_of: LayoutsOf) -> bool:
-        """Whether the layout of every use is known, whatever its cotangent will be."""
-        for recording in self._channel.recordings:
-            layouts = layouts_of(recording) or {}
-            for index in range(recording.count):
-                found = layouts.get(index, ())
-                if len(found) != 1 or isinstance(found[0], Routed):
-                    return False
-        return True
+                search.seek(unknown)
+            else:
+                self._has_sought = search.has_sought
+                return sink
 
     def _assemble(
         self,
         objectives: Objectives,
         tail: Tail,
-        layouts_of: LayoutsOf | None,
+        layout_of: LayoutOf | None,
         job: Job[S],
         retain_graph: bool,
     ) -> S:
@@ -369,7 +299,7 @@ class Driver:
             for observer in observers:
                 observer.restart(objectives)
             sink = job.make_sink(job.check)
-            assembly = Assembly(self._channel, layouts_of, self._limit, sink, observers)
+            assembly = Assembly(self._channel, layout_of, self._limit, sink, observers)
             if in_tail is not None:
                 assembly.add_tail(in_tail, objectives)
             return assembly
@@ -392,19 +322,6 @@ class Driver:
             )
         self._unseen = assembly.unseen
         return assembly.complete()
-
-    def _key(self, recording: Recording, objectives: Objectives, tail: Tail) -> Key:
-        """What the layouts of a recording may depend on."""
-        shape = tuple(objectives.losses.shape)
-        return recording.signature, shape, objectives.batch_dim, tail.fingerprint
-
-    def _remember(self, memory: dict[K, T], key: K, value: T) -> None:
-        """Adds an entry to a memory, in the place of the oldest if it is full."""
-        memory.pop(key, None)
-        memory[key] = value
-        # The passes of one graph must all fit, or they would push each other out without end.
-        if len(memory) > max(_REMEMBERED, len(self._channel.recordings)):
-            del memory[next(iter(memory))]
 
     def _warn(self, error: AutogramError) -> None:
         """Tells the user, once, that the whole batch is treated as one sample."""
