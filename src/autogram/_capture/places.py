@@ -111,6 +111,8 @@ class Search:
             UnknownLayoutError: It must be sought first.
             MixedSamplesError: It is known that there is none.
         """
+        if not cotangent.numel():
+            return None  # an expert without tokens, say
         of_recording = self._known(use.recording)
         if of_recording is None and self._scales is not None:
             of_recording = self._measure(self._scales, use, cotangent[0])

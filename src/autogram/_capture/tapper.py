@@ -138,7 +138,7 @@ class Tapper:
         """Counts a use, and notes its precision where autocast may hide it."""
         self._recording.add(use.shape, use.reads)
         device = output.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             self._recording.dtypes.add(torch.get_autocast_dtype(device))
         return use
 

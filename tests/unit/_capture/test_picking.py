@@ -1,7 +1,6 @@
 """Index values that move samples, and those that do not."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
-from autogram._capture import driver
-from autogram._capture.probe import find_layouts
+from autogram._capture.places import Search, UnknownLayoutError
 from tests.unit.engines import assert_exact, batch, per_sample
 
 # At the second call, an engine looks at the samples again in any case.
@@ -76,11 +74,12 @@ def test_new_tokens_move_no_samples(
 
     sought = []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(self: Search, unknown: UnknownLayoutError) -> None:
         sought.append(1)
-        return find_layouts(*args, **kwargs)
+        seek(self, unknown)
 
-    monkeypatch.setattr(driver, "find_layouts", noted)
+    seek = Search.seek
+    monkeypatch.setattr(Search, "seek", noted)
     model = Tokens()
     engine = Engine(model)
     counts = []
