@@ -102,6 +102,8 @@ class Report:
             "",
             *_table(self.parameters),
             "",
+            "Rows, factors: the cost of either way in multiply-adds and memory traffic. The plan "
+            "is the cheaper.",
             f"Contractions: {_short(self.flops)}FLOP. An ordinary backward pass has one pass "
             f"through the activations, and {_short(self.gradient_flops)}FLOP for the gradients of "
             "these parameters.",

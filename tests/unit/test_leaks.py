@@ -68,6 +68,19 @@ class Loop:
         gramian = self.engine.compute_gramian(losses)
         self.update(losses, gramian.mean(0) / gramian.trace())
 
+    def fused(self) -> None:
+        """The Gramian and the gradients from one pass."""
+        self.engine.backward(self.losses(), lambda gramian: gramian.mean(0) / gramian.trace())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def jacobian(self) -> None:
+        """Some products, the last of which go to the gradients."""
+        jacobian = self.engine.jacobian(self.losses())
+        jacobian.accumulate_grad(1 / jacobian.row_norms())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def several_objectives(self) -> None:
         losses = features(self.model(batch(4, 3)), 2)
         gramian = self.engine.compute_gramian(losses)
@@ -128,6 +141,8 @@ class Loop:
 
 STYLES: list[Callable[[Loop], None]] = [
     Loop.separate,
+    Loop.fused,
+    Loop.jacobian,
     Loop.several_objectives,
     Loop.another_shape_each_time,
     Loop.without_the_gramian,
@@ -155,7 +170,7 @@ def in_use() -> tuple[int, int, int]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int] | None:
-    """Where the memory of a tensor begins and its bytes, unless it has none (those of compilers)."""
+    """Where the memory of a tensor begins, and its bytes; those of compilers have none."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()

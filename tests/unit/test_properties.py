@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
@@ -43,6 +44,7 @@ PRODUCTS: dict[str, tuple[Callable[[Engine, Tensor], Tensor], Callable[[Tensor],
 }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES or 500,
     derandomize=not EXAMPLES,
