@@ -1,6 +1,6 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
-from autogram._blocks.block import Block, assemble
+from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.columns import Columns, Keep, block_of_lookup
 from autogram._blocks.gram import Plan, meta, rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
@@ -8,6 +8,7 @@ from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
 
 __all__ = [
+    "Adjoint",
     "Block",
     "Columns",
     "Folded",

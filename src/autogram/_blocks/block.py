@@ -14,6 +14,39 @@ from autogram._blocks.layout import Layout
 
 
 @dataclass(frozen=True)
+class Adjoint:
+    """A faster way than an einsum to weighted sums of a block's rows.
+
+    A convolution has a kernel for the gradient of its weight, which unfolds nothing.
+    """
+
+    function: Callable[..., Tensor]
+    """The gradient, from a cotangent ``(*output)`` and the saved tensors."""
+    dim: int | None
+    """The dimension of the output that counts the samples."""
+    cotangent: Tensor
+    saved: tuple[Tensor, ...]
+    order: tuple[int, ...] | None = None
+    """The dimensions of the gradient that are kept, in this order. The others are summed over."""
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        """The sum of the rows with weights ``(k, b)``."""
+        shape = [1] * self.cotangent.dim()
+        shape[0] = len(weights)
+        if self.dim is not None:
+            shape[self.dim + 1] = weights.shape[1]
+        gradient = self.function((weights.view(shape) * self.cotangent).sum(0), *self.saved)
+        if self.order is None:
+            return gradient
+        summed = [d for d in range(gradient.dim()) if d not in self.order]
+        return (
+            gradient.permute(*self.order, *summed).flatten(len(self.order)).sum(-1)
+            if summed
+            else (gradient.permute(self.order))
+        )
+
+
+@dataclass(frozen=True)
 class Block:
     """Rows of J for one tensor, as an einsum that need not be carried out.
 
@@ -23,6 +56,8 @@ class Block:
 
     equation: str
     operands: tuple[Tensor, ...]
+    adjoint: Adjoint | None = None
+    """Of this very block: what is cut or cast has none."""
 
     @property
     def inputs(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import combinations
 from math import prod
@@ -85,11 +86,19 @@ class Columns:
         return taken
 
     @property
+    def has_adjoints(self) -> bool:
+        """Whether a weighted sum needs no einsum."""
+        found = self._blocks.values()
+        single = all(len(blocks) == 1 and blocks[0].adjoint is not None for blocks in found)
+        return single and not self._lookups
+
+    @property
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is kept."""
         for blocks in self._blocks.values():
             for block in blocks:
                 yield from block.operands
+                yield from block.adjoint.saved if block.adjoint else ()
         for lookup in self._lookups:
             yield from (lookup.indices, lookup.cotangents)
 
@@ -298,7 +307,8 @@ def _canonical(block: Block, region: Region) -> Block:
     Dimensions that address nothing new leave the output: for an expanded one, that is the sum over
     the copies.
     """
-    return Block(_canonical_equation(block.equation, region), block.operands)
+    adjoint = block.adjoint and replace(block.adjoint, order=region.order)
+    return Block(_canonical_equation(block.equation, region), block.operands, adjoint)
 
 
 @lru_cache(maxsize=4096)

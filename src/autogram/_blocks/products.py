@@ -37,6 +37,9 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, limit: int) -> Tensor
     """
     parts: list[Tensor] = []
     for block in merge(blocks):
+        if len(weights) == 1 and block.adjoint is not None:
+            parts.append(block.adjoint(weights[0]).unsqueeze(0))
+            continue
         if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
             parts.append(_gradient(block, weights[0], limit).unsqueeze(0))
             continue

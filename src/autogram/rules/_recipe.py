@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Layout, Lookup, Region, assemble
+from autogram._blocks import Adjoint, Block, Layout, Lookup, Region, assemble
 from autogram._errors import RuleError
 
 POSITIONS = "TSRUVWXYZ"
@@ -96,6 +96,7 @@ def product(
     groups: int | None = None,
     scale: float = 1,
     output: int = 0,
+    gradient: Callable[..., Tensor] | None = None,
 ) -> Recipe:
     """The recipe of a block that is an einsum of the cotangent and saved tensors.
 
@@ -112,6 +113,9 @@ def product(
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
         scale: A number that the block is multiplied by.
         output: Which tensor of the call's results the cotangent is of.
+        gradient: A faster way to the operand's gradient than the einsum, from a cotangent without
+            the leading dimension and the saved tensors, in the dimensions of the equation. Like
+            ``prepare``, it must not hold tensors.
 
     Returns:
         The recipe.
@@ -120,7 +124,7 @@ def product(
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
     of_cotangent = _check_equation(equation)
-    form = Product(equation, dims or of_cotangent, prepare, groups, scale)
+    form = Product(equation, dims or of_cotangent, prepare, groups, scale, gradient)
     return Recipe(operand, form, saved, output)
 
 
@@ -145,13 +149,19 @@ class Product(NamedTuple):
     prepare: Prepare | None
     groups: int | None
     scale: float
+    gradient: Callable[..., Tensor] | None
 
     def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Block:
         """The block, as factors."""
         factors = (cotangent if self.scale == 1 else cotangent * self.scale, *saved)
+        adjoint = None
+        is_plain = layout is None or not (layout.has_before or layout.has_after)
+        if self.gradient is not None and is_plain:
+            dim = None if layout is None else layout.dim
+            adjoint = Adjoint(self.gradient, dim, factors[0], saved)
         if self.prepare is not None:
             factors = self.prepare(*factors)
-        return assemble(self.equation, self.dims, layout, *factors)
+        return replace(assemble(self.equation, self.dims, layout, *factors), adjoint=adjoint)
 
     def region(self, region: Region) -> Region:
         """The operand's region, with its first dimension split into groups."""

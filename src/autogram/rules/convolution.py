@@ -14,12 +14,13 @@ change places: with g^[n, o, q, l] the patches of the cotangent,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from autogram.rules._recipe import Recipe, positions, product
 from autogram.rules._registry import register_rule
@@ -47,7 +48,18 @@ def convolution(
         t, taps = positions(n), "xyz"[:n]
         equation = f"{batch}qo{t},{batch}{t}{taps}qi->qoi{taps}"
         prepare = partial(_unfold, window, groups)
-        recipes.append(product(weight, equation, input, prepare=prepare, dims=dims, groups=groups))
+        gradient = partial(_gradient, window, groups, tuple(weight.shape))
+        recipes.append(
+            product(
+                weight,
+                equation,
+                input,
+                prepare=prepare,
+                dims=dims,
+                groups=groups,
+                gradient=gradient if window.is_symmetric else None,
+            )
+        )
     if bias is not None and bias.requires_grad:
         recipes.append(product(bias, f"{batch}o{positions(n)}->o", dims=dims))
     return recipes
@@ -106,6 +118,11 @@ class Window:
             pads = tuple((p, p) for p in _per_dimension(zeros, n))
         return cls(kernel, _per_dimension(stride, n), dilations, pads)
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether there are as many zeros before as behind."""
+        return all(before == behind for before, behind in self.padding)
+
     def patches(self, input: Tensor) -> Tensor:
         """What the kernel sees, ``(n, *positions, *kernel, channels)``.
 
@@ -162,6 +179,27 @@ def _unfold_cotangent(
         patches.unflatten(0, cotangent.shape[:2]) if has_batch else patches,
         input.unflatten(int(has_batch), (groups, -1)),
     )
+
+
+_GRADIENTS: dict[int, Callable[..., Tensor]] = {
+    1: conv1d_weight,
+    2: conv2d_weight,
+    3: conv3d_weight,
+}
+
+
+def _gradient(
+    window: Window, groups: int, shape: tuple[int, ...], cotangent: Tensor, input: Tensor
+) -> Tensor:
+    """The gradient of the weight, ``(q, o, i, *kernel)``, by the kernel of a backward pass."""
+    n = len(window.kernel)
+    if input.dim() == n + 1:
+        cotangent, input = cotangent.unsqueeze(0), input.unsqueeze(0)
+    zeros = tuple(before for before, _ in window.padding)
+    sizes = window.stride, zeros, window.dilation
+    gradient = _GRADIENTS[n](input, shape, cotangent, *sizes, groups)
+    by_group: Tensor = gradient.unflatten(0, (groups, -1))
+    return by_group
 
 
 def _per_dimension(sizes: Sizes, n: int) -> tuple[int, ...]:

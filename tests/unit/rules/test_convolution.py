@@ -1,11 +1,27 @@
 """Rules of convolutions."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.unit.checks import WITHOUT_SAMPLES, ModelFactory, Objectives, assert_gramian_is_exact
+from autogram import ChangedTensorError, Engine
+from tests.unit.checks import (
+    COUPLED,
+    PER_SAMPLE,
+    SECOND,
+    SEVERAL,
+    WITHOUT_SAMPLES,
+    ModelFactory,
+    Objectives,
+    assert_close_to_reference,
+    assert_gramian_is_exact,
+    features,
+    irregular,
+    trainable,
+)
 from tests.unit.networks import call
 from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
 
@@ -228,3 +244,32 @@ def test_memory_limit_does_not_matter(limit: int) -> None:
 
     x = torch.randn(4, 2, 8, 8)
     assert_gramian_is_exact(make_model, x, memory_limit_bytes=limit)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("keep", ["factors", "rows"])
+@pytest.mark.parametrize("objectives", [PER_SAMPLE, SEVERAL, SECOND, COUPLED], ids=repr)
+@pytest.mark.parametrize(("make_model", "shape"), CASES)
+def test_weighted_gradient_is_exact(
+    make_model: ModelFactory, shape: tuple[int, ...], objectives: Objectives, keep: Any
+) -> None:
+    """By the kernel of an ordinary backward pass, where the samples lie in order."""
+    model = make_model()
+    engine = Engine(model, batch_dim=objectives.batch_dim)
+    losses = objectives.of(model(torch.randn(shape)))
+    weights = irregular(*losses.shape)
+    found = engine.jacobian(losses, keep=keep).vjp(weights)
+    expected = torch.autograd.grad(losses, trainable(model), weights)
+    for gradient, plain in zip(found.values(), expected, strict=True):
+        assert_close_to_reference(gradient, plain)
+
+
+def test_a_changed_input_is_noticed_by_the_jacobian() -> None:
+    """The input itself is read again for a weighted gradient."""
+    model = nn.Conv1d(2, 3, 2)
+    engine = Engine(model)
+    x = torch.randn(4, 2, 5)
+    jacobian = engine.jacobian(features(model(x), 1).squeeze(1), keep="factors")
+    x.mul_(2)
+    with pytest.raises(ChangedTensorError):
+        jacobian.vjp(torch.ones(4))
