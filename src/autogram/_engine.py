@@ -142,8 +142,9 @@ class Engine:
             Cost: a backward pass through the activations, and contractions that cost between a
             few percent and the whole of a forward pass. The first call makes two further passes
             for each binary digit of B to find the samples; calls in which only shapes or
-            indices are new, and the calls 2, 4, 8, ..., make two. So does every call in which
-            samples lie in irregular places, such as tokens that are routed to experts. Where it is
+            indices are new, and the calls 2, 4, 8, ..., make one
+            (two with several objectives for each sample). So does every call in which samples lie
+            in irregular places, such as tokens that are routed to experts. Where it is
             verified, one ordinary backward pass, with the gradients of all parameters, comes on
             top.
 
