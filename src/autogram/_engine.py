@@ -44,7 +44,8 @@ class Engine:
     An engine hooks these modules once. From then on their forward passes record where parameters
     are used, and :meth:`compute_gramian` turns one backward pass through the activations into
     the Gramian J Jᵀ. With gradients disabled the hooks do nothing, and ordinary backward passes
-    are not changed in any bit.
+    are not changed in any bit (but for the order in which parts of a gradient are added, where a
+    call without a rule reads a parameter several times, and another call reads it, too).
 
     The hooks are taken off when the engine is dropped, by :meth:`remove`, or at the end of a
     block that begins with ``with Engine(model) as engine:``.
@@ -61,7 +62,7 @@ class Engine:
             parameter is the least that is held.
         verify: When :meth:`compute_gramian` and :meth:`jacobian` compare their result with one
             ordinary backward pass: ``"first"`` at the calls 1, 2, 4, 8, ... and whenever the
-            recorded calls or shapes are new, ``"always"``, or ``"never"``.
+            sequence of recorded calls is new, ``"always"``, or ``"never"``.
         unseen: What to do with parameters that are used where calls are not recorded: in a penalty
             among the losses, a custom autograd Function, a gradient that is differentiated again, a
             forward pass from before the engine was made. ``"rows"`` computes their rows by
