@@ -23,13 +23,8 @@ from autogram._capture import (
     Unseen,
     Verify,
 )
-from autogram._errors import (
-    InvalidBatchDimError,
-    InvalidLossesError,
-    InvalidModulesError,
-    InvalidOptionError,
-    RemovedEngineError,
-)
+from autogram._checks import check_losses, check_modules
+from autogram._errors import InvalidBatchDimError, InvalidOptionError, RemovedEngineError
 from autogram._jacobian import Jacobian
 from autogram._report import Report
 from autogram.hooks import HookManager
@@ -97,7 +92,7 @@ class Engine:
         verify: Verify = "first",
         unseen: Unseen = "rows",
     ) -> None:
-        _check_modules(modules)
+        check_modules(modules)
         is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
         if not (batch_dim is None or batch_dim == "auto" or is_dim):
             raise InvalidBatchDimError(
@@ -358,7 +353,7 @@ class Engine:
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
-        _check_losses(losses)
+        check_losses(losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
         ):
@@ -422,59 +417,3 @@ def _can_be_hooked(module: nn.Module) -> bool:
     """Whether a module has parameters, and a forward that Python runs."""
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     return not is_scripted and next(module.parameters(), None) is not None
-
-
-def _check_modules(modules: tuple[nn.Module, ...]) -> None:
-    """Refuses modules that cannot be hooked together."""
-    if not modules:
-        raise InvalidModulesError("No module was given. Pass the model: `Engine(model)`.")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise InvalidModulesError(
-                f"A {type(module).__name__} was given where a module is needed. Pass modules as "
-                "separate arguments: `Engine(encoder, head)`."
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InvalidModulesError(
-                f"{type(module).__name__} is scripted, so that no hook can be put on it. Pass the "
-                "module that it was scripted from, or one that contains it."
-            )
-    for i, outer in enumerate(modules):
-        for j, inner in enumerate(modules):
-            inside = next((name for name, m in outer.named_modules() if m is inner), None)
-            if i != j and inside is not None:
-                place = f"`{inside}` in it" if inside else "the same"
-                raise InvalidModulesError(
-                    f"Module {j} ({type(inner).__name__}) is inside module {i} "
-                    f"({type(outer).__name__}): it is {place}. Pass the outer one alone."
-                )
-
-
-def _check_losses(losses: Tensor) -> None:
-    """Refuses losses that have no Jacobian here."""
-    if not isinstance(losses, Tensor):
-        raise InvalidLossesError(
-            f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
-            "several."
-        )
-    if not losses.is_floating_point():
-        raise InvalidLossesError(
-            f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
-            "numbers; of complex ones, take `.abs()` or `.real`."
-        )
-    if torch._C._are_functorch_transforms_active():
-        raise InvalidLossesError(
-            "`compute_gramian` is called inside of a `torch.func` transform (`vmap`, `grad`, "
-            "`jvp`, ...), which has a graph of its own. Call it outside, on losses that were "
-            "computed outside; parts of the model may use transforms."
-        )
-    if not torch.is_grad_enabled():
-        raise InvalidLossesError(
-            "Gradients are disabled (`torch.no_grad` or inference mode). Compute the losses and "
-            "call `compute_gramian` with gradients enabled."
-        )
-    if not losses.requires_grad:
-        raise InvalidLossesError(
-            "The losses do not require a gradient: they were detached, computed with gradients "
-            "disabled, or from frozen parameters alone. Keep their graph."
-        )

@@ -21,6 +21,21 @@ class Call(nn.Module):
         return self.function(*inputs, *self.parameters_)
 
 
+class Sine(torch.autograd.Function):
+    """A custom function that reads a parameter, which the recorder cannot see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x * weight).sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        g = g * (x * weight).cos()
+        return g * weight, (g * x).sum(0)
+
+
 class AmongOthers(nn.Module):
     """A module behind another use of a parameter, and whose parameters are used once more.
 

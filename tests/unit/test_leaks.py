@@ -174,7 +174,7 @@ def _memory(tensor: Tensor) -> tuple[int, int] | None:
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:  # so PyTorch says of wrappers and of sparse tensors
         return None
 
 

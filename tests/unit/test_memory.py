@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
 from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.networks import Sine
 
 
 @pytest.fixture(autouse=True)
@@ -22,21 +23,6 @@ def without_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-class Sine(torch.autograd.Function):
-    """A custom function that reads a parameter, which the recorder cannot see."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return (x * weight).sin()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        g = g * (x * weight).cos()
-        return g * weight, (g * x).sum(0)
 
 
 class Various(nn.Module):

@@ -1,0 +1,64 @@
+"""Checks of what a user gives to an engine: each refusal says what was found and what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autogram._errors import InvalidLossesError, InvalidModulesError
+
+
+def check_modules(modules: tuple[nn.Module, ...]) -> None:
+    """Refuses modules that cannot be hooked together."""
+    if not modules:
+        raise InvalidModulesError("No module was given. Pass the model: `Engine(model)`.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise InvalidModulesError(
+                f"A {type(module).__name__} was given where a module is needed. Pass modules as "
+                "separate arguments: `Engine(encoder, head)`."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidModulesError(
+                f"{type(module).__name__} is scripted, so that no hook can be put on it. Pass the "
+                "module that it was scripted from, or one that contains it."
+            )
+    for i, outer in enumerate(modules):
+        for j, inner in enumerate(modules):
+            inside = next((name for name, m in outer.named_modules() if m is inner), None)
+            if i != j and inside is not None:
+                place = f"`{inside}` in it" if inside else "the same"
+                raise InvalidModulesError(
+                    f"Module {j} ({type(inner).__name__}) is inside module {i} "
+                    f"({type(outer).__name__}): it is {place}. Pass the outer one alone."
+                )
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuses losses that have no Jacobian here."""
+    if not isinstance(losses, Tensor):
+        raise InvalidLossesError(
+            f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
+            "several."
+        )
+    if not losses.is_floating_point():
+        raise InvalidLossesError(
+            f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
+            "numbers; of complex ones, take `.abs()` or `.real`."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidLossesError(
+            "`compute_gramian` is called inside of a `torch.func` transform (`vmap`, `grad`, "
+            "`jvp`, ...), which has a graph of its own. Call it outside, on losses that were "
+            "computed outside; parts of the model may use transforms."
+        )
+    if not torch.is_grad_enabled():
+        raise InvalidLossesError(
+            "Gradients are disabled (`torch.no_grad` or inference mode). Compute the losses and "
+            "call `compute_gramian` with gradients enabled."
+        )
+    if not losses.requires_grad:
+        raise InvalidLossesError(
+            "The losses do not require a gradient: they were detached, computed with gradients "
+            "disabled, or from frozen parameters alone. Keep their graph."
+        )
