@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns
+from autogram._blocks import Columns, stacked, weighted_sums
 from autogram._capture import Objectives, accumulate, retried_with_less
 from autogram._errors import ChangedTensorError, InvalidOperandError
 
@@ -100,7 +100,7 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            parts = (columns.gram(self._limit) for columns in self._columns.values())
+            parts = (columns.gram(self._limit) for columns in stacked(self._columns.values()))
             return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
     @retried_with_less
@@ -341,8 +341,7 @@ class Jacobian:
 
     def _gradients(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Jᵀ w for each parameter that an objective reaches, ``(s, *parameter)``."""
-        for parameter, columns in self._columns.items():
-            gradient = columns.weighted_sum(weights.to(parameter.device), self._limit)
+        for parameter, gradient in weighted_sums(self._columns, weights, self._limit):
             if gradient is None:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 gradient = parameter.new_zeros(len(weights), *parameter.shape, dtype=dtype)

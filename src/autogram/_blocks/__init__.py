@@ -6,6 +6,7 @@ from autogram._blocks.gram import Plan, meta, rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
+from autogram._blocks.stack import Stacks, stacked, weighted_sums
 
 __all__ = [
     "Adjoint",
@@ -18,10 +19,13 @@ __all__ = [
     "Plan",
     "Region",
     "Routed",
+    "Stacks",
     "agree",
     "assemble",
     "block_of_lookup",
     "candidates",
     "meta",
     "rows",
+    "stacked",
+    "weighted_sums",
 ]

@@ -33,10 +33,13 @@ class Columns:
 
     Blocks are kept by the region of the parameter that they cover. Regions that share no element
     have no cross term; blocks of equal regions add up.
+
+    Attributes:
+        parameter: All elements of the parameter.
     """
 
     def __init__(self, parameter: Region) -> None:
-        self._parameter = parameter
+        self.parameter = parameter
         self._whole = parameter.canonical
         self._is_table = parameter.order == (0, 1)
         self._blocks: dict[Region, list[Block]] = {}
@@ -91,6 +94,14 @@ class Columns:
         found = self._blocks.values()
         single = all(len(blocks) == 1 and blocks[0].adjoint is not None for blocks in found)
         return single and not self._lookups
+
+    @property
+    def single(self) -> Block | None:
+        """The only block, if there is but one, of all elements of a parameter without gaps."""
+        if len(self._blocks) != 1 or self._lookups:
+            return None
+        blocks = self._blocks.get(self._whole, ())
+        return blocks[0] if len(blocks) == 1 and self.parameter.is_gapless else None
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -200,7 +211,11 @@ class Columns:
             (self._whole, lookup.weighted_sum(weights, self._whole.shape[0]))
             for lookup in self._lookups
         ]
-        return restore(put(parts, self._parameter), self._parameter)
+        return restore(put(parts, self.parameter), self.parameter)
+
+    def restore(self, dense: Tensor) -> Tensor:
+        """Tensors ``(s, *canonical)`` on a parameter without gaps, in its shape and strides."""
+        return restore(dense.reshape(len(dense), -1), self.parameter)
 
     def directional(self, direction: Tensor, limit: int) -> Tensor | None:
         """J v for this parameter, ``(k, b)``, or ``None`` if nothing was added.
@@ -213,18 +228,18 @@ class Columns:
         if dtype is None:
             return None
         self._unify()
-        flat = store(direction.to(dtype), self._parameter)
+        flat = store(direction.to(dtype), self.parameter)
         parts = [
-            directional(blocks, take(flat, region, self._parameter), limit)
+            directional(blocks, take(flat, region, self.parameter), limit)
             for region, blocks in self._blocks.items()
         ]
-        table = [take(flat, self._whole, self._parameter)] if self._lookups else []
+        table = [take(flat, self._whole, self.parameter)] if self._lookups else []
         parts += [lookup.directional(*table) for lookup in self._lookups]
         return reduce(torch.add, parts)
 
     def rows(self, samples: Tensor) -> Tensor | None:
         """The explicit rows of some samples, ``(k, samples, *parameter)``."""
-        some = Columns(self._parameter)
+        some = Columns(self.parameter)
         some._blocks = {
             region: [block.at(samples) for block in blocks]
             for region, blocks in self._blocks.items()
@@ -234,8 +249,8 @@ class Columns:
             return None
         some._unify()
         dense = some.dense()
-        found = restore(dense.flatten(0, 1), self._parameter)
-        return found.view(*dense.shape[:2], *self._parameter.shape)
+        found = restore(dense.flatten(0, 1), self.parameter)
+        return found.view(*dense.shape[:2], *self.parameter.shape)
 
     @property
     def _of_table(self) -> list[Block | Lookup]:
@@ -254,7 +269,7 @@ class Columns:
 
     def _to(self, dtype: torch.dtype) -> Columns:
         """The columns in another dtype."""
-        converted = Columns(self._parameter)
+        converted = Columns(self.parameter)
         converted._blocks = {
             region: [block.to(dtype) for block in blocks] for region, blocks in self._blocks.items()
         }
@@ -283,7 +298,7 @@ class Columns:
         spread = []
         for region, found in blocks.items():
             k, b, *_ = (part := rows(found)).shape
-            flat = put([(region, part.reshape(k * b, *region.shape))], self._parameter)
+            flat = put([(region, part.reshape(k * b, *region.shape))], self.parameter)
             spread.append(Block("kbx->kbx", (flat.view(k, b, flat.shape[1]),)))
         return spread
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product as iterate
 from math import prod
 
 import opt_einsum
 import torch
 from torch import Tensor
 
+from autogram._blocks.matmul import is_large, multiply
 from autogram._blocks.scratch import Purpose, scratch
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -18,6 +20,8 @@ Shapes = tuple[tuple[int, ...], ...]
 # What moving one element through memory costs, in multiply-adds of a matrix product. Measured on
 # two CPU cores with MKL: between 10 and 40, depending on how much of the tensor stays in the cache.
 MEMORY_COST = 16
+
+_SIDES: tuple[Purpose, Purpose] = ("first", "second")
 
 # Elements of a product that is summed up at once: a quarter of a core's cache.
 _PART = 2**17
@@ -131,6 +135,8 @@ class MatrixProduct:
     sizes: tuple[int, ...]
     """Of the product's indices: batch, those of the first, those of the second."""
     output: tuple[int, ...]
+    batch: int
+    """How many indices count the batch."""
 
     @classmethod
     def of(cls, first: str, second: str, output: str, sizes: dict[str, int]) -> MatrixProduct:
@@ -148,15 +154,47 @@ class MatrixProduct:
             ((n[batch], n[rows], n[summed]), (n[batch], n[summed], n[columns])),
             tuple(sizes[label] for label in kept),
             _order(kept, output),
+            len(batch),
         )
 
     def __call__(self, x: Tensor, y: Tensor, *, is_temporary: bool = False) -> Tensor:
         """The einsum of two tensors."""
-        left = _arranged(x, self.orders[0], self.shapes[0], "first")
-        right = _arranged(y, self.orders[1], self.shapes[1], "second")
-        shape = (left.shape[0], left.shape[1], right.shape[2])
-        out = scratch("result", shape, left) if is_temporary else None
-        return torch.bmm(left, right, out=out).view(self.sizes).permute(self.output)
+        (n, rows, summed), (_, _, columns) = self.shapes
+        out = scratch("result", (n, rows, columns), x) if is_temporary else None
+        result = None
+        if is_large(x, rows, summed, columns):
+            result = self._one_by_one(x, y, out)
+        if result is None:
+            left = _arranged(x, self.orders[0], self.shapes[0], "first")
+            right = _arranged(y, self.orders[1], self.shapes[1], "second")
+            result = torch.bmm(left, right, out=out)
+        return result.reshape(self.sizes).permute(self.output)
+
+    def _one_by_one(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor | None:
+        """The batch of products, one after the other, or ``None`` where that is slower.
+
+        What is copied of an operand stays in the cache.
+        """
+        (n, rows, _), (_, _, columns) = self.shapes
+        pairs = zip(self._matrices(x, 0), self._matrices(y, 1), strict=True)
+        for i, (left, right) in enumerate(pairs):
+            if n == 1:
+                return multiply(left, right.mT)
+            if not left.is_contiguous():
+                return None
+            if out is None:
+                out = x.new_empty(n, rows, columns)
+            out[i] = multiply(left, right.mT)
+        return out
+
+    def _matrices(self, tensor: Tensor, side: int) -> Iterator[Tensor]:
+        """The matrices of one side, of which each is valid until the next."""
+        order, purpose = self.orders[side], _SIDES[side]
+        kept = sorted(order[self.batch :])
+        of_one = tuple(kept.index(dim) for dim in order[self.batch :])
+        found = tensor.permute(*order[: self.batch], *kept)
+        for index in iterate(*map(range, found.shape[: self.batch])):
+            yield _arranged(found[index], of_one, self.shapes[side][1:], purpose)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
@@ -165,7 +203,7 @@ def _order(labels: str, wanted: str) -> tuple[int, ...]:
 
 
 def _arranged(
-    tensor: Tensor, order: tuple[int, ...], shape: tuple[int, int, int], purpose: Purpose
+    tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
 ) -> Tensor:
     """An operand as a matrix product takes it: a view of it, or a copy that is valid for now."""
     if _repeats(tensor):

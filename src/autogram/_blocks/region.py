@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -82,6 +83,12 @@ class Region:
                 return False
             span = (self.shape[d] - 1) * self.strides[d] + span
         return True
+
+    @cached_property
+    def is_gapless(self) -> bool:
+        """Whether no place between the first and the last is left out."""
+        first, last = self.bounds
+        return prod(self.shape) == last - first + 1
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
     places = last - first + 1
     region, part = parts[0]
     n = len(part)
-    if len(parts) == 1 and region == parameter.canonical and prod(region.shape) == places:
+    if len(parts) == 1 and region == parameter.canonical and parameter.is_gapless:
         return part.reshape(n, places)
     flat = part.new_zeros(n, places)
     for region, part in parts:

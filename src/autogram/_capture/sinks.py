@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Keep
+from autogram._blocks import Columns, Keep, Stacks
 from autogram._capture.objectives import Objectives
 from autogram._capture.verification import Check
 
@@ -23,39 +23,50 @@ class Sink(Protocol):
 class GramianSum:
     """Adds up the Gramian, and drops the columns: few are alive at a time.
 
+    Those that are verified go one by one, so that what is wrong has a name.
+
     Args:
         limit: The number of elements that one intermediate result may have.
         check: The verification of this pass, if there is one.
-
-    Attributes:
-        total: The Gramian, ``(k, b, k, b)``, or ``None`` as long as nothing but zeros came.
     """
 
     def __init__(self, limit: int, check: Check | None = None) -> None:
         self._limit = limit
         self._check = check
-        self.total: Tensor | None = None
+        self._stacks = Stacks()
+        self._total: Tensor | None = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
-        """Adds the Gramian of the columns to the total."""
+        """Adds the Gramian of the columns to the total, or keeps them for a stack."""
+        if self._check is None:
+            ready = self._stacks.add(columns)
+            if ready is not None:
+                self._add(ready.gram(self._limit))
+            return
         part = columns.gram(self._limit)
+        if part is not None:
+            self._check.see_gramian(parameter, part)
+        self._add(part)
+
+    def _add(self, part: Tensor | None) -> None:
+        """Adds the Gramian of some columns."""
         if part is None:
             return
-        if self._check is not None:
-            self._check.see_gramian(parameter, part)
-        if self.total is None:
-            self.total = part
+        if self._total is None:
+            self._total = part
         else:
-            dtype = torch.promote_types(self.total.dtype, part.dtype)
-            self.total = self.total.to(dtype) + part.to(self.total.device, dtype)
+            dtype = torch.promote_types(self._total.dtype, part.dtype)
+            self._total = self._total.to(dtype) + part.to(self._total.device, dtype)
 
     def arranged(self, objectives: Objectives) -> Tensor:
         """The Gramian, ``(m, m)``, in the row-major order of the losses."""
-        if self.total is None:
+        for columns in self._stacks.rest():
+            self._add(columns.gram(self._limit))
+        if self._total is None:
             m = objectives.losses.numel()
             dtype = torch.promote_types(objectives.losses.dtype, torch.float32)
             return objectives.losses.new_zeros(m, m, dtype=dtype)
-        return objectives.arrange_gramian(self.total)
+        return objectives.arrange_gramian(self._total)
 
 
 class Store:

@@ -1,0 +1,150 @@
+"""Stacks: small columns of several parameters of equal form, contracted as those of one.
+
+A contraction of small factors takes less time than the calls that lead to it. A stack is the
+columns of a parameter with one more dimension, so that what contracts columns contracts stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.block import Block, unused_labels
+from autogram._blocks.columns import Columns
+from autogram._blocks.gram import forms_rows, meta
+from autogram._blocks.path import Shapes
+from autogram._blocks.region import Region
+
+# Elements of factors or rows. Of larger ones, copies would take longer than calls.
+_SMALL = 2**17
+
+# Elements of a stack, which keeps what could else be freed.
+_FULL = 2**21
+
+
+class Stacks:
+    """Columns that wait for others of their form, to be contracted together."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, list[Columns]] = {}
+
+    def add(self, columns: Columns) -> Columns | None:
+        """Takes in the columns of one parameter.
+
+        Returns:
+            What is to be contracted now: the columns themselves if they cannot be stacked, a stack
+            that became full, or nothing.
+        """
+        found = _condensed(columns)
+        if found is None:
+            return columns
+        key = _form(found)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(found)
+        if len(waiting) * sum(x.numel() for x in found.tensors) < _FULL:
+            return None
+        return _stack(self._waiting.pop(key))
+
+    def rest(self) -> Iterator[Columns]:
+        """What still waits."""
+        while self._waiting:
+            yield _stack(self._waiting.popitem()[1])
+
+
+def stacked(found: Iterable[Columns]) -> Iterator[Columns]:
+    """The columns of some parameters, the small ones in stacks."""
+    stacks = Stacks()
+    for columns in found:
+        ready = stacks.add(columns)
+        if ready is not None:
+            yield ready
+    yield from stacks.rest()
+
+
+def weighted_sums(
+    found: Mapping[Tensor, Columns], weights: Tensor, limit: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """J^T w of some parameters, as :meth:`Columns.weighted_sum` gives it, in any order.
+
+    Args:
+        found: The columns of each parameter.
+        weights: ``(s, k, b)``.
+        limit: The number of elements that one intermediate result may have.
+    """
+    groups: dict[Hashable, list[Tensor]] = {}
+    for parameter, columns in found.items():
+        block = columns.single
+        is_small = block is not None and block.adjoint is None and _is_small(block.shapes)
+        groups.setdefault(_form(columns) if is_small else parameter, []).append(parameter)
+    for parameters in groups.values():
+        columns = _stack([found[p] for p in parameters])
+        sums = columns.weighted_sum(weights.to(parameters[0].device), limit)
+        if len(parameters) == 1:
+            yield parameters[0], sums
+        else:
+            assert sums is not None
+            for parameter, part in zip(parameters, sums.unbind(1), strict=True):
+                yield parameter, found[parameter].restore(part)
+
+
+def _stack(found: Sequence[Columns]) -> Columns:
+    """Columns of equal form as those of one parameter with one more dimension, the first."""
+    if len(found) == 1:
+        return found[0]
+    blocks = [columns.single for columns in found]
+    first = blocks[0]
+    assert first is not None
+    operands = zip(*(block.operands for block in blocks if block is not None), strict=True)
+    stack = Columns(Region.contiguous((len(found), *(first.sizes[x] for x in first.parameter))))
+    stack.add(
+        stack.parameter,
+        Block(_stacked_equation(first.equation), tuple(torch.stack(x) for x in operands)),
+    )
+    return stack
+
+
+def _condensed(columns: Columns) -> Columns | None:
+    """Columns that can be stacked: the same, or their rows; or nothing."""
+    block = columns.single
+    if block is None or not _is_condensable(block.equation, block.shapes):
+        return None
+    if not _is_small(block.shapes):
+        columns.keep("auto", 0)
+    return columns
+
+
+def _form(columns: Columns) -> Hashable:
+    """What columns that are stacked have in common."""
+    block = columns.single
+    assert block is not None
+    operands = block.operands
+    return block.equation, block.shapes, operands[0].device, *(x.dtype for x in operands)
+
+
+@lru_cache(maxsize=4096)
+def _is_small(shapes: Shapes) -> bool:
+    """Whether calls would cost more than what they do with factors of some shapes."""
+    return sum(prod(shape) for shape in shapes) <= _SMALL
+
+
+@lru_cache(maxsize=4096)
+def _is_condensable(equation: str, shapes: Shapes) -> bool:
+    """Whether a block's factors are small, or its rows, which the Gramian would form."""
+    if _is_small(shapes):
+        return True
+    block = Block(equation, meta(shapes))
+    rows = tuple(block.sizes[label] for label in equation.split("->")[1])
+    return _is_small((rows,)) and forms_rows([block])
+
+
+@lru_cache(maxsize=4096)
+def _stacked_equation(equation: str) -> str:
+    """The equation of a stack."""
+    inputs, output = equation.split("->")
+    label = next(unused_labels(equation))
+    terms = ",".join(label + term for term in inputs.split(","))
+    return f"{terms}->kb{label}{output[2:]}"
