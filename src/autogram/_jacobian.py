@@ -100,7 +100,8 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            parts = (columns.gram(self._limit) for columns in stacked(self._columns.values()))
+            found = stacked(self._columns.values(), self._limit)
+            parts = (columns.gram(self._limit) for columns in found)
             return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
     @retried_with_less

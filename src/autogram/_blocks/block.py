@@ -35,15 +35,14 @@ class Adjoint:
         shape[0] = len(weights)
         if self.dim is not None:
             shape[self.dim + 1] = weights.shape[1]
-        gradient = self.function((weights.view(shape) * self.cotangent).sum(0), *self.saved)
+        weighted = weights.view(shape) * self.cotangent
+        total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
+        gradient = self.function(total, *self.saved)
         if self.order is None:
             return gradient
         summed = [d for d in range(gradient.dim()) if d not in self.order]
-        return (
-            gradient.permute(*self.order, *summed).flatten(len(self.order)).sum(-1)
-            if summed
-            else (gradient.permute(self.order))
-        )
+        ordered = gradient.permute(*self.order, *summed)
+        return ordered.flatten(len(self.order)).sum(-1) if summed else ordered
 
 
 @dataclass(frozen=True)

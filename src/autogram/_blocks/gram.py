@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block, unused_labels
-from autogram._blocks.matmul import is_large, multiply
+from autogram._blocks.matmul import is_faster, multiply
 from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
 from autogram._blocks.scratch import CPU_BYTES
 
@@ -277,7 +277,7 @@ def _outer(matrix: Tensor) -> Tensor:
 
 def _long_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right.T`` for matrices with few rows and many columns."""
-    if is_large(left, len(left), left.shape[1], len(right)):
+    if is_faster(left, 1, len(left), left.shape[1], len(right)):
         return multiply(left, right)
     if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
         return left @ right.mT

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import product as iterate
 from math import prod
 
 import opt_einsum
 import torch
 from torch import Tensor
 
-from autogram._blocks.matmul import is_large, multiply
+from autogram._blocks.matmul import is_faster, multiply, multiply_batch, zeros_behind
 from autogram._blocks.scratch import Purpose, scratch
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -21,7 +20,8 @@ Shapes = tuple[tuple[int, ...], ...]
 # two CPU cores with MKL: between 10 and 40, depending on how much of the tensor stays in the cache.
 MEMORY_COST = 16
 
-_SIDES: tuple[Purpose, Purpose] = ("first", "second")
+# Elements of the products of a batch that are computed at once where their factors are copied.
+_PART_OF_BATCH = 2**20
 
 # Elements of a product that is summed up at once: a quarter of a core's cache.
 _PART = 2**17
@@ -135,8 +135,6 @@ class MatrixProduct:
     sizes: tuple[int, ...]
     """Of the product's indices: batch, those of the first, those of the second."""
     output: tuple[int, ...]
-    batch: int
-    """How many indices count the batch."""
 
     @classmethod
     def of(cls, first: str, second: str, output: str, sizes: dict[str, int]) -> MatrixProduct:
@@ -154,47 +152,60 @@ class MatrixProduct:
             ((n[batch], n[rows], n[summed]), (n[batch], n[summed], n[columns])),
             tuple(sizes[label] for label in kept),
             _order(kept, output),
-            len(batch),
         )
 
     def __call__(self, x: Tensor, y: Tensor, *, is_temporary: bool = False) -> Tensor:
         """The einsum of two tensors."""
         (n, rows, summed), (_, _, columns) = self.shapes
         out = scratch("result", (n, rows, columns), x) if is_temporary else None
-        result = None
-        if is_large(x, rows, summed, columns):
-            result = self._one_by_one(x, y, out)
-        if result is None:
+        is_other_faster = is_faster(x, n, rows, summed, columns)
+        if is_other_faster and n > 1 and self._has_runs(x, y):
+            result = self._by_parts(x, y, out)
+        else:
             left = _arranged(x, self.orders[0], self.shapes[0], "first")
             right = _arranged(y, self.orders[1], self.shapes[1], "second")
-            result = torch.bmm(left, right, out=out)
+            if is_other_faster and n == 1:
+                result = multiply(left[0], right[0].mT)
+            else:
+                result = torch.bmm(left, right, out=out)
         return result.reshape(self.sizes).permute(self.output)
 
-    def _one_by_one(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor | None:
-        """The batch of products, one after the other, or ``None`` where that is slower.
+    def _has_runs(self, x: Tensor, y: Tensor) -> bool:
+        """Whether the matrices can be copied without transposing them, which takes too long."""
+        return all(z.stride(order[-1]) == 1 for z, order in zip((x, y), self.orders, strict=True))
 
-        What is copied of an operand stays in the cache.
-        """
-        (n, rows, _), (_, _, columns) = self.shapes
-        pairs = zip(self._matrices(x, 0), self._matrices(y, 1), strict=True)
-        for i, (left, right) in enumerate(pairs):
-            if n == 1:
-                return multiply(left, right.mT)
-            if not left.is_contiguous():
-                return None
-            if out is None:
-                out = x.new_empty(n, rows, columns)
-            out[i] = multiply(left, right.mT)
+    def _by_parts(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
+        """The products of some samples at a time, so that what is copied stays in the cache."""
+        (n, rows, summed), (_, _, columns) = self.shapes
+        x, y = x.permute(self.orders[0]), y.permute(self.orders[1])
+        if out is None:
+            out = x.new_empty(n, rows, columns)
+        zeros = zeros_behind(rows, summed)
+        inner = n // len(x)  # products for each index of the first dimension of the batch
+        step = max(2, _PART_OF_BATCH // (inner * rows * columns))
+        for start in range(0, len(x), step):
+            count = min(step, len(x) - start)
+            part = slice(start * inner, (start + count) * inner)
+            left = _padded(x.narrow(0, start, count), (rows, summed), (0, zeros), "first")
+            right = _padded(y.narrow(0, start, count), (summed, columns), (zeros, 0), "second")
+            out[part] = multiply_batch(left, right)
         return out
 
-    def _matrices(self, tensor: Tensor, side: int) -> Iterator[Tensor]:
-        """The matrices of one side, of which each is valid until the next."""
-        order, purpose = self.orders[side], _SIDES[side]
-        kept = sorted(order[self.batch :])
-        of_one = tuple(kept.index(dim) for dim in order[self.batch :])
-        found = tensor.permute(*order[: self.batch], *kept)
-        for index in iterate(*map(range, found.shape[: self.batch])):
-            yield _arranged(found[index], of_one, self.shapes[side][1:], purpose)
+
+def _padded(
+    tensor: Tensor, shape: tuple[int, int], zeros: tuple[int, int], purpose: Purpose
+) -> Tensor:
+    """A contiguous batch of matrices, with zeros behind their rows and columns, valid for now."""
+    rows, columns = shape
+    n = tensor.numel() // (rows * columns)
+    padded = (n, rows + zeros[0], columns + zeros[1])
+    memory = scratch(purpose, padded, tensor)
+    if memory is None:
+        memory = tensor.new_empty(padded)
+    memory[:, rows:] = 0
+    memory[:, :, columns:] = 0
+    memory[:, :rows, :columns].view(tensor.shape).copy_(tensor)
+    return memory
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:

@@ -27,9 +27,14 @@ _FULL = 2**21
 
 
 class Stacks:
-    """Columns that wait for others of their form, to be contracted together."""
+    """Columns that wait for others of their form, to be contracted together.
 
-    def __init__(self) -> None:
+    Args:
+        limit: The number of elements that a stack may have.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._waiting: dict[Hashable, list[Columns]] = {}
 
     def add(self, columns: Columns) -> Columns | None:
@@ -45,9 +50,7 @@ class Stacks:
         key = _form(found)
         waiting = self._waiting.setdefault(key, [])
         waiting.append(found)
-        if len(waiting) * sum(x.numel() for x in found.tensors) < _FULL:
-            return None
-        return _stack(self._waiting.pop(key))
+        return _stack(self._waiting.pop(key)) if _is_full(waiting, self._limit) else None
 
     def rest(self) -> Iterator[Columns]:
         """What still waits."""
@@ -55,9 +58,9 @@ class Stacks:
             yield _stack(self._waiting.popitem()[1])
 
 
-def stacked(found: Iterable[Columns]) -> Iterator[Columns]:
-    """The columns of some parameters, the small ones in stacks."""
-    stacks = Stacks()
+def stacked(found: Iterable[Columns], limit: int) -> Iterator[Columns]:
+    """The columns of some parameters, the small ones in stacks of no more elements than a limit."""
+    stacks = Stacks(limit)
     for columns in found:
         ready = stacks.add(columns)
         if ready is not None:
@@ -75,12 +78,7 @@ def weighted_sums(
         weights: ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
     """
-    groups: dict[Hashable, list[Tensor]] = {}
-    for parameter, columns in found.items():
-        block = columns.single
-        is_small = block is not None and block.adjoint is None and _is_small(block.shapes)
-        groups.setdefault(_form(columns) if is_small else parameter, []).append(parameter)
-    for parameters in groups.values():
+    for parameters in _groups(found, limit):
         columns = _stack([found[p] for p in parameters])
         sums = columns.weighted_sum(weights.to(parameters[0].device), limit)
         if len(parameters) == 1:
@@ -89,6 +87,28 @@ def weighted_sums(
             assert sums is not None
             for parameter, part in zip(parameters, sums.unbind(1), strict=True):
                 yield parameter, found[parameter].restore(part)
+
+
+def _groups(found: Mapping[Tensor, Columns], limit: int) -> Iterator[list[Tensor]]:
+    """Parameters whose columns make a stack, and alone those whose sums are not small."""
+    waiting: dict[Hashable, list[Tensor]] = {}
+    for parameter, columns in found.items():
+        block = columns.single
+        is_small = block is not None and block.adjoint is None and _is_small(block.shapes)
+        if not is_small or parameter.numel() > _SMALL:
+            yield [parameter]
+            continue
+        key = _form(columns)
+        waiting.setdefault(key, []).append(parameter)
+        if _is_full([found[p] for p in waiting[key]], limit):
+            yield waiting.pop(key)
+    yield from waiting.values()
+
+
+def _is_full(waiting: Sequence[Columns], limit: int) -> bool:
+    """Whether no more columns of the same form should wait."""
+    elements = sum(x.numel() for x in waiting[0].tensors)
+    return (len(waiting) + 1) * elements > min(_FULL, limit)
 
 
 def _stack(found: Sequence[Columns]) -> Columns:

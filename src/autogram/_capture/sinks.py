@@ -23,7 +23,8 @@ class Sink(Protocol):
 class GramianSum:
     """Adds up the Gramian, and drops the columns: few are alive at a time.
 
-    Those that are verified go one by one, so that what is wrong has a name.
+    In a pass that is verified, small columns are contracted twice: in stacks, as ever, and one by
+    one, so that what is wrong has a name.
 
     Args:
         limit: The number of elements that one intermediate result may have.
@@ -33,20 +34,19 @@ class GramianSum:
     def __init__(self, limit: int, check: Check | None = None) -> None:
         self._limit = limit
         self._check = check
-        self._stacks = Stacks()
+        self._stacks = Stacks(limit)
         self._total: Tensor | None = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Adds the Gramian of the columns to the total, or keeps them for a stack."""
-        if self._check is None:
-            ready = self._stacks.add(columns)
-            if ready is not None:
-                self._add(ready.gram(self._limit))
-            return
-        part = columns.gram(self._limit)
-        if part is not None:
-            self._check.see_gramian(parameter, part)
-        self._add(part)
+        part = None
+        if self._check is not None:
+            part = columns.gram(self._limit)
+            if part is not None:
+                self._check.see_gramian(parameter, part)
+        ready = self._stacks.add(columns)
+        if ready is not None:
+            self._add(part if ready is columns and part is not None else ready.gram(self._limit))
 
     def _add(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns."""
