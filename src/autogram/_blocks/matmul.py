@@ -23,7 +23,8 @@ _THIN = 32
 # oneDNN wants one side contiguous. A transposing copy costs as much as it gains on so many rows.
 _WORTH_A_COPY = 512
 
-# Groups of as many channels go into another order of memory first, which takes longer than all.
+# Where a group has a multiple of so many channels on both sides, oneDNN brings them into blocks
+# first, which takes longer than the product.
 _BLOCK = 16
 
 
@@ -60,7 +61,7 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def zeros_behind(rows: int, summed: int) -> int:
-    """How many zeros each sum needs in the operands of :func:`multiply_batch`."""
+    """How many zeros behind each sum's factors make :func:`multiply_batch` fast."""
     return int(rows % _BLOCK == 0 and summed % _BLOCK == 0)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.gram import Signature, cross, cross_equation, merge, rows
+from autogram._blocks.matmul import multiply
 from autogram._blocks.path import Shapes, einsum, find_path
 from autogram._blocks.scratch import CPU_BYTES
 
@@ -132,7 +133,7 @@ def cross_gram(first: Sequence[Block], second: Sequence[Block], limit: int) -> T
     total: list[Tensor] = []
     for parts in zip(*cut, strict=True):
         left, right = rows(parts[: len(first)]), rows(parts[len(first) :])
-        total.append(left.flatten(0, 1).flatten(1) @ right.flatten(0, 1).flatten(1).mT)
+        total.append(multiply(left.flatten(0, 1).flatten(1), right.flatten(0, 1).flatten(1)))
     sizes = [block.sizes[label] for block in (first[0], second[0]) for label in "kb"]
     return reduce(torch.add, total).view(sizes)
 

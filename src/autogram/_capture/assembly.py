@@ -9,12 +9,12 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Layout, Lookup, Region
+from autogram._blocks import Columns, Layout, Region
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import Sink
 from autogram._capture.tracked import Tracked
-from autogram._capture.use import Use, pull_back
+from autogram._capture.use import Arrival, Use, pull_back
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Layout | None]
@@ -28,15 +28,7 @@ class Observer(Protocol):
         """A pass begins, and what an earlier one has shown is void."""
         ...
 
-    def see_block(
-        self,
-        use: Use,
-        layout: Layout | None,
-        cotangent: Tensor,
-        tracked: Tracked,
-        region: Region,
-        block: Block | Lookup,
-    ) -> None:
+    def see_block(self, arrival: Arrival) -> None:
         """A use has a block for a tracked tensor."""
         ...
 
@@ -117,7 +109,7 @@ class Assembly(Generic[S]):
         blocks = use.contributions(layout, cotangent.to(dtype), saved, self._limit)
         for tracked, region, block in blocks:
             for observer in self._observers:
-                observer.see_block(use, layout, cotangent, tracked, region, block)
+                observer.see_block(Arrival(use, layout, cotangent, tracked, region, block))
             if tracked.region is not None:
                 self._columns_of(tracked.sources[0]).add(region, block)
             else:

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from autogram._blocks import Block, Layout, Lookup, Region
+from autogram._blocks import Lookup, Region
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
-from autogram._capture.use import RuleUse, Use
+from autogram._capture.use import Arrival, RuleUse, Use
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,9 @@ class Record:
         self._calls.clear()
         self._derived.clear()
 
-    def see_block(
-        self,
-        use: Use,
-        layout: Layout | None,
-        cotangent: Tensor,
-        tracked: Tracked,
-        region: Region,
-        block: Block | Lookup,
-    ) -> None:
+    def see_block(self, arrival: Arrival) -> None:
         """Notes a block."""
+        use, layout, cotangent, tracked, region, block = arrival
         names = use.recording.names
         number = self._derived.setdefault(tracked, len(self._derived))
         equation, factors = (

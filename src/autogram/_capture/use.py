@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -174,6 +174,18 @@ class FallbackUse:
             if pieces[0] is not None:
                 whole = torch.cat([x for x in pieces if x is not None], 1)
                 yield tracked, _region(tracked), rows_block(whole)
+
+
+class Arrival(NamedTuple):
+    """A block as it comes in, and what it comes from."""
+
+    use: Use
+    layout: Layout | None
+    cotangent: Tensor
+    """``(k, *output)``, as the tap was shown it."""
+    tracked: Tracked
+    region: Region
+    block: Block | Lookup
 
 
 def describe(use: Use) -> str:

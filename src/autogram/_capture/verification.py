@@ -11,12 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Layout, Lookup, Region
+from autogram._blocks import Columns
 from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
-from autogram._capture.tracked import Tracked
-from autogram._capture.use import Use
+from autogram._capture.use import Arrival, Use
 
 Verify = Literal["first", "always", "never"]
 
@@ -76,20 +75,12 @@ class Check:
         self._by_sample = objectives.by_sample(self.vector)
         self.comparisons.clear()
 
-    def see_block(
-        self,
-        use: Use,
-        layout: Layout | None,
-        cotangent: Tensor,
-        tracked: Tracked,
-        region: Region,
-        block: Block | Lookup,
-    ) -> None:
+    def see_block(self, arrival: Arrival) -> None:
         """Notes which calls a parameter is used in, and their precision."""
-        del layout, region, block
+        use, cotangent = arrival.use, arrival.cotangent
         for dtype in {cotangent.dtype, *use.recording.dtypes}:
             self.epsilon = max(self.epsilon, _epsilon(cotangent, dtype))
-        for parameter in tracked.sources:
+        for parameter in arrival.tracked.sources:
             name = use.recording.names.get(parameter, "")
             self.comparisons.setdefault(parameter, Comparison(name)).uses[use.function] = use
 
