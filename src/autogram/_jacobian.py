@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autogram._blocks import Columns, stacked, weighted_sums
 from autogram._capture import Objectives, accumulate, retried_with_less
-from autogram._errors import ChangedTensorError, InvalidOperandError
+from autogram._errors import InvalidOperandError
 
 Direction = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -62,9 +62,6 @@ class Jacobian:
         self._columns = {p: columns[p] for p in names if p in columns}
         self._names = dict(names)
         self._limit = limit
-        self._versions = [
-            (tensor, tensor._version) for found in columns.values() for tensor in found.tensors
-        ]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -304,12 +301,8 @@ class Jacobian:
     @contextmanager
     def _exact(self) -> Iterator[None]:
         """Checks the factors, and makes results exact under autocast and no part of a graph."""
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise ChangedTensorError(
-                "A tensor that the Jacobian is made of was changed in place since: an optimizer's "
-                "step does this to parameters, or an in-place operation to an activation. Call "
-                "the Jacobian's methods before, or compute the losses and the Jacobian again."
-            )
+        for columns in self._columns.values():
+            columns.check()
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             yield
 

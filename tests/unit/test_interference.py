@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autogram import Engine, InvalidLossesError
+from autogram import ChangedTensorError, Engine, InvalidLossesError
 from tests.unit.checks import assert_same_gradients, features
 from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
 
@@ -544,3 +544,67 @@ def test_hooks_of_others(name: str, when: str, losses_of: Losses) -> None:
     for handle in handles:
         handle.remove()
     assert_works(engine, model, batch(4, 3))
+
+
+class Greedy(torch.autograd.Function):
+    """A custom function that changes the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        del ctx
+        return g.mul_(2)
+
+
+class Shifted(nn.Module):
+    """An addition, which hands its gradient on as it is, behind a greedy function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Greedy.apply(self.layer(x)) + self.shift
+
+
+class GreedyTwice(nn.Module):
+    """One layer used twice, whose second use waits for the first as a greedy function runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Greedy.apply(self.layer(x)) + self.layer(x.flip(1))
+
+
+class GreedyDerived(nn.Module):
+    """The same with a derived weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.tanh()
+        return Greedy.apply(F.linear(x, weight)) + F.linear(x.flip(1), weight)
+
+
+@pytest.mark.parametrize("verify", ["never", "first"])
+@pytest.mark.parametrize("make_model", [Shifted, GreedyTwice, GreedyDerived])
+def test_gradients_changed_in_place_are_noticed(make_model: Any, verify: Any) -> None:
+    """Blocks that are kept would be silently wrong."""
+    model = make_model()
+    engine = Engine(model, verify=verify)
+    with pytest.raises(ChangedTensorError, match="custom autograd Function"):
+        engine.compute_gramian(per_sample(model(batch(5, 3))))
+    with pytest.raises(ChangedTensorError, match="custom"):
+        engine.backward(per_sample(model(batch(5, 3))), lambda gramian: gramian.sum(1))
+    with pytest.raises(ChangedTensorError, match="custom"):
+        engine.jacobian(per_sample(model(batch(5, 3)))).gramian()
+    assert all(parameter.grad is None for parameter in model.parameters())

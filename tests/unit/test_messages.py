@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 import autogram
+import autogram.testing
 
 SOURCE = Path(autogram.__file__).parent
 TESTS = Path(__file__).parent

@@ -24,6 +24,7 @@ from autogram._blocks.lookup import (
 from autogram._blocks.products import cross_gram, directional, square_norms, weighted_sum
 from autogram._blocks.region import Region, overlap
 from autogram._blocks.storage import put, restore, store, take
+from autogram._errors import ChangedTensorError
 
 Keep = Literal["auto", "factors", "rows"]
 
@@ -44,9 +45,11 @@ class Columns:
         self._is_table = parameter.order == (0, 1)
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
+        self._versions: list[tuple[Tensor, int]] = []
 
     def add(self, region: Region, block: Block | Lookup) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``."""
+        self._versions += _versions(block)
         if isinstance(block, Lookup):
             if self._is_table and region.canonical == self._whole:
                 self._lookups.append(block)
@@ -56,8 +59,27 @@ class Columns:
         block = _canonical(block, region)
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
+            self.check()
             block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
-        blocks.append(block)
+            blocks.append(block)
+            self._mark()
+        else:
+            blocks.append(block)
+
+    def check(self) -> None:
+        """Checks that everything that was added is as it was then.
+
+        Raises:
+            ChangedTensorError: It is not.
+        """
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise ChangedTensorError(
+                "A tensor that the Jacobian is made of was changed in place since it was computed. "
+                "If an optimizer's step did this to a parameter, or an in-place operation to an "
+                "activation: Call the Jacobian's methods before, or compute the losses and the "
+                "Jacobian again. If a custom autograd Function or a hook did it to the gradient "
+                "that it was given: Return a new tensor there, `g * 2` and not `g.mul_(2)`."
+            )
 
     def keep(self, form: Keep, room: int) -> int:
         """Prepares for several products.
@@ -71,6 +93,7 @@ class Columns:
         Returns:
             How much of the room is taken.
         """
+        self.check()
         self._unify()
         self._lookups = [concatenate(self._lookups)] if self._lookups else []
         taken = 0
@@ -86,6 +109,7 @@ class Columns:
             if forms_rows(blocks):
                 blocks[:] = [_rows_block(blocks)]
                 taken += elements if is_larger else 0
+        self._mark()
         return taken
 
     @property
@@ -106,12 +130,8 @@ class Columns:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is kept."""
-        for blocks in self._blocks.values():
-            for block in blocks:
-                yield from block.operands
-                yield from block.adjoint.saved if block.adjoint else ()
-        for lookup in self._lookups:
-            yield from (lookup.indices, lookup.cotangents)
+        for block in self._all:
+            yield from _tensors(block)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -253,6 +273,13 @@ class Columns:
         return found.view(*dense.shape[:2], *self.parameter.shape)
 
     @property
+    def _all(self) -> Iterator[Block | Lookup]:
+        """All blocks."""
+        for blocks in self._blocks.values():
+            yield from blocks
+        yield from self._lookups
+
+    @property
     def _of_table(self) -> list[Block | Lookup]:
         """All blocks of the whole parameter."""
         return [*self._blocks.get(self._whole, []), *self._lookups]
@@ -282,7 +309,13 @@ class Columns:
         if any(x.is_floating_point() and x.dtype != dtype for x in self.tensors):
             assert dtype is not None
             converted = self._to(dtype)
+            self.check()
             self._blocks, self._lookups = converted._blocks, converted._lookups
+            self._mark()
+
+    def _mark(self) -> None:
+        """Remembers how the tensors are that are kept now."""
+        self._versions = [pair for block in self._all for pair in _versions(block)]
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""
@@ -301,6 +334,20 @@ class Columns:
             flat = put([(region, part.reshape(k * b, *region.shape))], self.parameter)
             spread.append(Block("kbx->kbx", (flat.view(k, b, flat.shape[1]),)))
         return spread
+
+
+def _tensors(block: Block | Lookup) -> Iterator[Tensor]:
+    """Everything that a block keeps. What shares storage shares a version, too."""
+    if isinstance(block, Lookup):
+        yield from (block.indices, block.cotangents)
+    else:
+        yield from block.operands
+        yield from block.adjoint.saved if block.adjoint else ()
+
+
+def _versions(block: Block | Lookup) -> list[tuple[Tensor, int]]:
+    """The tensors of a block, with the number that each change in place raises."""
+    return [(tensor, tensor._version) for tensor in _tensors(block)]
 
 
 def _rows_block(blocks: list[Block]) -> Block:

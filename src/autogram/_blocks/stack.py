@@ -113,6 +113,8 @@ def _is_full(waiting: Sequence[Columns], limit: int) -> bool:
 
 def _stack(found: Sequence[Columns]) -> Columns:
     """Columns of equal form as those of one parameter with one more dimension, the first."""
+    for columns in found:
+        columns.check()
     if len(found) == 1:
         return found[0]
     blocks = [columns.single for columns in found]

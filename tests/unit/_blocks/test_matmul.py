@@ -15,7 +15,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """oneDNN for products of any size, and which of its functions were called."""
-    if not HAS_ONEDNN:
+    if not HAS_ONEDNN:  # the pinned PyTorch has it; elsewhere these functions are never called
         pytest.skip("This PyTorch is built without oneDNN.")
     calls: list[str] = []
     monkeypatch.setattr(matmul, "_has_kernels", lambda: True)
