@@ -7,6 +7,7 @@ from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
 from autogram._blocks.stack import Stacks, stacked, weighted_sums
+from autogram._blocks.transpose import copy_channels_last
 
 __all__ = [
     "Adjoint",
@@ -24,6 +25,7 @@ __all__ = [
     "assemble",
     "block_of_lookup",
     "candidates",
+    "copy_channels_last",
     "meta",
     "rows",
     "stacked",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.matmul import is_faster, multiply
-from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path
-from autogram._blocks.scratch import CPU_BYTES
+from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path, repeats
+from autogram._blocks.scratch import CPU_BYTES, scratch
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
@@ -240,6 +240,7 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
         chunks = max(chunks, min(4, block.sizes["b"] // _FEWEST_SAMPLES))
     if chunks == 1:
         return cross(block, block)
+    block = Block(block.equation, tuple(_without_repeats(x) for x in block.operands))
     k, b = block.sizes["k"], block.sizes["b"]
     total = block.operands[0].new_empty(k, b, k, b)
     start = 0
@@ -251,6 +252,14 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
         total[:, start:stop, :, start:] = product.permute(2, 3, 0, 1)
         start = stop
     return total
+
+
+def _without_repeats(operand: Tensor) -> Tensor:
+    """A factor, copied if it is a view that repeats elements, which each product would copy."""
+    if not repeats(operand):
+        return operand
+    memory = scratch("whole", operand.shape, operand)
+    return operand if memory is None else memory.copy_(operand)
 
 
 def _outer_of_rows(blocks: Sequence[Block]) -> Tensor:

@@ -17,8 +17,10 @@ from torch import Tensor
 # From this many multiply-adds on, oneDNN is faster: a call of it takes 20 to 50 us, one of MKL 2.
 _WORTH_A_CALL = 2**23
 
-# With fewer rows or columns than this, a product is bound by memory, in which MKL is no slower.
+# With fewer rows or columns than this, a product is bound by memory, in which MKL is no slower. A
+# batch of thin products, MKL does one by one.
 _THIN = 32
+_THIN_IN_BATCH = 16
 
 # oneDNN wants one side contiguous. A transposing copy costs as much as it gains on so many rows.
 _WORTH_A_COPY = 512
@@ -40,7 +42,7 @@ def is_faster(like: Tensor, batch: int, rows: int, summed: int, columns: int) ->
     """
     return (
         batch * rows * summed * columns >= _WORTH_A_CALL
-        and min(rows, summed, columns) >= _THIN
+        and min(rows, summed, columns) >= (_THIN if batch == 1 else _THIN_IN_BATCH)
         and like.dtype == torch.float32
         and like.device.type == "cpu"
         and _has_kernels()

@@ -217,13 +217,22 @@ def _arranged(
     tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
 ) -> Tensor:
     """An operand as a matrix product takes it: a view of it, or a copy that is valid for now."""
-    if _repeats(tensor):
+    if repeats(tensor):
         return _copy(tensor, purpose).permute(order).reshape(shape)
     arranged = tensor.permute(order)
-    try:
+    if _can_be_viewed(arranged.shape, arranged.stride(), shape):
         return arranged.view(shape)
-    except RuntimeError:  # its dimensions do not lie in memory as the product needs them
-        return _copy(arranged, purpose).view(shape)
+    return _copy(arranged, purpose).view(shape)
+
+
+@lru_cache(maxsize=4096)
+def _can_be_viewed(sizes: torch.Size, strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether dimensions lie in memory so that they can be joined to a shape."""
+    try:
+        torch.empty_strided(sizes, strides, device="meta").view(shape)
+    except RuntimeError:  # raising it takes longer than a small product
+        return False
+    return True
 
 
 def _copy(tensor: Tensor, purpose: Purpose) -> Tensor:
@@ -232,7 +241,7 @@ def _copy(tensor: Tensor, purpose: Purpose) -> Tensor:
     return tensor.contiguous() if memory is None else memory.copy_(tensor)
 
 
-def _repeats(tensor: Tensor) -> bool:
+def repeats(tensor: Tensor) -> bool:
     """Whether a view reads some elements of its storage more than once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((n - 1) * stride for n, stride in pairs) + 1 < tensor.numel()

@@ -16,7 +16,7 @@ from torch import Tensor
 # the other. Of the sizes from 8 to 128 MiB, this is the smallest that is as fast as the best.
 CPU_BYTES = 2**26
 
-Purpose = Literal["result", "first", "second"]
+Purpose = Literal["result", "first", "second", "whole"]
 
 
 class _Scratch(threading.local):
@@ -33,7 +33,8 @@ def scratch(purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor | No
     """Memory whose content is undefined, valid until the next call for its purpose in this thread.
 
     Args:
-        purpose: What it is for: the result of a product, or a copy of one of its operands.
+        purpose: What it is for: the result of a product, a copy of one of its operands, or a copy
+            of a factor for several products.
         shape: The shape of the tensor to write there.
         like: A tensor on the same device and of the same dtype.
 

@@ -21,6 +21,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(matmul, "_has_kernels", lambda: True)
     monkeypatch.setattr(matmul, "_WORTH_A_CALL", 1)
     monkeypatch.setattr(matmul, "_THIN", 1)
+    monkeypatch.setattr(matmul, "_THIN_IN_BATCH", 1)
     linear, convolve = matmul._linear, torch.conv1d
     monkeypatch.setattr(matmul, "_linear", lambda *xs: calls.append("linear") or linear(*xs))
     monkeypatch.setattr(
@@ -111,7 +112,8 @@ def test_transposed_factors_are_not_copied(forced: list[str]) -> None:
     ("like", "sizes"),
     [
         pytest.param(torch.zeros(1), (1, 64, 64, 64), id="too little to do"),
-        pytest.param(torch.zeros(1), (1, 2, 2**20, 64), id="too thin"),
+        pytest.param(torch.zeros(1), (1, 24, 2**20, 64), id="too thin"),
+        pytest.param(torch.zeros(1), (9, 8, 2**20, 64), id="a batch that is too thin"),
         pytest.param(torch.zeros(1).double(), (1, 512, 512, 512), id="double precision"),
         pytest.param(torch.zeros(1, device="meta"), (1, 512, 512, 512), id="another device"),
     ],
