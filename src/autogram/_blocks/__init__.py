@@ -1,7 +1,7 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
 from autogram._blocks.block import Adjoint, Block, assemble
-from autogram._blocks.columns import Columns, Keep, block_of_lookup
+from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.gram import Plan, meta, rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
@@ -23,7 +23,6 @@ __all__ = [
     "Stacks",
     "agree",
     "assemble",
-    "block_of_lookup",
     "candidates",
     "copy_channels_last",
     "meta",

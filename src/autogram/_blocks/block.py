@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from string import ascii_letters
 
 import torch
@@ -44,6 +44,10 @@ class Adjoint:
         ordered = gradient.permute(*self.order, *summed)
         return ordered.flatten(len(self.order)).sum(-1) if summed else ordered
 
+    def reorder(self, order: tuple[int, ...]) -> Adjoint:
+        """The same with the dimensions in another order."""
+        return replace(self, order=tuple(self.order[d] for d in order) if self.order else order)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -58,7 +62,7 @@ class Block:
     adjoint: Adjoint | None = None
     """Of this very block: what is cut or cast has none."""
 
-    @property
+    @cached_property
     def inputs(self) -> list[str]:
         """The indices of each operand."""
         return self.equation.split("->")[0].split(",")
@@ -79,16 +83,21 @@ class Block:
         """The dtype of the operands."""
         return self.operands[0].dtype
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each operand."""
         return tuple(tuple(operand.shape) for operand in self.operands)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of every index."""
         pairs = zip(self.inputs, self.shapes, strict=True)
         return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that it keeps. What shares memory with the cotangent stands for it."""
+        return self.operands if self.adjoint is None else self.operands + self.adjoint.saved
 
     def map(self, label: str, function: Callable[[Tensor, int], Tensor]) -> Block:
         """The block with ``function(operand, dim)`` for every operand that has index ``label``."""
@@ -108,10 +117,10 @@ class Block:
         """The block of some samples."""
         return self.map("b", lambda x, dim: x.index_select(dim, samples))
 
-    def reorder(self, order: list[int]) -> Block:
-        """The block with the tensor's dimensions in another order."""
-        labels = "".join(self.parameter[dim] for dim in order)
-        return Block(f"{self.equation.split('->')[0]}->kb{labels}", self.operands)
+    def reorder(self, order: tuple[int, ...]) -> Block:
+        """The block with the tensor's dimensions in another order; it sums over those left out."""
+        adjoint = self.adjoint and self.adjoint.reorder(order)
+        return Block(_reordered_equation(self.equation, order), self.operands, adjoint)
 
     def to(self, dtype: torch.dtype) -> Block:
         """The block with its operands in another dtype."""
@@ -171,6 +180,13 @@ def _split_equation(
     if diagonal:
         split_inputs.append(split + label)
     return f"{','.join(split_inputs)}->kb{out}", found, diagonal
+
+
+@lru_cache(maxsize=4096)
+def _reordered_equation(equation: str, order: tuple[int, ...]) -> str:
+    """The equation of a block with the tensor's dimensions in another order."""
+    inputs, output = equation.split("->")
+    return f"{inputs}->kb{''.join(output[2 + dim] for dim in order)}"
 
 
 def unused_labels(*equations: str) -> Iterator[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import combinations
 from math import prod
 from typing import Literal
@@ -54,9 +53,10 @@ class Columns:
             if self._is_table and region.canonical == self._whole:
                 self._lookups.append(block)
                 return
-            block = block_of_lookup(block, region.shape)
+            block = block.block(region.shape)
+        assert len(block.parameter) == len(region.shape), (block.equation, region)
         blocks = self._blocks.setdefault(region.canonical, [])
-        block = _canonical(block, region)
+        block = block.reorder(region.order)
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
@@ -95,10 +95,12 @@ class Columns:
         """
         self.check()
         self._unify()
-        self._lookups = [concatenate(self._lookups)] if self._lookups else []
+        if len(self._lookups) > 1:
+            self._lookups = [concatenate(self._lookups)]
         taken = 0
         for blocks in self._blocks.values():
-            blocks[:] = merge(blocks)
+            if len(blocks) > 1:
+                blocks[:] = merge(blocks)
             if form == "factors" or (len(blocks) == 1 and blocks[0].is_rows):
                 continue
             sizes = blocks[0].sizes
@@ -131,7 +133,7 @@ class Columns:
     def tensors(self) -> Iterator[Tensor]:
         """Everything that is kept."""
         for block in self._all:
-            yield from _tensors(block)
+            yield from block.tensors
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -325,8 +327,7 @@ class Columns:
         """Rows on the whole parameter, where regions overlap without being equal."""
         blocks = {region: list(found) for region, found in self._blocks.items()}
         for lookup in self._lookups:
-            shape = self._whole.shape
-            dense = _canonical(block_of_lookup(lookup, shape), self._whole)
+            dense = lookup.block(self._whole.shape)
             blocks.setdefault(self._whole, []).append(dense)
         spread = []
         for region, found in blocks.items():
@@ -336,47 +337,12 @@ class Columns:
         return spread
 
 
-def _tensors(block: Block | Lookup) -> Iterator[Tensor]:
-    """Everything that a block keeps. What shares storage shares a version, too."""
-    if isinstance(block, Lookup):
-        yield from (block.indices, block.cotangents)
-    else:
-        yield from block.operands
-        yield from block.adjoint.saved if block.adjoint else ()
-
-
 def _versions(block: Block | Lookup) -> list[tuple[Tensor, int]]:
     """The tensors of a block, with the number that each change in place raises."""
-    return [(tensor, tensor._version) for tensor in _tensors(block)]
+    return [(tensor, tensor._version) for tensor in block.tensors]
 
 
 def _rows_block(blocks: list[Block]) -> Block:
     """The sum of some blocks as explicit rows."""
     labels = "kb" + blocks[0].parameter
     return Block(f"{labels}->{labels}", (rows(blocks).contiguous(),))
-
-
-def block_of_lookup(lookup: Lookup, shape: tuple[int, ...]) -> Block:
-    """A lookup as explicit rows for a table of some shape."""
-    labels = "vdefghij"[: len(shape)]
-    dense = lookup.rows(shape[0])
-    return Block(f"kb{labels}->kb{labels}", (dense.view(*dense.shape[:2], *shape),))
-
-
-def _canonical(block: Block, region: Region) -> Block:
-    """The block with the tensor's dimensions in canonical order.
-
-    Dimensions that address nothing new leave the output: for an expanded one, that is the sum over
-    the copies.
-    """
-    adjoint = block.adjoint and replace(block.adjoint, order=region.order)
-    return Block(_canonical_equation(block.equation, region), block.operands, adjoint)
-
-
-@lru_cache(maxsize=4096)
-def _canonical_equation(equation: str, region: Region) -> str:
-    """The equation of a block with the tensor's dimensions in canonical order."""
-    inputs, output = equation.split("->")
-    assert len(output) - 2 == len(region.shape), (equation, region)
-    labels = "".join(output[2 + dim] for dim in region.order)
-    return f"{inputs}->kb{labels}"

@@ -225,7 +225,7 @@ def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
     order = sorted(
         range(len(blocks[0].parameter)), key=lambda d: labels.index(blocks[0].parameter[d])
     )
-    blocks = [block.reorder(order) for block in blocks]
+    blocks = [block.reorder(tuple(order)) for block in blocks]
     if plan.chunks == 1:
         return _outer_of_rows(blocks)
     position = blocks[0].parameter.index(plan.label)

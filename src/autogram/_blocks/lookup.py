@@ -31,6 +31,17 @@ class Lookup:
         """The dtype of the cotangents."""
         return self.cotangents.dtype
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that it keeps."""
+        return self.indices, self.cotangents
+
+    def block(self, shape: tuple[int, ...]) -> Block:
+        """Explicit rows for a table of some shape."""
+        labels = "vdefghij"[: len(shape)]
+        dense = self.rows(shape[0])
+        return Block(f"kb{labels}->kb{labels}", (dense.view(*dense.shape[:2], *shape),))
+
     def to(self, dtype: torch.dtype) -> Lookup:
         """The lookup with its cotangents in another dtype."""
         return Lookup(self.indices, self.cotangents.to(dtype))

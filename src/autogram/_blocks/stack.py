@@ -50,7 +50,9 @@ class Stacks:
         key = _form(found)
         waiting = self._waiting.setdefault(key, [])
         waiting.append(found)
-        return _stack(self._waiting.pop(key)) if _is_full(waiting, self._limit) else None
+        if not _is_full(len(waiting), found, self._limit):
+            return None
+        return _stack(self._waiting.pop(key))
 
     def rest(self) -> Iterator[Columns]:
         """What still waits."""
@@ -100,15 +102,15 @@ def _groups(found: Mapping[Tensor, Columns], limit: int) -> Iterator[list[Tensor
             continue
         key = _form(columns)
         waiting.setdefault(key, []).append(parameter)
-        if _is_full([found[p] for p in waiting[key]], limit):
+        if _is_full(len(waiting[key]), columns, limit):
             yield waiting.pop(key)
     yield from waiting.values()
 
 
-def _is_full(waiting: Sequence[Columns], limit: int) -> bool:
-    """Whether no more columns of the same form should wait."""
-    elements = sum(x.numel() for x in waiting[0].tensors)
-    return (len(waiting) + 1) * elements > min(_FULL, limit)
+def _is_full(count: int, columns: Columns, limit: int) -> bool:
+    """Whether as many columns wait as should, all of one form."""
+    elements = sum(x.numel() for x in columns.tensors)
+    return (count + 1) * elements > min(_FULL, limit)
 
 
 def _stack(found: Sequence[Columns]) -> Columns:

@@ -157,11 +157,8 @@ class Driver:
         """The leaves that losses depend on, less the parameters of the engine's modules."""
         with explaining_freed_graphs():
             found = leaves_behind(losses)
-        return [
-            leaf
-            for leaf in found
-            if not any(leaf in recording.names for recording in self._channel.recordings)
-        ]
+        recordings = list(self._channel.recordings)
+        return [leaf for leaf in found if not any(leaf in of.names for of in recordings)]
 
     def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
         """The trainable parameters of the recordings that are alive, in order, with unique names.

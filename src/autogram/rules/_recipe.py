@@ -153,15 +153,14 @@ class Product(NamedTuple):
 
     def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Block:
         """The block, as factors."""
-        factors = (cotangent if self.scale == 1 else cotangent * self.scale, *saved)
-        adjoint = None
+        scaled = cotangent if self.scale == 1 else cotangent * self.scale
+        factors = (scaled, *saved) if self.prepare is None else self.prepare(scaled, *saved)
+        block = assemble(self.equation, self.dims, layout, *factors)
         is_plain = layout is None or not (layout.has_before or layout.has_after)
-        if self.gradient is not None and is_plain:
-            dim = None if layout is None else layout.dim
-            adjoint = Adjoint(self.gradient, dim, factors[0], saved)
-        if self.prepare is not None:
-            factors = self.prepare(*factors)
-        return replace(assemble(self.equation, self.dims, layout, *factors), adjoint=adjoint)
+        if self.gradient is None or not is_plain:
+            return block
+        dim = None if layout is None else layout.dim
+        return replace(block, adjoint=Adjoint(self.gradient, dim, scaled, saved))
 
     def region(self, region: Region) -> Region:
         """The operand's region, with its first dimension split into groups."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Lookup, Region, block_of_lookup
+from autogram._blocks import Block, Columns, Lookup, Region
 from tests.unit._blocks.blocks import gramian_of
 from tests.unit.checks import assert_close_to_reference
 
@@ -136,7 +136,7 @@ def test_lookup_in_a_table_of_matrices() -> None:
 
 def test_block_of_lookup() -> None:
     lookup = Lookup(torch.randint(0, 6, (B, 5)), torch.randn(K, B, 5, 4))
-    block = block_of_lookup(lookup, (6, 2, 2))
+    block = lookup.block((6, 2, 2))
     rows = torch.einsum(block.equation, *block.operands)
     assert_close_to_reference(rows, lookup.rows(6).view(K, B, 6, 2, 2))
 
