@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 
-from autogram._errors import InvalidLossesError, InvalidModulesError
+from autogram._capture import BatchDim, Unseen, Verify
+from autogram._errors import (
+    InvalidBatchDimError,
+    InvalidLossesError,
+    InvalidModulesError,
+    InvalidOptionError,
+)
 
 
 def check_modules(modules: tuple[nn.Module, ...]) -> None:
@@ -32,6 +40,25 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
                     f"Module {j} ({type(inner).__name__}) is inside module {i} "
                     f"({type(outer).__name__}): it is {place}. Pass the outer one alone."
                 )
+
+
+def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
+    """Refuses values that an engine's options cannot have."""
+    is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
+    if not (batch_dim is None or batch_dim == "auto" or is_dim):
+        raise InvalidBatchDimError(
+            f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
+            'samples, `None` to treat the batch as one sample, or "auto".'
+        )
+    if verify not in get_args(Verify):
+        raise InvalidOptionError(
+            f'`verify` is {verify!r}. Pass "first" (new calls, and the calls 1, 2, 4, 8, ...), '
+            '"always" or "never".'
+        )
+    if unseen not in get_args(Unseen):
+        raise InvalidOptionError(
+            f'`unseen` is {unseen!r}. Pass "rows" to compute them, or "error" to refuse them.'
+        )
 
 
 def check_losses(losses: Tensor) -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Literal, Self, get_args, overload
+from typing import Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from autogram._capture import (
     Unseen,
     Verify,
 )
-from autogram._checks import check_losses, check_modules
-from autogram._errors import InvalidBatchDimError, InvalidOptionError, RemovedEngineError
+from autogram._checks import check_losses, check_modules, check_options
+from autogram._errors import InvalidBatchDimError, RemovedEngineError
 from autogram._jacobian import Jacobian
 from autogram._report import Report
 from autogram.hooks import HookManager
@@ -93,23 +93,9 @@ class Engine:
         unseen: Unseen = "rows",
     ) -> None:
         check_modules(modules)
-        is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
-        if not (batch_dim is None or batch_dim == "auto" or is_dim):
-            raise InvalidBatchDimError(
-                f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
-                'samples, `None` to treat the batch as one sample, or "auto".'
-            )
-        if verify not in get_args(Verify):
-            raise InvalidOptionError(
-                f'`verify` is {verify!r}. Pass "first" (new calls, and the calls 1, 2, 4, 8, ...), '
-                '"always" or "never".'
-            )
-        if unseen not in get_args(Unseen):
-            raise InvalidOptionError(
-                f'`unseen` is {unseen!r}. Pass "rows" to compute them, or "error" to refuse them.'
-            )
+        check_options(batch_dim, verify, unseen)
         self._batch_dim = batch_dim
-        channel = Channel()
+        self._channel = channel = Channel()
         self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
         self._hooks = HookManager()
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
@@ -190,9 +176,9 @@ class Engine:
         """
         self._check(losses)
         if losses.numel() == 0:
-            return Jacobian(Objectives(losses, None), {}, self._driver.names({}), self._limit)
+            return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
         objectives, store = self._driver.columns(losses, keep)
-        names = self._driver.names(store.columns)
+        names = self._channel.names(store.columns)
         return Jacobian(objectives, store.columns, names, self._limit)
 
     @overload
@@ -278,7 +264,7 @@ class Engine:
         )
         gramian = store.gramian.arranged(objectives)
         weights = weighting(gramian).detach()
-        names = self._driver.names(store.columns)
+        names = self._channel.names(store.columns)
         Jacobian(objectives, store.columns, names, self._limit).accumulate_grad(weights)
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)

@@ -12,8 +12,7 @@ from torch import Tensor
 from autogram._blocks import Columns, stacked, weighted_sums
 from autogram._capture import Objectives, accumulate, retried_with_less
 from autogram._errors import InvalidOperandError
-
-Direction = Mapping[str, Tensor] | Sequence[Tensor]
+from autogram._operands import Direction, direction_of, parameter_of, weights_of
 
 
 class Jacobian:
@@ -161,7 +160,7 @@ class Jacobian:
             Cost, 2022, arXiv:2210.00038.
         """
         with self._exact():
-            weights, is_stack = self._weights(w)
+            weights, is_stack = weights_of(w, self._objectives)
             found = dict(self._gradients(weights))
             dtype = self.dtype
             gradients = {}
@@ -185,7 +184,7 @@ class Jacobian:
             InvalidOperandError: ``w`` has another shape.
         """
         with self._exact():
-            weights, is_stack = self._weights(w)
+            weights, is_stack = weights_of(w, self._objectives)
             if is_stack:
                 raise InvalidOperandError(
                     f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` "
@@ -209,7 +208,7 @@ class Jacobian:
             InvalidOperandError: A name is unknown, or a tensor or their number does not fit.
         """
         with self._exact():
-            by_parameter = self._direction(direction)
+            by_parameter = direction_of(direction, self._names)
             parts = (
                 columns.directional(by_parameter[parameter], self._limit)
                 for parameter, columns in self._columns.items()
@@ -269,7 +268,7 @@ class Jacobian:
             InvalidOperandError: There is no such parameter.
         """
         for name in names or ():
-            self._parameter(name)
+            parameter_of(name, self._names)
         with self._exact():
             index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
             places = self._objectives.places.cpu()[index]
@@ -318,21 +317,6 @@ class Jacobian:
         """``(k, b)`` as ``(m,)``, in the row-major order of the losses."""
         return values.flatten()[self._objectives.places.to(values.device)]
 
-    def _weights(self, w: Tensor) -> tuple[Tensor, bool]:
-        """Weights as ``(s, k, b)``, and whether several vectors were given."""
-        losses = self._objectives.losses
-        shapes = [(losses.numel(),), tuple(losses.shape)]
-        is_stack = tuple(w.shape) not in shapes
-        if is_stack and (w.dim() == 0 or tuple(w.shape[1:]) not in shapes):
-            raise InvalidOperandError(
-                f"The weights have shape {tuple(w.shape)}. For losses of shape "
-                f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
-            )
-        flat = w.detach().reshape(-1 if is_stack else 1, losses.numel())
-        weights = torch.empty_like(flat)
-        weights[:, self._objectives.places.to(flat.device)] = flat
-        return weights.unflatten(1, self._sizes), is_stack
-
     def _gradients(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Jᵀ w for each parameter that an objective reaches, ``(s, *parameter)``."""
         for parameter, gradient in weighted_sums(self._columns, weights, self._limit):
@@ -340,33 +324,3 @@ class Jacobian:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 gradient = parameter.new_zeros(len(weights), *parameter.shape, dtype=dtype)
             yield parameter, gradient
-
-    def _direction(self, direction: Direction) -> dict[Tensor, Tensor]:
-        """A direction by parameter."""
-        if not isinstance(direction, Mapping):
-            if len(direction) != len(self._names):
-                raise InvalidOperandError(
-                    f"The direction has {len(direction)} tensors, and the Jacobian is of "
-                    f"{len(self._names)} parameters. Pass one for each of `names`, or a dict."
-                )
-            direction = dict(zip(self.names, direction, strict=True))
-        by_parameter = {}
-        for name, tensor in direction.items():
-            parameter = self._parameter(name)
-            if tensor.shape != parameter.shape:
-                raise InvalidOperandError(
-                    f"The direction's entry `{name}` has shape {tuple(tensor.shape)}, and the "
-                    f"parameter has {tuple(parameter.shape)}. Pass a tensor of that shape."
-                )
-            by_parameter[parameter] = tensor.detach()
-        return by_parameter
-
-    def _parameter(self, name: str) -> Tensor:
-        """The parameter of some name."""
-        for parameter, its_name in self._names.items():
-            if its_name == name:
-                return parameter
-        raise InvalidOperandError(
-            f"`{name}` is no parameter of the Jacobian. `names` lists them; frozen parameters are "
-            "not among them."
-        )

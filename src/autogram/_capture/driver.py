@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, TypeVar
@@ -159,25 +158,6 @@ class Driver:
             found = leaves_behind(losses)
         recordings = list(self._channel.recordings)
         return [leaf for leaf in found if not any(leaf in of.names for of in recordings)]
-
-    def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
-        """The trainable parameters of the recordings that are alive, in order, with unique names.
-
-        Where `functional_call` puts other tensors in the place of parameters, one name may belong
-        to several. Those that are ``reached`` are all listed, and others only if a name is free.
-        """
-        found: dict[Tensor, str] = {}
-        for recording in self._channel.recordings:
-            found = {**recording.names, **found}
-        of_reached = {name for parameter, name in found.items() if parameter in reached}
-        seen: Counter[str] = Counter()
-        names: dict[Tensor, str] = {}
-        for parameter, name in found.items():
-            is_free = parameter.requires_grad and name not in of_reached and not seen[name]
-            if parameter in reached or is_free:
-                seen[name] += 1
-                names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        return names
 
     def _collect(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,25 @@ class Channel:
     def was_derived(self, entry: Entry, place: int) -> bool:
         """Whether an input of a module in a checkpoint was computed from parameters alone."""
         return any(place in recording.entries.get(entry, ()) for recording in self.recordings)
+
+    def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
+        """The trainable parameters of the recordings that are alive, in order, with unique names.
+
+        Where `functional_call` puts other tensors in the place of parameters, one name may belong
+        to several. Those that are ``reached`` are all listed, and others only if a name is free.
+        """
+        found: dict[Tensor, str] = {}
+        for recording in self.recordings:
+            found = {**recording.names, **found}
+        of_reached = {name for parameter, name in found.items() if parameter in reached}
+        seen: Counter[str] = Counter()
+        names: dict[Tensor, str] = {}
+        for parameter, name in found.items():
+            is_free = parameter.requires_grad and name not in of_reached and not seen[name]
+            if parameter in reached or is_free:
+                seen[name] += 1
+                names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
+        return names
 
     @contextmanager
     def visiting(self, receive: Receiver | None, hidden: int | None = None) -> Iterator[None]:
