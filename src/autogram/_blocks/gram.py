@@ -240,7 +240,7 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
         chunks = max(chunks, min(4, block.sizes["b"] // _FEWEST_SAMPLES))
     if chunks == 1:
         return cross(block, block)
-    block = Block(block.equation, tuple(_without_repeats(x) for x in block.operands))
+    block = _with_copy(block)
     k, b = block.sizes["k"], block.sizes["b"]
     total = block.operands[0].new_empty(k, b, k, b)
     start = 0
@@ -254,12 +254,17 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
     return total
 
 
-def _without_repeats(operand: Tensor) -> Tensor:
-    """A factor, copied if it is a view that repeats elements, which each product would copy."""
-    if not repeats(operand):
-        return operand
-    memory = scratch("whole", operand.shape, operand)
-    return operand if memory is None else memory.copy_(operand)
+def _with_copy(block: Block) -> Block:
+    """The block with a copy of its largest factor if that repeats elements, as patches do.
+
+    Each of several products would copy it. There is memory for one such copy at a time.
+    """
+    largest = max(block.operands, key=Tensor.numel)
+    memory = scratch("whole", largest.shape, largest) if repeats(largest) else None
+    if memory is None:
+        return block
+    memory.copy_(largest)
+    return Block(block.equation, tuple(memory if x is largest else x for x in block.operands))
 
 
 def _outer_of_rows(blocks: Sequence[Block]) -> Tensor:

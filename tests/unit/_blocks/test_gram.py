@@ -1,12 +1,13 @@
 """Products of blocks: whatever the plan, the result is that of the rows."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from autogram._blocks import Block, rows
-from autogram._blocks.gram import cross, find_plan, gram, merge
+from autogram._blocks.gram import _gram_of_factors, cross, find_plan, find_plans, gram, merge
 from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, make_block
 from tests.unit.checks import assert_close_to_reference
 
@@ -135,3 +136,14 @@ def test_factors_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_plan(((block.equation, block.shapes),), 2**30).method == "factors"
     flat = rows([block]).reshape(140, -1)
     assert_close_to_reference(gram([block], 2**30), (flat @ flat.T).view(2, 70, 2, 70))
+
+
+def test_factors_that_repeat_elements() -> None:
+    """An expanded cotangent and patches of an image: memory for one copy is not enough for two."""
+    cotangent = torch.randn(1, 4, 1, 3).expand(1, 4, 5, 3)
+    patches = torch.randn(4, 7, 2).unfold(1, 3, 1)
+    block = Block("kbto,btix->kboix", (cotangent, patches))
+    plans = find_plans(((block.equation, block.shapes),), 2**20)
+    by_factors = next(plan for plan in plans if plan.method == "factors")
+    found = _gram_of_factors(block, replace(by_factors, chunks=2))
+    assert_close_to_reference(found, gramian_of(dense(block)))
