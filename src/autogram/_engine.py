@@ -25,9 +25,9 @@ from autogram._capture import (
 )
 from autogram._checks import check_losses, check_modules, check_options
 from autogram._errors import InvalidBatchDimError, RemovedEngineError
+from autogram._hooking import hook_all, take_off
 from autogram._jacobian import Jacobian
 from autogram._report import Report
-from autogram.hooks import HookManager
 
 Weighting = Callable[[Tensor], Tensor]
 
@@ -97,18 +97,12 @@ class Engine:
         self._batch_dim = batch_dim
         self._channel = channel = Channel()
         self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
-        self._hooks = HookManager()
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
         self._driver = Driver(
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
-        for root in modules:
-            for module in root.modules():
-                # Every module, and not the outermost ones alone: activation checkpointing runs
-                # some of them again in the backward pass, where the same taps must appear.
-                if module is root or _can_be_hooked(module):
-                    self._hooks.hook(module, recordings.begin, recordings.end)
-        self._remove = weakref.finalize(self, _take_off, self._hooks, recordings)
+        self._hooks = hook_all(modules, recordings)
+        self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
     def compute_gramian(self, losses: Tensor) -> Tensor:
         """The Gramian of the Jacobian of the losses.
@@ -392,15 +386,3 @@ def _removed() -> Engine:
     engine = Engine(nn.Identity())
     engine.remove()
     return engine
-
-
-def _take_off(hooks: HookManager, recordings: Recordings) -> None:
-    """Removes the hooks, and closes the recording that they would have closed."""
-    hooks.remove()
-    recordings.abandon()
-
-
-def _can_be_hooked(module: nn.Module) -> bool:
-    """Whether a module has parameters, and a forward that Python runs."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return not is_scripted and next(module.parameters(), None) is not None

@@ -93,8 +93,7 @@ class Columns:
         Returns:
             How much of the room is taken.
         """
-        self.check()
-        self._unify()
+        self._prepare()
         if len(self._lookups) > 1:
             self._lookups = [concatenate(self._lookups)]
         taken = 0
@@ -148,7 +147,7 @@ class Columns:
         Args:
             limit: The number of elements that one intermediate result may have.
         """
-        self._unify()
+        self._prepare()
         if self._has_overlaps:
             return gram(self._spread(), limit)
         totals = [gram(blocks, limit) for blocks in self._blocks.values()]
@@ -162,14 +161,14 @@ class Columns:
 
         It looks at shapes alone, so that the blocks may be without data.
         """
-        self._unify()
+        self._prepare()
         if self._has_overlaps:
             return [plans(self._spread(), device, limit)]
         return [plans(blocks, device, limit) for blocks in self._blocks.values()]
 
     def square_norms(self, limit: int) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""
-        self._unify()
+        self._prepare()
         if self._has_overlaps:
             return square_norms(self._spread(), limit)
         totals = [square_norms(blocks, limit) for blocks in self._blocks.values()]
@@ -223,7 +222,7 @@ class Columns:
         dtype = self.dtype
         if dtype is None:
             return None
-        self._unify()
+        self._prepare()
         weights = weights.to(dtype)
         parts = [
             (region, weighted_sum(blocks, weights, limit))
@@ -249,7 +248,7 @@ class Columns:
         dtype = self.dtype
         if dtype is None:
             return None
-        self._unify()
+        self._prepare()
         flat = store(direction.to(dtype), self.parameter)
         parts = [
             directional(blocks, take(flat, region, self.parameter), limit)
@@ -269,7 +268,6 @@ class Columns:
         some._lookups = [lookup.at(samples) for lookup in self._lookups]
         if some.dtype is None:
             return None
-        some._unify()
         dense = some.dense()
         found = restore(dense.flatten(0, 1), self.parameter)
         return found.view(*dense.shape[:2], *self.parameter.shape)
@@ -305,13 +303,16 @@ class Columns:
         converted._lookups = [lookup.to(dtype) for lookup in self._lookups]
         return converted
 
-    def _unify(self) -> None:
-        """Promotes all blocks to one dtype, where a network reads a parameter in several."""
-        dtype = self.dtype
-        if any(x.is_floating_point() and x.dtype != dtype for x in self.tensors):
+    def _prepare(self) -> None:
+        """Before every product: checks what is kept, and promotes all blocks to one dtype.
+
+        A network may read a parameter in several dtypes.
+        """
+        self.check()
+        if len({x.dtype for x in self.tensors if x.is_floating_point()}) > 1:
+            dtype = self.dtype
             assert dtype is not None
             converted = self._to(dtype)
-            self.check()
             self._blocks, self._lookups = converted._blocks, converted._lookups
             self._mark()
 
@@ -321,6 +322,7 @@ class Columns:
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""
+        self._prepare()
         return rows(self._spread())
 
     def _spread(self) -> list[Block]:

@@ -138,9 +138,7 @@ class Assembly(Generic[S]):
 
     def _pull_back(self, tracked: Tracked) -> None:
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
-        columns = self._derived.pop(tracked)
-        columns.check()
-        rows = columns.dense()
+        rows = self._derived.pop(tracked).dense()
         is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
         with self._channel.blocking():
             pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
@@ -149,6 +147,4 @@ class Assembly(Generic[S]):
 
     def _finish(self, parameter: Tensor) -> None:
         """Gives the columns of a parameter to the sink."""
-        columns = self._columns.pop(parameter)
-        columns.check()
-        self._sink.take(parameter, columns)
+        self._sink.take(parameter, self._columns.pop(parameter))
