@@ -123,6 +123,18 @@ def test_sparse_gradients_pass() -> None:
     engine.verify(per_sample(model(torch.randint(7, (5, 3))).sin()))
 
 
+def test_gradients_that_vanish_pass() -> None:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(60)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 0.05)  # a fifth of the gradient goes through
+    model = nn.Sequential(*layers).float()
+    engine = Engine(model, verify="always")
+
+    gramian = engine.compute_gramian(model(torch.ones(3, 4, dtype=torch.float32)).sum(1))
+
+    assert (gramian == 0).all()  # below 1e-45, the smallest number of float32
+
+
 def test_an_empty_batch_passes() -> None:
     model = mlp()
     Engine(model).verify(per_sample(model(batch(0, 3))))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from autogram._capture.containers import tensors_in_call
 from autogram._capture.picking import PICKING
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
@@ -55,9 +56,18 @@ class Call(NamedTuple):
         """Carries it out."""
         return self.function(*self.args, **self.kwargs)
 
-    def changed(self, output: Any) -> Any:
-        """What holds the result: the output, or the argument that was changed in place."""
-        return self.args[0] if self.kind.is_in_place else output
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors whose elements it reads."""
+        if self.kind.reads_first_only:
+            return tensors_in_call(self.args[:1], {})
+        return tensors_in_call(self.args, self.kwargs)
+
+    def results(self, output: Any) -> list[Tensor]:
+        """The tensors of its output, or the argument that was changed in place."""
+        if isinstance(output, Tensor) and not self.kind.is_in_place:
+            return [output]
+        return tensors_in_call((self.args[0] if self.kind.is_in_place else output,), {})
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,12 @@ class Batched:
     """The status of a tensor that depends on the inputs of the modules."""
 
 
+class Unknown:
+    """The status of a tensor that was computed by a call that was not seen."""
+
+
 BATCHED = Batched()
+UNKNOWN = Unknown()
 Status = Tracked | Batched | None  # the last for a constant
 
 
@@ -38,23 +43,23 @@ class Marks:
         has_graph = not tensor.is_leaf
         self._marks[id(tensor)] = (weakref.ref(tensor), status, tensor._version, has_graph)
 
-    def get(self, tensor: Tensor) -> tuple[bool, Status]:
-        """Whether the status of a tensor is known, and the status.
+    def get(self, tensor: Tensor) -> Status | Unknown:
+        """The status of a tensor, as far as it is known.
 
         A tensor that was never seen is a constant, unless autograd says that it was computed. A
         mark is stale where a view of the tensor was changed in place, or where a custom autograd
         Function has made the result of its own, unrecorded calls a part of the graph.
         """
-        parameter = self._parameters.get(id(tensor))
+        key = id(tensor)
+        parameter = self._parameters.get(key)
         if parameter is not None:
-            return True, parameter
-        has_graph = not tensor.is_leaf
-        mark = self._marks.get(id(tensor))
+            return parameter
+        mark = self._marks.get(key)
         if mark is not None and mark[0]() is tensor:
             _, status, version, had_graph = mark
-            if not has_graph or (had_graph and tensor._version == version):
-                return True, status
-        return not has_graph, None
+            if (had_graph and tensor._version == version) or tensor.is_leaf:
+                return status
+        return None if tensor.is_leaf else UNKNOWN
 
     def clear(self) -> None:
         """Forgets all but the parameters."""

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from autogram._capture.call import Call, kind_of
 from autogram._capture.checkpoints import Checkpoints
 from autogram._capture.composite import inlined
-from autogram._capture.containers import exchange, tensors_in, tensors_in_call
+from autogram._capture.containers import exchange, tensors_in
 from autogram._capture.graph import nodes_behind
-from autogram._capture.marks import BATCHED, Marks, Status
+from autogram._capture.marks import BATCHED, Marks, Status, Unknown
 from autogram._capture.picking import Values, picked_by_call, picked_from
 from autogram._capture.recording import Channel, Recording, entry_of
 from autogram._capture.tap import is_in_place_tap, is_tap_of
@@ -64,7 +64,7 @@ class Recorder(TorchFunctionMode):
         """Enters another module. A checkpoint that runs it again will give it such inputs again."""
         if self.checkpoints.is_bare:
             tensors = self._given(inputs)
-            statuses = [None if t.is_leaf else self._marks.get(t)[1] for t in tensors]
+            statuses = [None if t.is_leaf else self._marks.get(t) for t in tensors]
             derived = [place for place, x in enumerate(statuses) if isinstance(x, Tracked)]
             self._recording.enter(entry_of(module, tensors), frozenset(derived))
         self.checkpoints.enter()
@@ -107,13 +107,12 @@ class Recorder(TorchFunctionMode):
         """Carries out a call by what it reads."""
         tracked: Operands = []
         reads_batched = False
-        read = (call.args[:1], {}) if call.kind.reads_first_only else (call.args, call.kwargs)
-        for tensor in tensors_in_call(*read):
+        for tensor in call.reads:
             status = self._status(tensor)
-            if isinstance(status, Tracked):
-                tracked.append((tensor, status))
-            elif status is not None:
+            if status is BATCHED:
                 reads_batched = True
+            elif isinstance(status, Tracked):
+                tracked.append((tensor, status))
         if not tracked or not torch.is_grad_enabled():
             output = call.run()
             if not reads_batched:
@@ -129,7 +128,7 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, call: Call, operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
-        tensors = tensors_in_call(call.args, call.kwargs)
+        tensors = call.reads
         _refuse_nested(call, tensors)
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
@@ -141,17 +140,18 @@ class Recorder(TorchFunctionMode):
         if body is not None:
             with self:
                 output = body(*call.args, **call.kwargs)
-            for tensor in tensors_in_call((output,), {}):
+            for tensor in call.results(output):
                 self._status(tensor)  # adopts what the body has done unseen
             return output
         return self._tapper.run_without_rule(call, operands)
 
     def _status(self, tensor: Tensor) -> Status:
         """What is known of a tensor, or can be known from its graph."""
-        is_known, status = self._marks.get(tensor)
-        if not is_known:
-            status = self._adopt(tensor)
-            self._marks.set(tensor, status)
+        known = self._marks.get(tensor)
+        if not isinstance(known, Unknown):
+            return known
+        status = self._adopt(tensor)
+        self._marks.set(tensor, status)
         return status
 
     def _adopt(self, tensor: Tensor) -> Status:
@@ -192,14 +192,15 @@ class Recorder(TorchFunctionMode):
 
     def _mark_batched(self, call: Call, output: Any) -> None:
         """Marks the output of a call that reads a batched tensor."""
-        for tensor in tensors_in_call((call.changed(output),), {}):
+        for tensor in call.results(output):
             # One integer, such as the number of an expert, is not one for each sample.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
             self._marks.set(tensor, None if is_number else BATCHED)
         # The numbers in a call (the training mode of batch normalisation, the shift of a roll) can
         # decide where samples lie or meet, so layouts are remembered together with them. Other
         # integers than flags are often sizes: they are left out of the structure.
-        numbers = tuple([x for x in (*call.args, *call.kwargs.values()) if isinstance(x, int)])
+        values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+        numbers = tuple([x for x in values if isinstance(x, int)])
         flags = tuple([x for x in numbers if isinstance(x, bool)]) if numbers else ()
         picked = self._picked(call) if call.kind.may_pick else ()
         self._recording.note(call, (call.function, flags), (numbers, picked))
@@ -210,7 +211,7 @@ class Recorder(TorchFunctionMode):
         Some constants require a gradient that is none of ours, such as a frozen weight that is
         wrapped as a parameter meanwhile.
         """
-        for tensor in tensors_in_call((call.changed(output),), {}):
+        for tensor in call.results(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 sources, reaches_tap = self._untapped_parameters(tensor)
                 if not sources and not reaches_tap:
@@ -226,7 +227,7 @@ class Recorder(TorchFunctionMode):
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""
-        for tensor in tensors_in_call((call.changed(output),), {}):
+        for tensor in call.results(output):
             if not tensor.requires_grad or tensor.is_leaf:
                 continue
             base = None if tensor._base is None else self._status(tensor._base)

@@ -43,7 +43,7 @@ class Tapper:
         output = call.run()
         _check_unchanged(call, versions == [[x._version for x in of] for of in saved])
         tapped: dict[int, Tensor] = {}
-        for i, tensor in enumerate(tensors_in_call((call.changed(output),), {})):
+        for i, tensor in enumerate(call.results(output)):
             if tensor.requires_grad:
                 chosen = [n for n, recipe in enumerate(recipes) if recipe.output == i]
                 if not chosen:

@@ -35,6 +35,8 @@ class Comparison:
     scale: float = 0.0
     """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
     gradient: float = 0.0
+    elements: int = 0
+    """Of the parameter."""
     uses: dict[str, Use] = field(default_factory=dict)
     """The uses that were seen, by function."""
 
@@ -118,7 +120,7 @@ class Check:
         compared = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             comparison = self.comparisons.get(parameter, Comparison(""))
-            comparison.name = names[parameter]
+            comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
                 self.epsilon = max(self.epsilon, _epsilon(gradient, parameter.dtype))
                 comparison.gradient = _squared_norm(gradient)
@@ -133,13 +135,17 @@ class Check:
         dtype of precision ε may be off, relative to uᵀ G u as it is on average. Where the parts of
         a gradient cancel (the bias in front of a normalisation), what is left is their rounding,
         ε² of what they were; that is not known, so the network's gradient as a whole stands for it.
+        Where gradients vanish, each product in the Gramian may be lost below the smallest number.
         """
         t = sqrt(self.epsilon)
         total = sum(max(c.scale, c.gradient) for c in compared)
+        dtype = torch.promote_types(self.losses.dtype, torch.float32)
+        lost = torch.finfo(dtype).tiny * self.losses.numel() ** 2
         return [
             c
             for c in compared
-            if abs(c.gramian - c.gradient) > t * max(c.scale, c.gramian) + t * t * total
+            if abs(c.gramian - c.gradient)
+            > t * max(c.scale, c.gramian) + t * t * total + lost * c.elements
         ]
 
 

@@ -67,6 +67,18 @@ CASES = [
     pytest.param(lambda: trained(nn.GroupNorm(2, 4)), (3, 4), id="group without positions"),
     pytest.param(lambda: trained(nn.GroupNorm(1, 3)), (3, 3, 3), id="group, all sizes equal"),
     pytest.param(lambda: zeroed(nn.GroupNorm(2, 4)), (3, 4, 5), id="group, a weight is zero"),
+    pytest.param(
+        call(lambda x, w: F.group_norm(x, 2, w), (4,)), (3, 4, 5), id="group without bias"
+    ),
+    pytest.param(
+        # In PyTorch 2.13, its backward pass crashes where the input requires no gradient.
+        call(
+            lambda x, a, w, c: F.group_norm((a * x).to(memory_format=torch.channels_last), 2, w, c),
+            *((4, 1, 1), (4,), (4,)),
+        ),
+        (3, 4, 5, 2),
+        id="group, channels last",
+    ),
     pytest.param(lambda: trained(nn.InstanceNorm1d(4, affine=True)), (3, 4, 5), id="instance 1d"),
     pytest.param(
         lambda: trained(nn.InstanceNorm2d(4, affine=True)), (3, 4, 5, 2), id="instance 2d"
