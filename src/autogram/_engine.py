@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram._accounting import make_report
-from autogram._blocks import Keep
+from autogram._blocks import Arena, Keep
 from autogram._capture import (
     ELEMENT_BYTES,
     BatchDim,
@@ -101,6 +101,7 @@ class Engine:
         self._driver = Driver(
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
+        self._arena = Arena()
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -229,7 +230,8 @@ class Engine:
 
             Cost: the Gramian, and the weights' gradients, but no second pass through the
             activations. Memory: the cotangents of all activations until the weights are known, and
-            at most the memory limit for rows that serve both.
+            at most the memory limit for rows that serve both. On a CPU, the engine keeps the memory
+            of the rows for the next call.
 
         Raises:
             InvalidOperandError: The weights have another shape.
@@ -253,13 +255,15 @@ class Engine:
             weights, gramian = losses.detach().flatten(), self.compute_gramian(losses)
             return (weights, gramian) if return_gramian else weights
         outside = self._driver.leaves_outside(losses)
-        objectives, store = self._driver.columns_and_gramian(
-            losses, "rows", retain_graph=retain_graph or bool(outside)
-        )
-        gramian = store.gramian.arranged(objectives)
-        weights = weighting(gramian).detach()
-        names = self._channel.names(store.columns)
-        Jacobian(objectives, store.columns, names, self._limit).accumulate_grad(weights)
+        with self._arena.borrowed() as arena:
+            objectives, store = self._driver.columns_and_gramian(
+                losses, "rows", arena, retain_graph=retain_graph or bool(outside)
+            )
+            gramian = store.gramian.arranged(objectives)
+            weights = weighting(gramian).detach()
+            names = self._channel.names(store.columns)
+            Jacobian(objectives, store.columns, names, self._limit).accumulate_grad(weights)
+            del store  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
             torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)

@@ -182,6 +182,47 @@ def test_weighting_runs_with_gradients_enabled() -> None:
     assert seen[0] is not None
 
 
+def positions_model() -> nn.Module:
+    """A layer whose rows are formed: more positions than columns."""
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def test_gradients_of_earlier_steps_stay() -> None:
+    model = positions_model()
+    engine = Engine(model)
+    found = []
+
+    for _ in range(4):
+        engine.backward(per_sample(model(torch.randn(6, 20, 4))), weighting)
+        gradients = [p.grad for p in model.parameters()]
+        found.append((gradients, copy.deepcopy(gradients)))
+        model.zero_grad(set_to_none=True)
+
+    for gradients, copies in found:
+        assert all(map(torch.equal, gradients, copies))
+
+
+def test_a_step_inside_of_a_weighting() -> None:
+    model = positions_model()
+    twin = copy.deepcopy(model)
+    engine, other = Engine(model), Engine(twin)
+    x, y = torch.randn(6, 20, 4), torch.randn(6, 20, 4)
+
+    for _ in range(3):  # the first steps find out how much memory is needed
+        losses, inner = per_sample(model(x)), per_sample(model(y))
+
+        def nested(gramian: Tensor, inner: Tensor = inner) -> Tensor:
+            engine.backward(inner, weighting)
+            return weighting(gramian)
+
+        engine.backward(losses, nested)
+        for z in (y, x):
+            expected = per_sample(twin(z))
+            expected.backward(weighting(other.compute_gramian(expected)))
+
+    assert_gradients_are_close(model, twin)
+
+
 def test_weights_of_another_shape() -> None:
     model = mlp()
     engine = Engine(model)

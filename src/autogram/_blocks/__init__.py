@@ -1,5 +1,6 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
+from autogram._blocks.arena import Arena
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.gram import Plan, meta, rows
@@ -11,6 +12,7 @@ from autogram._blocks.transpose import copy_channels_last
 
 __all__ = [
     "Adjoint",
+    "Arena",
     "Block",
     "Columns",
     "Folded",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from string import ascii_letters
 
 import torch
 from torch import Tensor
 
 from autogram._blocks.layout import Layout
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -62,37 +64,36 @@ class Block:
     adjoint: Adjoint | None = None
     """Of this very block: what is cut or cast has none."""
 
-    @cached_property
-    def inputs(self) -> list[str]:
+    @property
+    def inputs(self) -> tuple[str, ...]:
         """The indices of each operand."""
-        return self.equation.split("->")[0].split(",")
+        return _terms(self.equation)[0]
 
     @property
     def parameter(self) -> str:
         """The indices of the tensor's dimensions."""
-        return self.equation.split("->")[1][2:]
+        return _terms(self.equation)[1][2:]
 
     @property
     def is_rows(self) -> bool:
         """Whether these are explicit rows."""
-        inputs, output = self.equation.split("->")
-        return inputs == output
+        inputs, output = _terms(self.equation)
+        return inputs == (output,)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the operands."""
         return self.operands[0].dtype
 
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    @property
+    def shapes(self) -> Shapes:
         """The shape of each operand."""
-        return tuple(tuple(operand.shape) for operand in self.operands)
+        return tuple([operand.shape for operand in self.operands])
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
+    @property
+    def sizes(self) -> Mapping[str, int]:
         """The size of every index."""
-        pairs = zip(self.inputs, self.shapes, strict=True)
-        return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
+        return sizes_of(self.equation, self.shapes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -159,6 +160,20 @@ def assemble(
             layout.split(torch.eye(size, dtype=cotangent.dtype, device=cotangent.device), 0)
         )
     return Block(terms, tuple(operands))
+
+
+@lru_cache(maxsize=4096)
+def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
+    """The size of every index of an einsum."""
+    pairs = zip(_terms(equation)[0], shapes, strict=True)
+    return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
+
+
+@lru_cache(maxsize=4096)
+def _terms(equation: str) -> tuple[tuple[str, ...], str]:
+    """The indices of the operands of an einsum, and those of its result."""
+    inputs, output = equation.split("->")
+    return tuple(inputs.split(",")), output
 
 
 @lru_cache(maxsize=4096)

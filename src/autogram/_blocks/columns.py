@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import reduce
 from itertools import combinations
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block
+from autogram._blocks.block import Block, Shapes
 from autogram._blocks.gram import Plan, forms_rows, gram, merge, plans, rows
 from autogram._blocks.lookup import (
     Lookup,
@@ -22,10 +22,20 @@ from autogram._blocks.lookup import (
 )
 from autogram._blocks.products import cross_gram, directional, square_norms, weighted_sum
 from autogram._blocks.region import Region, overlap
+from autogram._blocks.scratch import Memory
 from autogram._blocks.storage import put, restore, store, take
 from autogram._errors import ChangedTensorError
 
 Keep = Literal["auto", "factors", "rows"]
+
+
+class Form(NamedTuple):
+    """What a block is, its data aside."""
+
+    equation: str
+    shapes: Shapes
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
 
 
 class Columns:
@@ -45,10 +55,12 @@ class Columns:
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
         self._versions: list[tuple[Tensor, int]] = []
+        self._form: Form | None = None
 
     def add(self, region: Region, block: Block | Lookup) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``."""
         self._versions += _versions(block)
+        self._form = None
         if isinstance(block, Lookup):
             if self._is_table and region.canonical == self._whole:
                 self._lookups.append(block)
@@ -81,7 +93,7 @@ class Columns:
                 "that it was given: Return a new tensor there, `g * 2` and not `g.mul_(2)`."
             )
 
-    def keep(self, form: Keep, room: int) -> int:
+    def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
         """Prepares for several products.
 
         Args:
@@ -89,11 +101,15 @@ class Columns:
                 no larger; ``"rows"`` does so where they are larger, too, as long as there is room;
                 ``"factors"`` never.
             room: The number of elements that larger rows may have.
+            memory: Where to put rows.
 
         Returns:
             How much of the room is taken.
         """
         self._prepare()
+        single = self.single
+        if single is not None and (form == "factors" or single.is_rows):
+            return 0
         if len(self._lookups) > 1:
             self._lookups = [concatenate(self._lookups)]
         taken = 0
@@ -108,7 +124,7 @@ class Columns:
             if is_larger and (form == "auto" or elements > room - taken):
                 continue
             if forms_rows(blocks):
-                blocks[:] = [_rows_block(blocks)]
+                blocks[:] = [_rows_block(blocks, memory)]
                 taken += elements if is_larger else 0
         self._mark()
         return taken
@@ -127,6 +143,15 @@ class Columns:
             return None
         blocks = self._blocks.get(self._whole, ())
         return blocks[0] if len(blocks) == 1 and self.parameter.is_gapless else None
+
+    @property
+    def form(self) -> Form | None:
+        """What the single block has in common with others that may be stacked with it."""
+        if self._form is None and (block := self.single) is not None:
+            operands = block.operands
+            dtypes = tuple([x.dtype for x in operands])
+            self._form = Form(block.equation, block.shapes, operands[0].device, dtypes)
+        return self._form
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -318,6 +343,7 @@ class Columns:
 
     def _mark(self) -> None:
         """Remembers how the tensors are that are kept now."""
+        self._form = None
         self._versions = [pair for block in self._all for pair in _versions(block)]
 
     def dense(self) -> Tensor:
@@ -344,7 +370,7 @@ def _versions(block: Block | Lookup) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in block.tensors]
 
 
-def _rows_block(blocks: list[Block]) -> Block:
+def _rows_block(blocks: list[Block], memory: Memory | None) -> Block:
     """The sum of some blocks as explicit rows."""
     labels = "kb" + blocks[0].parameter
-    return Block(f"{labels}->{labels}", (rows(blocks).contiguous(),))
+    return Block(f"{labels}->{labels}", (rows(blocks, memory).contiguous(),))

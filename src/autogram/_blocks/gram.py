@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, unused_labels
+from autogram._blocks.block import Block, Shapes, unused_labels
 from autogram._blocks.matmul import is_faster, multiply
-from autogram._blocks.path import MEMORY_COST, Shapes, einsum, find_path, repeats
-from autogram._blocks.scratch import CPU_BYTES, scratch
+from autogram._blocks.path import MEMORY_COST, einsum, find_path, repeats
+from autogram._blocks.scratch import CPU_BYTES, Memory, scratch
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
@@ -93,9 +93,15 @@ def cross(first: Block, second: Block, chunks: int = 1) -> Tensor:
     return torch.cat([einsum(equation, first.operands + part.operands) for part in parts], 3)
 
 
-def rows(blocks: Sequence[Block]) -> Tensor:
-    """The explicit rows of the sum of some blocks, of shape ``(k, b, *tensor)``."""
-    total = einsum(blocks[0].equation, blocks[0].operands)
+def rows(blocks: Sequence[Block], memory: Memory | None = None) -> Tensor:
+    """The explicit rows of the sum of some blocks, of shape ``(k, b, *tensor)``.
+
+    Args:
+        blocks: Some blocks.
+        memory: Where to put them if they are those of one block, for as long as it is valid.
+    """
+    memory = memory if len(blocks) == 1 else None
+    total = einsum(blocks[0].equation, blocks[0].operands, memory)
     for block in blocks[1:]:
         total = total + einsum(block.equation, block.operands)
     return total
@@ -269,9 +275,7 @@ def _with_copy(block: Block) -> Block:
 
 def _outer_of_rows(blocks: Sequence[Block]) -> Tensor:
     """The rows of some blocks times themselves, of which only the products are kept."""
-    if len(blocks) == 1:
-        return _outer(einsum(blocks[0].equation, blocks[0].operands, is_temporary=True))
-    return _outer(rows(blocks))
+    return _outer(rows(blocks, partial(scratch, "result")))
 
 
 def _outer(matrix: Tensor) -> Tensor:

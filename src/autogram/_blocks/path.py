@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
@@ -11,10 +11,9 @@ import opt_einsum
 import torch
 from torch import Tensor
 
+from autogram._blocks.block import Shapes, sizes_of
 from autogram._blocks.matmul import is_faster, multiply, multiply_batch, zeros_behind
-from autogram._blocks.scratch import Purpose, scratch
-
-Shapes = tuple[tuple[int, ...], ...]
+from autogram._blocks.scratch import Memory, Purpose, scratch
 
 # What moving one element through memory costs, in multiply-adds of a matrix product. Measured on
 # two CPU cores with MKL: between 10 and 40, depending on how much of the tensor stays in the cache.
@@ -59,40 +58,35 @@ class Path:
         """Elements of the largest result on the way."""
         return max(step.elements for step in self.steps)
 
-    def __call__(self, operands: Sequence[Tensor], *, is_temporary: bool = False) -> Tensor:
-        """The result of the einsum, which is valid until the next one if it is temporary."""
+    def __call__(self, operands: Sequence[Tensor], memory: Memory | None = None) -> Tensor:
+        """The result of the einsum, in some memory if it is a batch of matrix products."""
         stack = list(operands)
-        if is_temporary and len(self.steps) == 1:
-            product = self.steps[0].contract
-            if isinstance(product, MatrixProduct):
-                return product(*stack, is_temporary=True)
         for step in self.steps:
-            stack.append(step.contract(*[stack.pop(position) for position in step.positions]))
+            taken = [stack.pop(position) for position in step.positions]
+            if memory is not None and not stack and isinstance(step.contract, MatrixProduct):
+                left, right = taken
+                return step.contract(left, right, memory)
+            stack.append(step.contract(*taken))
         return stack[0]
 
 
 @lru_cache(maxsize=4096)
 def find_path(equation: str, shapes: Shapes) -> Path:
     """The cheapest path of an einsum, by number of operations."""
-    inputs = equation.split("->")[0].split(",")
-    sizes = {
-        label: n
-        for labels, shape in zip(inputs, shapes, strict=True)
-        for label, n in zip(labels, shape, strict=True)
-    }
+    sizes = sizes_of(equation, shapes)
     if len(shapes) <= 2:
         return Path((_step((0,) * len(shapes), equation, sizes),))
     _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
     return Path(tuple(_step(tuple(found[0]), found[2], sizes) for found in info.contraction_list))
 
 
-def einsum(equation: str, operands: Sequence[Tensor], *, is_temporary: bool = False) -> Tensor:
-    """``torch.einsum`` along a cached path; a temporary result is valid until the next one."""
-    path = find_path(equation, tuple(tuple(x.shape) for x in operands))
-    return path(operands, is_temporary=is_temporary)
+def einsum(equation: str, operands: Sequence[Tensor], memory: Memory | None = None) -> Tensor:
+    """``torch.einsum`` along a cached path, as :class:`Path` does it."""
+    path = find_path(equation, tuple([x.shape for x in operands]))
+    return path(operands, memory)
 
 
-def _step(positions: tuple[int, ...], equation: str, sizes: dict[str, int]) -> Step:
+def _step(positions: tuple[int, ...], equation: str, sizes: Mapping[str, int]) -> Step:
     """How to carry out one contraction.
 
     Where one side has no index of its own, there is no matrix product to be had, and a product
@@ -116,7 +110,7 @@ def _step(positions: tuple[int, ...], equation: str, sizes: dict[str, int]) -> S
     return Step(positions, partial(torch.einsum, equation), volume, elements)
 
 
-def _own(labels: str, others: str, sizes: dict[str, int]) -> str:
+def _own(labels: str, others: str, sizes: Mapping[str, int]) -> str:
     """The indices that one side has alone, without those of size one."""
     return "".join(label for label in labels if label not in others and sizes[label] != 1)
 
@@ -137,7 +131,7 @@ class MatrixProduct:
     output: tuple[int, ...]
 
     @classmethod
-    def of(cls, first: str, second: str, output: str, sizes: dict[str, int]) -> MatrixProduct:
+    def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> MatrixProduct:
         """The product that an equation asks for."""
         batch = "".join(label for label in first if label in second and label in output)
         summed = "".join(label for label in first if label in second and label not in output)
@@ -154,11 +148,12 @@ class MatrixProduct:
             _order(kept, output),
         )
 
-    def __call__(self, x: Tensor, y: Tensor, *, is_temporary: bool = False) -> Tensor:
-        """The einsum of two tensors."""
+    def __call__(self, x: Tensor, y: Tensor, memory: Memory | None = None) -> Tensor:
+        """The einsum of two tensors, in some memory if it is a batch of products."""
         (n, rows, summed), (_, _, columns) = self.shapes
-        out = scratch("result", (n, rows, columns), x) if is_temporary else None
         is_other_faster = is_faster(x, n, rows, summed, columns)
+        is_elsewhere = memory is None or (is_other_faster and n == 1)
+        out = None if is_elsewhere or memory is None else memory((n, rows, columns), x)
         if is_other_faster and n > 1 and self._has_runs(x, y):
             result = self._by_parts(x, y, out)
         else:

@@ -14,10 +14,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, unused_labels
+from autogram._blocks.block import Block, Shapes, sizes_of, unused_labels
 from autogram._blocks.gram import Signature, cross, cross_equation, merge, rows
 from autogram._blocks.matmul import multiply
-from autogram._blocks.path import Shapes, einsum, find_path
+from autogram._blocks.path import einsum, find_path
 from autogram._blocks.scratch import CPU_BYTES
 
 
@@ -147,7 +147,7 @@ def _plan_norms(signature: Signature, limit: int) -> tuple[bool, int]:
         for i, (p, of_p) in enumerate(signature)
         for q, of_q in signature[: i + 1]
     ]
-    sizes = _sizes(*signature[0])
+    sizes = sizes_of(*signature[0])
     elements = prod(sizes[label] for label in signature[0][0].split("->")[1])
     by_rows = sum(path.cost for path in paths) + elements <= sum(path.cost for path in pairs)
     largest = max(path.largest for path in (paths if by_rows else pairs))
@@ -166,7 +166,7 @@ def _plan_cross(first: Signature, second: Signature, limit: int) -> tuple[int | 
     pairs = [
         find_path(cross_equation(p, q), of_p + of_q) for p, of_p in first for q, of_q in second
     ]
-    sizes, others = _sizes(*first[0]), _sizes(*second[0])
+    sizes, others = sizes_of(*first[0]), sizes_of(*second[0])
     labels = first[0][0].split("->")[1][2:]
     n = prod(sizes[label] for label in labels)
     products = n * prod(of[label] for of in (sizes, others) for label in "kb")
@@ -190,7 +190,7 @@ def _count_parts(equation: str, shapes: Shapes, limit: int) -> int:
     """Into how many ranges to cut the samples of an einsum."""
     # Operands count too: patches of an image are a view that a matrix product must copy.
     largest = max(find_path(equation, shapes).largest, *(prod(shape) for shape in shapes))
-    return _count(largest, limit, _sizes(equation, shapes)["b"])
+    return _count(largest, limit, sizes_of(equation, shapes)["b"])
 
 
 def _count(elements: int, limit: int, size: int) -> int:
@@ -208,9 +208,3 @@ def _limit_on(operand: Tensor, limit: int) -> int:
 def _signature(blocks: Sequence[Block]) -> Signature:
     """What plans depend on."""
     return tuple((block.equation, block.shapes) for block in blocks)
-
-
-def _sizes(equation: str, shapes: Shapes) -> dict[str, int]:
-    """The size of every index."""
-    pairs = zip(equation.split("->")[0].split(","), shapes, strict=True)
-    return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}

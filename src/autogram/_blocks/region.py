@@ -42,8 +42,7 @@ class Region:
         To autograd, those of an expanded one are independent, though they share their memory.
         """
         region = cls.of(parameter)
-        is_dense = region.is_injective and all(region.strides[d] for d in range(parameter.dim()))
-        return region if is_dense else cls.contiguous(region.shape)
+        return region if region.is_dense else cls.contiguous(region.shape)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -74,7 +73,12 @@ class Region:
         rest = size // groups
         return Region(self.offset, (groups, rest, *shape), (rest * stride, stride, *strides))
 
-    @property
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether no element is addressed twice."""
+        return self.is_injective and all(self.strides)
+
+    @cached_property
     def is_injective(self) -> bool:
         """Whether no element is addressed twice, expanded dimensions aside."""
         span = 1
@@ -90,7 +94,7 @@ class Region:
         first, last = self.bounds
         return prod(self.shape) == last - first + 1
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[int, int]:
         """The first and the last place in the storage."""
         return self.offset, self.offset + sum(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Literal
 
@@ -17,6 +17,9 @@ from torch import Tensor
 CPU_BYTES = 2**26
 
 Purpose = Literal["result", "first", "second", "whole"]
+
+# Gives memory for a tensor of some shape, like another one, or `None` if it has none.
+Memory = Callable[[Sequence[int], Tensor], Tensor | None]
 
 
 class _Scratch(threading.local):

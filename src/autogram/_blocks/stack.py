@@ -6,17 +6,16 @@ columns of a parameter with one more dimension, so that what contracts columns c
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, unused_labels
-from autogram._blocks.columns import Columns
+from autogram._blocks.block import Block, Shapes, sizes_of, unused_labels
+from autogram._blocks.columns import Columns, Form
 from autogram._blocks.gram import forms_rows, meta
-from autogram._blocks.path import Shapes
 from autogram._blocks.region import Region
 
 # Elements of factors or rows. Of larger ones, copies would take longer than calls.
@@ -35,7 +34,7 @@ class Stacks:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: dict[Hashable, list[Columns]] = {}
+        self._waiting: dict[Form, list[Columns]] = {}
 
     def add(self, columns: Columns) -> Columns | None:
         """Takes in the columns of one parameter.
@@ -44,15 +43,18 @@ class Stacks:
             What is to be contracted now: the columns themselves if they cannot be stacked, a stack
             that became full, or nothing.
         """
-        found = _condensed(columns)
-        if found is None:
+        form = columns.form
+        if form is None or not _is_condensable(form.equation, form.shapes):
             return columns
-        key = _form(found)
-        waiting = self._waiting.setdefault(key, [])
-        waiting.append(found)
-        if not _is_full(len(waiting), found, self._limit):
+        if not _is_small(form.shapes):
+            columns.keep("auto", 0)
+            form = columns.form
+            assert form is not None
+        waiting = self._waiting.setdefault(form, [])
+        waiting.append(columns)
+        if not _is_full(len(waiting), form, self._limit):
             return None
-        return _stack(self._waiting.pop(key))
+        return _stack(self._waiting.pop(form))
 
     def rest(self) -> Iterator[Columns]:
         """What still waits."""
@@ -93,24 +95,21 @@ def weighted_sums(
 
 def _groups(found: Mapping[Tensor, Columns], limit: int) -> Iterator[list[Tensor]]:
     """Parameters whose columns make a stack, and alone those whose sums are not small."""
-    waiting: dict[Hashable, list[Tensor]] = {}
+    waiting: dict[Form, list[Tensor]] = {}
     for parameter, columns in found.items():
-        block = columns.single
-        is_small = block is not None and block.adjoint is None and _is_small(block.shapes)
-        if not is_small or parameter.numel() > _SMALL:
+        form = None if columns.has_adjoints else columns.form
+        if form is None or not _is_small(form.shapes) or parameter.numel() > _SMALL:
             yield [parameter]
             continue
-        key = _form(columns)
-        waiting.setdefault(key, []).append(parameter)
-        if _is_full(len(waiting[key]), columns, limit):
-            yield waiting.pop(key)
+        waiting.setdefault(form, []).append(parameter)
+        if _is_full(len(waiting[form]), form, limit):
+            yield waiting.pop(form)
     yield from waiting.values()
 
 
-def _is_full(count: int, columns: Columns, limit: int) -> bool:
+def _is_full(count: int, form: Form, limit: int) -> bool:
     """Whether as many columns wait as should, all of one form."""
-    elements = sum(x.numel() for x in columns.tensors)
-    return (count + 1) * elements > min(_FULL, limit)
+    return (count + 1) * _elements(form.shapes) > min(_FULL, limit)
 
 
 def _stack(found: Sequence[Columns]) -> Columns:
@@ -131,28 +130,15 @@ def _stack(found: Sequence[Columns]) -> Columns:
     return stack
 
 
-def _condensed(columns: Columns) -> Columns | None:
-    """Columns that can be stacked: the same, or their rows; or nothing."""
-    block = columns.single
-    if block is None or not _is_condensable(block.equation, block.shapes):
-        return None
-    if not _is_small(block.shapes):
-        columns.keep("auto", 0)
-    return columns
-
-
-def _form(columns: Columns) -> Hashable:
-    """What columns that are stacked have in common."""
-    block = columns.single
-    assert block is not None
-    operands = block.operands
-    return block.equation, block.shapes, operands[0].device, *(x.dtype for x in operands)
-
-
 @lru_cache(maxsize=4096)
+def _elements(shapes: Shapes) -> int:
+    """Elements of some factors."""
+    return sum(prod(shape) for shape in shapes)
+
+
 def _is_small(shapes: Shapes) -> bool:
     """Whether calls would cost more than what they do with factors of some shapes."""
-    return sum(prod(shape) for shape in shapes) <= _SMALL
+    return _elements(shapes) <= _SMALL
 
 
 @lru_cache(maxsize=4096)
@@ -160,9 +146,9 @@ def _is_condensable(equation: str, shapes: Shapes) -> bool:
     """Whether a block's factors are small, or its rows, which the Gramian would form."""
     if _is_small(shapes):
         return True
-    block = Block(equation, meta(shapes))
-    rows = tuple(block.sizes[label] for label in equation.split("->")[1])
-    return _is_small((rows,)) and forms_rows([block])
+    sizes = sizes_of(equation, shapes)
+    rows = tuple(sizes[label] for label in equation.split("->")[1])
+    return _is_small((rows,)) and forms_rows([Block(equation, meta(shapes))])
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Keep
+from autogram._blocks import Arena, Keep
 from autogram._capture.assembly import Assembly, LayoutOf, Observer
 from autogram._capture.diagnosis import confirm
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
@@ -135,13 +135,14 @@ class Driver:
 
     @retried_with_less
     def columns_and_gramian(
-        self, losses: Tensor, form: Keep, *, retain_graph: bool
+        self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
     ) -> tuple[Objectives, StoreWithGramian]:
         """The columns of J and the Gramian, from one pass.
 
         Args:
             losses: The losses.
             form: Whether to keep factors or rows.
+            arena: Where to put rows.
             retain_graph: Whether the graph is needed after the pass. If not, it is freed on the
                 way, unless the pass may have to stop for a look for the samples.
 
@@ -149,7 +150,7 @@ class Driver:
             NotConnectedError: As for the Gramian, and so are the others.
         """
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
-            make_sink = partial(StoreWithGramian, form, self._limit)
+            make_sink = partial(StoreWithGramian, form, self._limit, arena=arena)
             return self._collect(losses, make_sink, retain_graph=retain_graph)
 
     def leaves_outside(self, losses: Tensor) -> list[Tensor]:

@@ -245,7 +245,7 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
         return None
-    ids = sorted(id(tensor) for tensor, _ in operands)
+    ids = sorted([id(tensor) for tensor, _ in operands])
     covered: dict[int, list[int]] = {0: []}
     chosen = []
     for recipe in recipes:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Keep, Stacks
+from autogram._blocks import Arena, Columns, Keep, Stacks
 from autogram._capture.objectives import Objectives
 from autogram._capture.verification import Check
 
@@ -77,21 +77,28 @@ class Store:
         limit: The number of elements that one intermediate result may have, and that rows may have
             together where they are larger than factors.
         check: The verification of this pass, if there is one.
+        arena: Where to put rows. What an earlier store has put there is lost.
 
     Attributes:
         columns: Those of each parameter that the losses reach.
     """
 
-    def __init__(self, form: Keep, limit: int, check: Check | None = None) -> None:
+    def __init__(
+        self, form: Keep, limit: int, check: Check | None = None, arena: Arena | None = None
+    ) -> None:
         self._check = check
         self._form: Keep = form
+        self._memory = None
+        if arena is not None:
+            arena.restart()
+            self._memory = arena.take
         self._limit = self._room = limit
         self.columns: dict[Tensor, Columns] = {}
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Keeps the columns."""
         assert parameter not in self.columns
-        self._room -= columns.keep(self._form_for(columns), self._room)
+        self._room -= columns.keep(self._form_for(columns), self._room, self._memory)
         self.columns[parameter] = columns
         if self._check is not None:
             self._check.see_columns(parameter, columns, self._limit)
@@ -109,8 +116,10 @@ class StoreWithGramian(Store):
         gramian: The Gramian so far.
     """
 
-    def __init__(self, form: Keep, limit: int, check: Check | None = None) -> None:
-        super().__init__(form, limit, check)
+    def __init__(
+        self, form: Keep, limit: int, check: Check | None = None, arena: Arena | None = None
+    ) -> None:
+        super().__init__(form, limit, check, arena)
         self.gramian = GramianSum(limit)
 
     def _form_for(self, columns: Columns) -> Keep:

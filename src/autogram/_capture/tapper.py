@@ -34,14 +34,16 @@ class Tapper:
     def run_with_rule(self, call: Call, operands: Operands, recipes: Recipes, rule: Rule) -> Any:
         """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         in_place = call.kind.is_in_place
-        saved = [
-            # What an in-place call changes is saved as it was.
-            [x.detach().clone() if in_place and x is call.args[0] else x.detach() for x in of.saved]
-            for of in recipes
-        ]
-        versions = [[x._version for x in of] for of in saved]
+        saved = [[x.detach() for x in recipe.saved] for recipe in recipes]
+        if in_place:  # what it changes is saved as it was
+            changed = call.args[0]
+            saved = [
+                [kept.clone() if x is changed else kept for kept, x in zip(*of, strict=True)]
+                for of in zip(saved, (recipe.saved for recipe in recipes), strict=True)
+            ]
+        versions = [x._version for of in saved for x in of]
         output = call.run()
-        _check_unchanged(call, versions == [[x._version for x in of] for of in saved])
+        _check_unchanged(call, versions == [x._version for of in saved for x in of])
         tapped: dict[int, Tensor] = {}
         for i, tensor in enumerate(call.results(output)):
             if tensor.requires_grad:
@@ -111,14 +113,13 @@ class Tapper:
         found: list[Operand | JointOperands] = []
         start = 0
         for recipe in recipes:
-            stop = start + len(recipe.saved)
-            tracked = tuple(by_id.get(id(tensor)) for tensor in recipe.operands)
-            own = slice(start, stop)
+            own = slice(start, start + len(recipe.saved))
+            start = own.stop
             if isinstance(recipe, JointRecipe):
-                found.append(JointOperands(tracked, recipe.form, own))
-            elif tracked[0] is not None:
-                found.append(Operand(tracked[0], recipe.form, own))
-            start = stop
+                together = tuple(by_id.get(id(tensor)) for tensor in recipe.operands)
+                found.append(JointOperands(together, recipe.form, own))
+            elif (tracked := by_id.get(id(recipe.operand))) is not None:
+                found.append(Operand(tracked, recipe.form, own))
         recording = self._recording
         use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found), rule)
         return self._enter(use, output)

@@ -49,7 +49,7 @@ class Use(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operand:
     """A tracked tensor in a use with a rule."""
 
@@ -71,7 +71,7 @@ class Operand:
         yield self.tracked, self.form.region(_region(self.tracked)), block
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class JointOperands:
     """Tensors in a use with a rule that computes their blocks together."""
 
@@ -96,7 +96,7 @@ class JointOperands:
                 yield tracked, _region(tracked), block
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RuleUse:
     """A use whose blocks a rule knows."""
 
@@ -112,7 +112,7 @@ class RuleUse:
     @property
     def reads(self) -> tuple[Tracked, ...]:
         """The tracked tensors that it reads, once for each block."""
-        return tuple(tracked for operand in self.operands for tracked in operand.reads)
+        return tuple([tracked for operand in self.operands for tracked in operand.reads])
 
     @property
     def dims(self) -> tuple[int, ...]:

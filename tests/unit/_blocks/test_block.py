@@ -79,7 +79,7 @@ def test_chunks_are_the_parts_of_the_rows(equation: str) -> None:
 
 def test_description() -> None:
     block = make_block("kbto,bti->kboi")
-    assert block.inputs == ["kbto", "bti"]
+    assert block.inputs == ("kbto", "bti")
     assert block.parameter == "oi"
     assert block.shapes == ((2, 3, 5, 6), (3, 5, 7))
     assert block.sizes == {"k": 2, "b": 3, "t": 5, "o": 6, "i": 7}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from autogram._blocks.path import Shapes, einsum, find_path
+from autogram._blocks.block import Shapes
+from autogram._blocks.path import einsum, find_path
 from tests.unit._blocks.blocks import SIZES
 from tests.unit.checks import assert_close_to_reference
 
