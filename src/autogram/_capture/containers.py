@@ -39,6 +39,8 @@ def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
     """The value with some tensors, given by their ``id``, exchanged."""
+    if isinstance(value, Tensor):
+        return substitutes.get(id(value), value)
     return map_tensors(value, lambda tensor: substitutes.get(id(tensor), tensor))
 
 

@@ -107,7 +107,8 @@ class Recorder(TorchFunctionMode):
         """Carries out a call by what it reads."""
         tracked: Operands = []
         reads_batched = False
-        for tensor in call.reads:
+        reads = call.reads
+        for tensor in reads:
             status = self._status(tensor)
             if status is BATCHED:
                 reads_batched = True
@@ -118,7 +119,7 @@ class Recorder(TorchFunctionMode):
             if not reads_batched:
                 self._mark_constant(call, output)
         elif reads_batched:
-            output = self._use(call, [(x, settle(x, status)) for x, status in tracked])
+            output = self._use(call, reads, [(x, settle(x, status)) for x, status in tracked])
         else:
             output = call.run()
             self._mark_derived(call, output, [status for _, status in tracked])
@@ -126,13 +127,12 @@ class Recorder(TorchFunctionMode):
             self._mark_batched(call, output)
         return output
 
-    def _use(self, call: Call, operands: Operands) -> Any:
+    def _use(self, call: Call, reads: list[Tensor], operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
-        tensors = call.reads
-        _refuse_nested(call, tensors)
+        _refuse_nested(call, reads)
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-        if rule and not any(x.is_complex() for x in tensors):
+        if rule and not any(x.is_complex() for x in reads):
             recipes = _recipes(rule, call, operands)
             if recipes is not None:
                 return self._tapper.run_with_rule(call, operands, recipes, rule)
@@ -245,7 +245,12 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
         return None
-    ids = sorted([id(tensor) for tensor, _ in operands])
+    ids = [id(tensor) for tensor, _ in operands]
+    if ids == [id(x) for of in recipes for x in of.operands] and not any(
+        of.output for of in recipes
+    ):
+        return recipes  # as most rules answer; the rest would find it too
+    ids.sort()
     covered: dict[int, list[int]] = {0: []}
     chosen = []
     for recipe in recipes:

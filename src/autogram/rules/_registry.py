@@ -105,7 +105,7 @@ def variants(*names: str) -> list[Callable[..., Any]]:
 
 def find_rule(function: Callable[..., Any]) -> Rule | None:
     """The rule of a function, if there is one."""
-    return _RULES.get(as_seen(function))
+    return _RULES.get(function) or _RULES.get(as_seen(function))
 
 
 def registered_functions() -> list[Callable[..., Any]]:
