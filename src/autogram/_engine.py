@@ -369,6 +369,7 @@ class Engine:
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
+        self._arena = Arena()  # lets go of the memory of the last one
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

@@ -202,6 +202,20 @@ def test_gradients_of_earlier_steps_stay() -> None:
         assert all(map(torch.equal, gradients, copies))
 
 
+def test_a_removed_engine_lets_go_of_its_memory() -> None:
+    model = positions_model()
+    engine = Engine(model)
+    for _ in range(2):
+        engine.backward(per_sample(model(torch.randn(6, 20, 4))), weighting)
+    memory = weakref.ref(engine._arena._memory)
+    kept = len(engine._arena._memory)
+
+    engine.remove()
+
+    assert kept > 0
+    assert memory() is None
+
+
 def test_a_step_inside_of_a_weighting() -> None:
     model = positions_model()
     twin = copy.deepcopy(model)

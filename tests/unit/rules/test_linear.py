@@ -174,6 +174,14 @@ CASES = [
         (3, 2, 4),
         id="einsum, sequence first",
     ),
+    pytest.param(
+        call(lambda x, w: torch.einsum(x, [0, 1], w, [1, 2], [0, 2]), (4, 5)),
+        (3, 4),
+        id="einsum, numbers for indices",
+    ),
+    pytest.param(
+        call(lambda x, w: torch.einsum("bi,ii->bi", x, w), (4, 4)), (3, 4), id="einsum, diagonal"
+    ),
 ]
 
 
