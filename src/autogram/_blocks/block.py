@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from string import ascii_letters
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,15 @@ class Adjoint:
         return replace(self, order=tuple(self.order[d] for d in order) if self.order else order)
 
 
+class Form(NamedTuple):
+    """What a block is, its data aside: blocks of equal form can be stacked."""
+
+    equation: str
+    shapes: Shapes
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+
+
 @dataclass(frozen=True)
 class Block:
     """Rows of J for one tensor, as an einsum that need not be carried out.
@@ -94,6 +104,12 @@ class Block:
     def sizes(self) -> Mapping[str, int]:
         """The size of every index."""
         return sizes_of(self.equation, self.shapes)
+
+    @property
+    def form(self) -> Form:
+        """What it is, its data aside."""
+        dtypes = tuple([operand.dtype for operand in self.operands])
+        return Form(self.equation, self.shapes, self.operands[0].device, dtypes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import reduce
 from itertools import combinations
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Shapes
+from autogram._blocks.block import Block
 from autogram._blocks.gram import Plan, forms_rows, gram, merge, plans, rows
 from autogram._blocks.lookup import (
     Lookup,
@@ -27,15 +27,6 @@ from autogram._blocks.storage import put, restore, store, take
 from autogram._errors import ChangedTensorError
 
 Keep = Literal["auto", "factors", "rows"]
-
-
-class Form(NamedTuple):
-    """What a block is, its data aside."""
-
-    equation: str
-    shapes: Shapes
-    device: torch.device
-    dtypes: tuple[torch.dtype, ...]
 
 
 class Columns:
@@ -55,12 +46,10 @@ class Columns:
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._form: Form | None = None
 
     def add(self, region: Region, block: Block | Lookup) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``."""
         self._versions += _versions(block)
-        self._form = None
         if isinstance(block, Lookup):
             if self._is_table and region.canonical == self._whole:
                 self._lookups.append(block)
@@ -107,9 +96,6 @@ class Columns:
             How much of the room is taken.
         """
         self._prepare()
-        single = self.single
-        if single is not None and (form == "factors" or single.is_rows):
-            return 0
         if len(self._lookups) > 1:
             self._lookups = [concatenate(self._lookups)]
         taken = 0
@@ -143,15 +129,6 @@ class Columns:
             return None
         blocks = self._blocks.get(self._whole, ())
         return blocks[0] if len(blocks) == 1 and self.parameter.is_gapless else None
-
-    @property
-    def form(self) -> Form | None:
-        """What the single block has in common with others that may be stacked with it."""
-        if self._form is None and (block := self.single) is not None:
-            operands = block.operands
-            dtypes = tuple([x.dtype for x in operands])
-            self._form = Form(block.equation, block.shapes, operands[0].device, dtypes)
-        return self._form
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -343,7 +320,6 @@ class Columns:
 
     def _mark(self) -> None:
         """Remembers how the tensors are that are kept now."""
-        self._form = None
         self._versions = [pair for block in self._all for pair in _versions(block)]
 
     def dense(self) -> Tensor:

@@ -152,8 +152,9 @@ class MatrixProduct:
         """The einsum of two tensors, in some memory if it is a batch of products."""
         (n, rows, summed), (_, _, columns) = self.shapes
         is_other_faster = is_faster(x, n, rows, summed, columns)
-        is_elsewhere = memory is None or (is_other_faster and n == 1)
-        out = None if is_elsewhere or memory is None else memory((n, rows, columns), x)
+        out = None
+        if memory is not None and not (is_other_faster and n == 1):
+            out = memory((n, rows, columns), x)
         if is_other_faster and n > 1 and self._has_runs(x, y):
             result = self._by_parts(x, y, out)
         else:

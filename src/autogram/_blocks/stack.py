@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Shapes, sizes_of, unused_labels
-from autogram._blocks.columns import Columns, Form
+from autogram._blocks.block import Block, Form, Shapes, sizes_of, unused_labels
+from autogram._blocks.columns import Columns
 from autogram._blocks.gram import forms_rows, meta
 from autogram._blocks.region import Region
 
@@ -43,13 +43,14 @@ class Stacks:
             What is to be contracted now: the columns themselves if they cannot be stacked, a stack
             that became full, or nothing.
         """
-        form = columns.form
-        if form is None or not _is_condensable(form.equation, form.shapes):
+        block = columns.single
+        if block is None or not _is_condensable(block.equation, block.shapes):
             return columns
-        if not _is_small(form.shapes):
+        if not _is_small(block.shapes):
             columns.keep("auto", 0)
-            form = columns.form
-            assert form is not None
+            block = columns.single
+            assert block is not None
+        form = block.form
         waiting = self._waiting.setdefault(form, [])
         waiting.append(columns)
         if not _is_full(len(waiting), form, self._limit):
@@ -97,10 +98,12 @@ def _groups(found: Mapping[Tensor, Columns], limit: int) -> Iterator[list[Tensor
     """Parameters whose columns make a stack, and alone those whose sums are not small."""
     waiting: dict[Form, list[Tensor]] = {}
     for parameter, columns in found.items():
-        form = None if columns.has_adjoints else columns.form
-        if form is None or not _is_small(form.shapes) or parameter.numel() > _SMALL:
+        block = columns.single
+        is_small = block is not None and block.adjoint is None and _is_small(block.shapes)
+        if block is None or not is_small or parameter.numel() > _SMALL:
             yield [parameter]
             continue
+        form = block.form
         waiting.setdefault(form, []).append(parameter)
         if _is_full(len(waiting[form]), form, limit):
             yield waiting.pop(form)

@@ -245,12 +245,7 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
         return None
-    ids = [id(tensor) for tensor, _ in operands]
-    if ids == [id(x) for of in recipes for x in of.operands] and not any(
-        of.output for of in recipes
-    ):
-        return recipes  # as most rules answer; the rest would find it too
-    ids.sort()
+    ids = sorted([id(tensor) for tensor, _ in operands])
     covered: dict[int, list[int]] = {0: []}
     chosen = []
     for recipe in recipes:

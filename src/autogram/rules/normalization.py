@@ -155,7 +155,10 @@ class PerChannel:
     has_bias: bool
 
     def blocks(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Iterator[Block]:
-        """The blocks of the weight and of the bias, as far as there are both."""
+        """The blocks of the weight and of the bias, as far as there are both.
+
+        From the cotangent ``(k, *output)`` and the input, both ``(n, c, ...)`` behind ``k``.
+        """
         (input,) = saved
         are_samples = layout is not None and not (
             layout.dim or layout.has_before or layout.has_after
