@@ -91,6 +91,12 @@ class Block:
         return inputs == (output,)
 
     @property
+    def is_sum(self) -> bool:
+        """Whether its rows are sums over one operand, as those of a bias are."""
+        inputs, output = _terms(self.equation)
+        return len(inputs) == 1 and len(inputs[0]) > len(output)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the operands."""
         return self.operands[0].dtype
@@ -124,6 +130,9 @@ class Block:
 
     def chunks(self, label: str, count: int) -> Iterator[Block]:
         """The block cut into ``count`` ranges of one index (fewer if they would be empty)."""
+        if count == 1:
+            yield self
+            return
         size = self.sizes[label]
         step = -(-size // count)
         for start in range(0, size, step):

@@ -49,15 +49,17 @@ class Columns:
 
     def add(self, region: Region, block: Block | Lookup) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``."""
-        self._versions += _versions(block)
         if isinstance(block, Lookup):
             if self._is_table and region.canonical == self._whole:
                 self._lookups.append(block)
+                self._versions += _versions(block)
                 return
             block = block.block(region.shape)
         assert len(block.parameter) == len(region.shape), (block.equation, region)
         blocks = self._blocks.setdefault(region.canonical, [])
         block = block.reorder(region.order)
+        if block.is_sum:
+            block = _rows_block([block])  # smaller, and nothing makes it cheaper later
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
@@ -66,6 +68,7 @@ class Columns:
             self._mark()
         else:
             blocks.append(block)
+            self._versions += _versions(block)
 
     def check(self) -> None:
         """Checks that everything that was added is as it was then.
@@ -346,7 +349,7 @@ def _versions(block: Block | Lookup) -> list[tuple[Tensor, int]]:
     return [(tensor, tensor._version) for tensor in block.tensors]
 
 
-def _rows_block(blocks: list[Block], memory: Memory | None) -> Block:
+def _rows_block(blocks: list[Block], memory: Memory | None = None) -> Block:
     """The sum of some blocks as explicit rows."""
     labels = "kb" + blocks[0].parameter
     return Block(f"{labels}->{labels}", (rows(blocks, memory).contiguous(),))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block, Shapes, unused_labels
+from autogram._blocks.contractions import repeats
 from autogram._blocks.matmul import is_faster, multiply
-from autogram._blocks.path import MEMORY_COST, einsum, find_path, repeats
+from autogram._blocks.path import MEMORY_COST, einsum, find_path
 from autogram._blocks.scratch import CPU_BYTES, Memory, scratch
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
@@ -52,6 +53,8 @@ class Plan:
     """Multiply-adds alone."""
     elements: int
     """Of the largest intermediate result."""
+    order: tuple[int, ...] = ()
+    """How rows have the dimensions of the tensor, which does not matter to their products."""
 
 
 def gram(blocks: Sequence[Block], limit: int) -> Tensor:
@@ -197,7 +200,14 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
     label = next(iter(enough), max(order, key=lambda label: sizes[label], default=""))
     chunks = _chunks(elements, limit, sizes.get(label, 1))
     largest = max(path.largest for path in paths)
-    return Plan("rows", label, chunks, cost, work, -(-largest // chunks))
+    return Plan("rows", label, chunks, cost, work, -(-largest // chunks), _order_of_rows(blocks[0]))
+
+
+def _order_of_rows(block: Block) -> tuple[int, ...]:
+    """The order of the operands, in which a matrix product leaves the dimensions."""
+    labels = "".join(block.inputs)
+    places = [labels.index(label) for label in block.parameter]
+    return tuple(sorted(range(len(places)), key=lambda d: places[d]))
 
 
 def _plan_factors(blocks: list[Block], limit: int) -> Plan:
@@ -225,13 +235,7 @@ def _chunks(elements: int, limit: int, size: int) -> int:
 
 def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
     """The Gramian by explicit rows, a part of the tensor at a time."""
-    # In what order the rows have their elements does not matter to their products. The order of
-    # the operands is the one in which a matrix product leaves them.
-    labels = "".join(dict.fromkeys("".join(blocks[0].inputs)))
-    order = sorted(
-        range(len(blocks[0].parameter)), key=lambda d: labels.index(blocks[0].parameter[d])
-    )
-    blocks = [block.reorder(tuple(order)) for block in blocks]
+    blocks = [block.reorder(plan.order) for block in blocks]
     if plan.chunks == 1:
         return _outer_of_rows(blocks)
     position = blocks[0].parameter.index(plan.label)

@@ -126,10 +126,8 @@ def _stack(found: Sequence[Columns]) -> Columns:
     assert first is not None
     operands = zip(*(block.operands for block in blocks if block is not None), strict=True)
     stack = Columns(Region.contiguous((len(found), *(first.sizes[x] for x in first.parameter))))
-    stack.add(
-        stack.parameter,
-        Block(_stacked_equation(first.equation), tuple(torch.stack(x) for x in operands)),
-    )
+    equation, dim = _stacked_equation(first.equation)
+    stack.add(stack.parameter, Block(equation, tuple([torch.stack(x, dim) for x in operands])))
     return stack
 
 
@@ -155,9 +153,14 @@ def _is_condensable(equation: str, shapes: Shapes) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _stacked_equation(equation: str) -> str:
-    """The equation of a stack."""
+def _stacked_equation(equation: str) -> tuple[str, int]:
+    """The equation of a stack, and the dimension of every factor along which it is stacked.
+
+    For explicit rows it is the one that makes explicit rows again.
+    """
     inputs, output = equation.split("->")
     label = next(unused_labels(equation))
-    terms = ",".join(label + term for term in inputs.split(","))
-    return f"{terms}->kb{label}{output[2:]}"
+    stacked = f"kb{label}{output[2:]}"
+    if inputs == output:
+        return f"{stacked}->{stacked}", 2
+    return f"{','.join(label + term for term in inputs.split(','))}->{stacked}", 0

@@ -53,6 +53,8 @@ class Objectives:
         All samples can go together because each has its own place in every activation.
         """
         k, b = self.per_sample, self.samples
+        if k == 1:
+            return self.losses.new_ones(1, *self.losses.shape)
         eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
         return self._arrange(eye.unsqueeze(-1).expand(k, k, b))
 
@@ -77,8 +79,11 @@ class Objectives:
     def arrange_gramian(self, gramian: Tensor) -> Tensor:
         """``(k, b, k, b)`` as ``(m, m)``, in the row-major order of the losses."""
         m = self.losses.numel()
+        gramian = gramian.reshape(m, m)
+        if 1 in (self.per_sample, self.samples):
+            return gramian
         places = self.places.to(gramian.device)
-        return gramian.reshape(m, m)[places][:, places]
+        return gramian[places][:, places]
 
     @property
     def places(self) -> Tensor:

@@ -129,7 +129,8 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, call: Call, reads: list[Tensor], operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
-        _refuse_nested(call, reads)
+        if any(x.is_nested for x in reads):
+            raise _nested(call)
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
         if rule and not any(x.is_complex() for x in reads):
@@ -245,7 +246,7 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
         return None
-    ids = sorted([id(tensor) for tensor, _ in operands])
+    ids = [id(tensor) for tensor, _ in operands]
     covered: dict[int, list[int]] = {0: []}
     chosen = []
     for recipe in recipes:
@@ -254,6 +255,7 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
             chosen.append(recipe)
             covered.setdefault(recipe.output, []).extend(known)
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
+    ids.sort()
     return chosen if all(sorted(found) == ids for found in covered.values()) else None
 
 
@@ -277,11 +279,10 @@ def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
             )
 
 
-def _refuse_nested(call: Call, tensors: Iterable[Tensor]) -> None:
-    """Refuses tensors without a shape of numbers, which show no places of samples."""
-    if any(x.is_nested for x in tensors):
-        raise UnsupportedError(
-            f"`{call.kind.name}` was called with a nested tensor and a parameter. Pad the samples "
-            "to one length, and mask what was added; or put them one behind the other in one "
-            "tensor."
-        )
+def _nested(call: Call) -> UnsupportedError:
+    """The error for tensors without a shape of numbers, which show no places of samples."""
+    return UnsupportedError(
+        f"`{call.kind.name}` was called with a nested tensor and a parameter. Pad the samples "
+        "to one length, and mask what was added; or put them one behind the other in one "
+        "tensor."
+    )

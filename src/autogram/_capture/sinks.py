@@ -52,11 +52,8 @@ class GramianSum:
         """Adds the Gramian of some columns."""
         if part is None:
             return
-        if self._total is None:
-            self._total = part
-        else:
-            dtype = torch.promote_types(self._total.dtype, part.dtype)
-            self._total = self._total.to(dtype) + part.to(self._total.device, dtype)
+        total = self._total
+        self._total = part if total is None else total + part.to(total.device)
 
     def arranged(self, objectives: Objectives) -> Tensor:
         """The Gramian, ``(m, m)``, in the row-major order of the losses."""

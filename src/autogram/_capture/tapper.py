@@ -34,28 +34,22 @@ class Tapper:
     def run_with_rule(self, call: Call, operands: Operands, recipes: Recipes, rule: Rule) -> Any:
         """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         in_place = call.kind.is_in_place
-        saved = [[x.detach() for x in recipe.saved] for recipe in recipes]
+        saved = [x.detach() for recipe in recipes for x in recipe.saved]
         if in_place:  # what it changes is saved as it was
-            changed = call.args[0]
-            saved = [
-                [kept.clone() if x is changed else kept for kept, x in zip(*of, strict=True)]
-                for of in zip(saved, (recipe.saved for recipe in recipes), strict=True)
-            ]
-        versions = [x._version for of in saved for x in of]
+            originals = [x for recipe in recipes for x in recipe.saved]
+            pairs = zip(saved, originals, strict=True)
+            saved = [x.clone() if original is call.args[0] else x for x, original in pairs]
+        versions = [x._version for x in saved]
         output = call.run()
-        _check_unchanged(call, versions == [x._version for of in saved for x in of])
+        if versions != [x._version for x in saved]:
+            raise _changed_by(call)
         tapped: dict[int, Tensor] = {}
-        for i, tensor in enumerate(call.results(output)):
+        for place, tensor in enumerate(call.results(output)):
             if tensor.requires_grad:
-                chosen = [n for n, recipe in enumerate(recipes) if recipe.output == i]
-                if not chosen:
-                    raise RuleError(
-                        f"The rule of `{call.kind.name}` has no recipe for tensor {i} of its "
-                        "results, which requires a gradient. Return recipes with each `output`."
-                    )
-                own = [recipes[n] for n in chosen]
-                use = self._rule_use(call.kind.name, tensor, own, operands, rule)
-                kept = [x for n in chosen for x in saved[n]]
+                found, kept = _for_result(place, recipes, saved, operands)
+                if not found:
+                    raise _without_recipe(call, place)
+                use = self._rule_use(call.kind.name, tensor, found, rule)
                 tapped[id(tensor)] = tap(use, tensor, kept, in_place=in_place)
         return output if in_place else exchange(output, tapped)
 
@@ -101,25 +95,14 @@ class Tapper:
         """A module's output that is computed from parameters alone, with a tap."""
         letters = "TSRUVWXYZ"[: tensor.dim()]
         recipe = product(tensor, f"{letters}->{letters}")
-        name = "the output of the module"
-        use = self._rule_use(name, tensor, [recipe], [(tensor, tracked)], None)
-        return tap(use, tensor, (), in_place=False)
+        found, kept = _for_result(0, [recipe], [], [(tensor, tracked)])
+        use = self._rule_use("the output of the module", tensor, found, None)
+        return tap(use, tensor, kept, in_place=False)
 
     def _rule_use(
-        self, name: str, output: Tensor, recipes: Recipes, operands: Operands, rule: Rule | None
+        self, name: str, output: Tensor, found: Sequence[Operand | JointOperands], rule: Rule | None
     ) -> RuleUse:
-        """The record of a call with a rule."""
-        by_id = {id(tensor): tracked for tensor, tracked in operands}
-        found: list[Operand | JointOperands] = []
-        start = 0
-        for recipe in recipes:
-            own = slice(start, start + len(recipe.saved))
-            start = own.stop
-            if isinstance(recipe, JointRecipe):
-                together = tuple(by_id.get(id(tensor)) for tensor in recipe.operands)
-                found.append(JointOperands(together, recipe.form, own))
-            elif (tracked := by_id.get(id(recipe.operand))) is not None:
-                found.append(Operand(tracked, recipe.form, own))
+        """The record of a call with a rule, for one tensor of its results."""
         recording = self._recording
         use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found), rule)
         return self._enter(use, output)
@@ -151,10 +134,46 @@ def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
     return not aliases.isdisjoint(nodes)
 
 
-def _check_unchanged(call: Call, is_unchanged: bool) -> None:
-    """Refuses a call that spoils what its rule has saved."""
-    if not is_unchanged:
-        raise RuleError(
-            f"`{call.kind.name}` changed a tensor in place that its rule saves for the backward "
-            "pass. Let the rule save a clone of it."
-        )
+def _for_result(
+    place: int, recipes: Recipes, saved: Sequence[Tensor], operands: Operands
+) -> tuple[list[Operand | JointOperands], list[Tensor]]:
+    """The recipes for one tensor of a call's results, as operands, and what they save.
+
+    Args:
+        place: The place of the tensor among the results.
+        recipes: Those of all results.
+        saved: What they save, one after the other.
+        operands: What is tracked.
+    """
+    by_id = {id(tensor): tracked for tensor, tracked in operands}
+    found: list[Operand | JointOperands] = []
+    kept: list[Tensor] = []
+    start = 0
+    for recipe in recipes:
+        stop = start + len(recipe.saved)
+        if recipe.output == place:
+            own = slice(len(kept), len(kept) + stop - start)
+            kept += saved[start:stop]
+            if isinstance(recipe, JointRecipe):
+                together = tuple([by_id.get(id(tensor)) for tensor in recipe.operands])
+                found.append(JointOperands(together, recipe.form, own))
+            else:
+                found.append(Operand(by_id[id(recipe.operand)], recipe.form, own))
+        start = stop
+    return found, kept
+
+
+def _without_recipe(call: Call, place: int) -> RuleError:
+    """The error for a rule that leaves out a result."""
+    return RuleError(
+        f"The rule of `{call.kind.name}` has no recipe for tensor {place} of its results, which "
+        "requires a gradient. Return recipes with each `output`."
+    )
+
+
+def _changed_by(call: Call) -> RuleError:
+    """The error for a call that spoils what its rule has saved."""
+    return RuleError(
+        f"`{call.kind.name}` changed a tensor in place that its rule saves for the backward "
+        "pass. Let the rule save a clone of it."
+    )

@@ -78,7 +78,7 @@ def test_batches(
     sizes: tuple[int, int, int, int],
     part: int,
 ) -> None:
-    monkeypatch.setattr("autogram._blocks.path._PART_OF_BATCH", part)
+    monkeypatch.setattr("autogram._blocks.contractions._PART_OF_BATCH", part)
     n, rows, summed, columns = sizes
     left, right = torch.randn(n, rows, summed), torch.randn(n, summed, columns)
     # What is left in the memory of copies must not come through, not even by zero times infinity.

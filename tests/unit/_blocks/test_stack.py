@@ -93,7 +93,7 @@ def test_large_factors_with_small_rows_are_stacked_as_rows() -> None:
         columns.add(Region.of_parameter(parameter), block)
     expected = gramian_one_by_one(found)
     (only,) = stacked(found.values(), LIMIT)
-    assert [x.shape for x in only.tensors] == [(2, K, B, 4)]
+    assert [x.shape for x in only.tensors] == [(K, B, 2, 4)]
     assert_close_to_reference(only.gram(LIMIT), expected)
 
 

@@ -1,0 +1,239 @@
+"""Contractions: einsums of one or two tensors, with all that their equation asks for settled.
+
+``torch.einsum`` reads its equation each time, which takes longer than a small contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.matmul import is_faster, multiply, multiply_batch, zeros_behind
+from autogram._blocks.scratch import Memory, Purpose, scratch
+
+# Elements of the products of a batch that are computed at once where their factors are copied.
+_PART_OF_BATCH = 2**20
+
+# Elements of a product that is summed up at once: a quarter of a core's cache.
+_PART = 2**17
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An einsum of one operand."""
+
+    summed: tuple[int, ...]
+    output: tuple[int, ...]
+    """The order of the dimensions that are left."""
+
+    @classmethod
+    def of(cls, labels: str, output: str) -> Sum:
+        """The sum that an equation asks for."""
+        summed = tuple(dim for dim, label in enumerate(labels) if label not in output)
+        kept = "".join(label for label in labels if label in output)
+        return cls(summed, _order(kept, output))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The einsum of a tensor."""
+        total = x.sum(self.summed) if self.summed else x
+        return total.permute(self.output)
+
+
+@dataclass(frozen=True)
+class ProductSum:
+    """An einsum of two operands as a broadcast product and a sum, in the order of the larger.
+
+    Outer indices of the result are taken in parts, so that a part's product stays in the cache.
+    """
+
+    orders: tuple[tuple[int, ...], tuple[int, ...]]
+    missing: tuple[tuple[int, ...], tuple[int, ...]]
+    """Dimensions of the product that the first and the second operand do not have."""
+    summed: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @classmethod
+    def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> ProductSum:
+        """The product that an equation asks for."""
+        elements = [prod(sizes[label] for label in labels) for labels in (first, second)]
+        joined = first + second if elements[0] >= elements[1] else second + first
+        product = "".join(dict.fromkeys(joined))
+        found = [[label for label in product if label in labels] for labels in (first, second)]
+        orders = [_order(*of) for of in zip((first, second), map("".join, found), strict=True)]
+        missing = [
+            tuple(d for d, label in enumerate(product) if label not in labels)
+            for labels in (first, second)
+        ]
+        summed = Sum.of(product, output)
+        return cls((orders[0], orders[1]), (missing[0], missing[1]), summed.summed, summed.output)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """The einsum of two tensors."""
+        x, y = x.permute(self.orders[0]), y.permute(self.orders[1])
+        for dim in self.missing[0]:
+            x = x.unsqueeze(dim)
+        for dim in self.missing[1]:
+            y = y.unsqueeze(dim)
+        return self._sum(x, y).permute(self.output)
+
+    def _sum(self, x: Tensor, y: Tensor) -> Tensor:
+        """The product of two tensors of equally many dimensions, summed over some of them."""
+        # By hand: `torch.broadcast_shapes` takes longer than a small product.
+        shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
+        elements, summed = prod(shape), self.summed
+        dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
+        if not summed or dim is None or elements <= _PART or x.device.type != "cpu":
+            product = x * y
+            if all(shape[d] == 1 for d in summed):
+                return product.squeeze(summed)  # a sum would read and write it once more
+            return product.sum(summed)
+        step = max(1, shape[dim] * _PART // elements)
+        parts = []
+        for start in range(0, shape[dim], step):
+            n = min(step, shape[dim] - start)
+            some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
+            sizes = [n if d == dim else size for d, size in enumerate(shape)]
+            product = torch.mul(*some, out=scratch("result", sizes, x))
+            parts.append(product.sum(summed))
+        return torch.cat(parts, dim - sum(d < dim for d in summed))
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """An einsum of two operands as one batched matrix product.
+
+    ``torch.einsum`` does the same. With all orders settled beforehand, and patches of an image
+    (views that repeat elements) copied in their own order, it took two thirds of the time.
+    """
+
+    orders: tuple[tuple[int, ...], tuple[int, ...]]
+    """Permutations to (batch, own, summed) and to (batch, summed, own)."""
+    shapes: tuple[tuple[int, int, int], tuple[int, int, int]]
+    sizes: tuple[int, ...]
+    """Of the product's indices: batch, those of the first, those of the second."""
+    output: tuple[int, ...]
+
+    @classmethod
+    def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> MatrixProduct:
+        """The product that an equation asks for."""
+        batch = "".join(label for label in first if label in second and label in output)
+        summed = "".join(label for label in first if label in second and label not in output)
+        # Indices of size one may stand in one operand alone and not in the result.
+        rows = "".join(label for label in first if label not in second)
+        columns = "".join(label for label in second if label not in first)
+        product = batch + rows + columns
+        n = {name: prod(sizes[label] for label in name) for name in (batch, summed, rows, columns)}
+        kept = "".join(label for label in product if label in output)
+        return cls(
+            (_order(first, batch + rows + summed), _order(second, batch + summed + columns)),
+            ((n[batch], n[rows], n[summed]), (n[batch], n[summed], n[columns])),
+            tuple(sizes[label] for label in kept),
+            _order(kept, output),
+        )
+
+    def __call__(self, x: Tensor, y: Tensor, memory: Memory | None = None) -> Tensor:
+        """The einsum of two tensors, in some memory if it is a batch of products."""
+        (n, rows, summed), (_, _, columns) = self.shapes
+        is_other_faster = is_faster(x, n, rows, summed, columns)
+        out = None
+        if memory is not None and not (is_other_faster and n == 1):
+            out = memory((n, rows, columns), x)
+        if is_other_faster and n > 1 and self._has_runs(x, y):
+            result = self._by_parts(x, y, out)
+        else:
+            left = _arranged(x, self.orders[0], self.shapes[0], "first")
+            right = _arranged(y, self.orders[1], self.shapes[1], "second")
+            if is_other_faster and n == 1:
+                result = multiply(left[0], right[0].mT)
+            else:
+                result = torch.bmm(left, right, out=out)
+        return result.reshape(self.sizes).permute(self.output)
+
+    def _has_runs(self, x: Tensor, y: Tensor) -> bool:
+        """Whether the matrices can be copied without transposing them, which takes too long."""
+        return all(z.stride(order[-1]) == 1 for z, order in zip((x, y), self.orders, strict=True))
+
+    def _by_parts(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
+        """The products of some samples at a time, so that what is copied stays in the cache."""
+        (n, rows, summed), (_, _, columns) = self.shapes
+        x, y = x.permute(self.orders[0]), y.permute(self.orders[1])
+        if out is None:
+            out = x.new_empty(n, rows, columns)
+        zeros = zeros_behind(rows, summed)
+        inner = n // len(x)  # products for each index of the first dimension of the batch
+        step = max(2, _PART_OF_BATCH // (inner * rows * columns))
+        for start in range(0, len(x), step):
+            count = min(step, len(x) - start)
+            part = slice(start * inner, (start + count) * inner)
+            left = _padded(x.narrow(0, start, count), (rows, summed), (0, zeros), "first")
+            right = _padded(y.narrow(0, start, count), (summed, columns), (zeros, 0), "second")
+            out[part] = multiply_batch(left, right)
+        return out
+
+
+def _padded(
+    tensor: Tensor, shape: tuple[int, int], zeros: tuple[int, int], purpose: Purpose
+) -> Tensor:
+    """A contiguous batch of matrices, with zeros behind their rows and columns, valid for now."""
+    rows, columns = shape
+    n = tensor.numel() // (rows * columns)
+    padded = (n, rows + zeros[0], columns + zeros[1])
+    memory = scratch(purpose, padded, tensor)
+    if memory is None:
+        memory = tensor.new_empty(padded)
+    memory[:, rows:] = 0
+    memory[:, :, columns:] = 0
+    memory[:, :rows, :columns].view(tensor.shape).copy_(tensor)
+    return memory
+
+
+def _order(labels: str, wanted: str) -> tuple[int, ...]:
+    """The permutation of ``labels`` that gives ``wanted``."""
+    return tuple(labels.index(label) for label in wanted)
+
+
+def _arranged(
+    tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
+) -> Tensor:
+    """An operand as a matrix product takes it: a view of it, or a copy that is valid for now."""
+    way = _way_to_arrange(tensor.shape, tensor.stride(), order, shape)
+    if way == "copy and view":
+        return _copy(tensor, purpose).permute(order).reshape(shape)
+    arranged = tensor.permute(order)
+    return arranged.view(shape) if way == "view" else _copy(arranged, purpose).view(shape)
+
+
+@lru_cache(maxsize=4096)
+def _way_to_arrange(
+    sizes: torch.Size, strides: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
+) -> Literal["view", "copy", "copy and view"]:
+    """How to permute the dimensions of a tensor and join them to a shape.
+
+    What repeats elements, such as patches of an image, is copied in its own order.
+    """
+    tensor = torch.empty_strided(sizes, strides, device="meta")
+    if repeats(tensor):
+        return "copy and view"
+    try:
+        tensor.permute(order).view(shape)
+    except RuntimeError:  # raising it takes longer than a small product
+        return "copy"
+    return "view"
+
+
+def _copy(tensor: Tensor, purpose: Purpose) -> Tensor:
+    """A contiguous copy."""
+    memory = scratch(purpose, tensor.shape, tensor)
+    return tensor.contiguous() if memory is None else memory.copy_(tensor)
+
+
+def repeats(tensor: Tensor) -> bool:
+    """Whether a view reads some elements of its storage more than once."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((n - 1) * stride for n, stride in pairs) + 1 < tensor.numel()
