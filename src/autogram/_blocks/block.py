@@ -86,9 +86,9 @@ class Block:
 
     @property
     def is_rows(self) -> bool:
-        """Whether these are explicit rows."""
+        """Whether these are explicit rows, with their dimensions in any order."""
         inputs, output = _terms(self.equation)
-        return inputs == (output,)
+        return len(inputs) == 1 and len(inputs[0]) == len(output)
 
     @property
     def is_sum(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
-from autogram._blocks.gram import Plan, forms_rows, gram, merge, plans, rows
+from autogram._blocks.gram import Plan, explicit, forms_rows, gram, merge, plans, rows
 from autogram._blocks.lookup import (
     Lookup,
     concatenate,
@@ -59,7 +59,7 @@ class Columns:
         blocks = self._blocks.setdefault(region.canonical, [])
         block = block.reorder(region.order)
         if block.is_sum:
-            block = _rows_block([block])  # smaller, and nothing makes it cheaper later
+            block = explicit([block])  # smaller, and nothing makes it cheaper later
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
@@ -113,17 +113,10 @@ class Columns:
             if is_larger and (form == "auto" or elements > room - taken):
                 continue
             if forms_rows(blocks):
-                blocks[:] = [_rows_block(blocks, memory)]
+                blocks[:] = [explicit(blocks, memory)]
                 taken += elements if is_larger else 0
         self._mark()
         return taken
-
-    @property
-    def has_adjoints(self) -> bool:
-        """Whether a weighted sum needs no einsum."""
-        found = self._blocks.values()
-        single = all(len(blocks) == 1 and blocks[0].adjoint is not None for blocks in found)
-        return single and not self._lookups
 
     @property
     def single(self) -> Block | None:
@@ -347,9 +340,3 @@ class Columns:
 def _versions(block: Block | Lookup) -> list[tuple[Tensor, int]]:
     """The tensors of a block, with the number that each change in place raises."""
     return [(tensor, tensor._version) for tensor in block.tensors]
-
-
-def _rows_block(blocks: list[Block], memory: Memory | None = None) -> Block:
-    """The sum of some blocks as explicit rows."""
-    labels = "kb" + blocks[0].parameter
-    return Block(f"{labels}->{labels}", (rows(blocks, memory).contiguous(),))

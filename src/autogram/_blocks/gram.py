@@ -110,6 +110,20 @@ def rows(blocks: Sequence[Block], memory: Memory | None = None) -> Tensor:
     return total
 
 
+def explicit(blocks: Sequence[Block], memory: Memory | None = None) -> Block:
+    """The sum of some blocks as a block of explicit rows, in the order that takes no copy.
+
+    Args:
+        blocks: Some blocks.
+        memory: As for :func:`rows`.
+    """
+    order = _order_of_rows(blocks[0])
+    moved = [block.reorder(order) for block in blocks]
+    labels = f"kb{moved[0].parameter}"
+    dense = rows(moved, memory).contiguous()
+    return Block(f"{labels}->kb{blocks[0].parameter}", (dense,))
+
+
 def merge(blocks: Sequence[Block]) -> list[Block]:
     """Blocks of equal form made one, along an index that is summed over.
 
@@ -187,7 +201,9 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
     m = sizes["k"] * sizes["b"]
     n = prod(sizes[label] for label in blocks[0].parameter)
     paths = [find_path(block.equation, block.shapes) for block in blocks]
-    cost = sum(path.cost for path in paths) + m * m * n + MEMORY_COST * (m * m + m * n)
+    cost = m * m * n + MEMORY_COST * m * m
+    if not (len(blocks) == 1 and blocks[0].is_rows):  # else there is nothing to form
+        cost += sum(path.cost for path in paths) + MEMORY_COST * m * n
     work = sum(path.multiplications for path in paths) + m * m * n
     pairs = [pair for block in blocks for pair in zip(block.shapes, block.inputs, strict=True)]
     shape, labels = max(pairs, key=lambda pair: prod(pair[0]))
@@ -236,7 +252,9 @@ def _chunks(elements: int, limit: int, size: int) -> int:
 def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
     """The Gramian by explicit rows, a part of the tensor at a time."""
     blocks = [block.reorder(plan.order) for block in blocks]
-    if plan.chunks == 1:
+    first = blocks[0]
+    is_there = len(blocks) == 1 and first.is_rows and first.operands[0].is_contiguous()
+    if plan.chunks == 1 or is_there:
         return _outer_of_rows(blocks)
     position = blocks[0].parameter.index(plan.label)
     cut = [block.chunks(block.parameter[position], plan.chunks) for block in blocks]

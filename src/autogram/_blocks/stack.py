@@ -156,11 +156,11 @@ def _is_condensable(equation: str, shapes: Shapes) -> bool:
 def _stacked_equation(equation: str) -> tuple[str, int]:
     """The equation of a stack, and the dimension of every factor along which it is stacked.
 
-    For explicit rows it is the one that makes explicit rows again.
+    Explicit rows are stacked behind the dimensions of the objectives, where they need no copy.
     """
     inputs, output = equation.split("->")
     label = next(unused_labels(equation))
     stacked = f"kb{label}{output[2:]}"
-    if inputs == output:
-        return f"{stacked}->{stacked}", 2
+    if inputs[:2] == "kb" and len(inputs) == len(output):
+        return f"kb{label}{inputs[2:]}->{stacked}", 2
     return f"{','.join(label + term for term in inputs.split(','))}->{stacked}", 0

@@ -95,15 +95,10 @@ class Store:
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Keeps the columns."""
         assert parameter not in self.columns
-        self._room -= columns.keep(self._form_for(columns), self._room, self._memory)
+        self._room -= columns.keep(self._form, self._room, self._memory)
         self.columns[parameter] = columns
         if self._check is not None:
             self._check.see_columns(parameter, columns, self._limit)
-
-    def _form_for(self, columns: Columns) -> Keep:
-        """Whether to keep factors or rows of some columns."""
-        del columns
-        return self._form
 
 
 class StoreWithGramian(Store):
@@ -118,10 +113,6 @@ class StoreWithGramian(Store):
     ) -> None:
         super().__init__(form, limit, check, arena)
         self.gramian = GramianSum(limit)
-
-    def _form_for(self, columns: Columns) -> Keep:
-        """Factors where they have a faster way to a weighted sum, which is all that is to come."""
-        return "factors" if columns.has_adjoints else self._form
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Keeps the columns, and contracts them."""

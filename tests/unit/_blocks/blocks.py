@@ -24,6 +24,8 @@ EQUATIONS = [
     pytest.param("kbqot,bqipt->kbqoip", id="grouped convolution"),
     pytest.param("kbto,bti,btj->kboij", id="bilinear"),
     pytest.param("kboij->kboij", id="rows"),
+    pytest.param("kboji->kboij", id="rows, in another order"),
+    pytest.param("bkoi->kboi", id="rows, samples first"),
     pytest.param("kbto,tj->kboj", id="factor without samples"),
 ]
 

@@ -5,11 +5,35 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram._blocks import Block, rows
-from autogram._blocks.gram import _gram_of_factors, cross, find_plan, find_plans, gram, merge
+from autogram._blocks.gram import (
+    _gram_of_factors,
+    cross,
+    explicit,
+    find_plan,
+    find_plans,
+    gram,
+    merge,
+)
 from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, make_block
 from tests.unit.checks import assert_close_to_reference
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements of what is computed and is no view."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        del types
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, Tensor) and not function.is_view:
+            self.elements += output.numel()
+        return output
+
 
 LIMITS = [1, 10, 100, 2**40]
 OF_A_MATRIX = [param for param in EQUATIONS if len(param.values[0].split("->")[1]) == 4]
@@ -91,6 +115,38 @@ def test_cross(first: str, second: str, chunks: int) -> None:
 def test_rows() -> None:
     blocks = [make_block("kbto,bti->kboi"), make_block("kbo,bi->kboi")]
     assert_close_to_reference(rows(blocks), sum(map(dense, blocks)))
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_explicit_rows(equation: str) -> None:
+    block = make_block(equation)
+    found = explicit([block])
+    assert found.is_rows
+    assert found.operands[0].is_contiguous()
+    assert_close_to_reference(dense(found), dense(block))
+
+
+def test_explicit_rows_of_a_sum() -> None:
+    blocks = [make_block("kbqot,bqipt->kbqoip"), make_block("kbqoip->kbqoip")]
+    assert_close_to_reference(dense(explicit(blocks)), sum(map(dense, blocks)))
+
+
+def test_explicit_rows_are_taken_as_a_product_leaves_them() -> None:
+    """Patches with their channels last: no transposing copy of the rows."""
+    found = explicit([make_block("kbto,btji->kboij")])
+    assert found.equation == "kboji->kboij"
+
+
+@pytest.mark.parametrize("equation", ["kboij->kboij", "kboji->kboij"])
+def test_explicit_rows_are_there_already(equation: str) -> None:
+    """They are not formed again, nor cut into parts that would have to be copied."""
+    block = make_block(equation)
+    plan = find_plan(((block.equation, block.shapes),), 1)
+    assert plan.method == "rows"
+    with Copies() as copies:
+        found = gram([block], 1)
+    assert 0 < copies.elements < block.operands[0].numel()
+    assert_close_to_reference(found, gramian_of(dense(block)))
 
 
 def test_blocks_of_equal_form_are_merged() -> None:
