@@ -3,9 +3,10 @@
 from autogram._blocks.arena import Arena
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.columns import Columns, Keep
-from autogram._blocks.gram import Plan, meta, rows
+from autogram._blocks.gram import rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
+from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
 from autogram._blocks.stack import Stacks, stacked, weighted_sums
 from autogram._blocks.transpose import copy_channels_last

@@ -229,6 +229,22 @@ def _reordered_equation(equation: str, order: tuple[int, ...]) -> str:
     return f"{inputs}->kb{''.join(output[2 + dim] for dim in order)}"
 
 
+@lru_cache(maxsize=4096)
+def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str:
+    """The equation of the inner products of the rows of two blocks, or of equal rows alone."""
+    first_inputs, first_output = first.split("->")
+    second_inputs, second_output = second.split("->")
+    unused = unused_labels(first, second)
+    start = 0 if is_diagonal else 2
+    renamed = dict(zip(second_output[start:], first_output[start:], strict=True))
+    for label in second_inputs.replace(",", ""):
+        if label not in renamed:
+            renamed[label] = next(unused)
+    moved = "".join(renamed.get(label, label) for label in second_inputs)
+    product = "kb" if is_diagonal else f"kb{renamed['k']}{renamed['b']}"
+    return f"{first_inputs},{moved}->{product}"
+
+
 def unused_labels(*equations: str) -> Iterator[str]:
     """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
     used = set("kb").union(*equations)

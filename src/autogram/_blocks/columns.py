@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
-from autogram._blocks.gram import Plan, explicit, forms_rows, gram, merge, plans, rows
+from autogram._blocks.gram import explicit, gram, merge, rows
 from autogram._blocks.lookup import (
     Lookup,
     concatenate,
@@ -20,6 +20,7 @@ from autogram._blocks.lookup import (
     gram_of_lookup,
     square_norms_of_lookup,
 )
+from autogram._blocks.plan import Plan, forms_rows, plans
 from autogram._blocks.products import cross_gram, directional, square_norms, weighted_sum
 from autogram._blocks.region import Region, overlap
 from autogram._blocks.scratch import Memory
@@ -161,8 +162,8 @@ class Columns:
         """
         self._prepare()
         if self._has_overlaps:
-            return [plans(self._spread(), device, limit)]
-        return [plans(blocks, device, limit) for blocks in self._blocks.values()]
+            return [plans(merge(self._spread()), device, limit)]
+        return [plans(merge(blocks), device, limit) for blocks in self._blocks.values()]
 
     def square_norms(self, limit: int) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""

@@ -1,60 +1,28 @@
-"""Products of blocks: how to contract them, chosen by cost, then done."""
+"""Gramians of blocks, and their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from math import prod
-from typing import Literal
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Shapes, unused_labels
+from autogram._blocks.block import Block, Shapes, cross_equation, unused_labels
 from autogram._blocks.contractions import repeats
 from autogram._blocks.matmul import is_faster, multiply
-from autogram._blocks.path import MEMORY_COST, einsum, find_path
-from autogram._blocks.scratch import CPU_BYTES, Memory, scratch
+from autogram._blocks.path import einsum
+from autogram._blocks.plan import Plan, find_plan, limit_on, order_of_rows, signature_of
+from autogram._blocks.scratch import Memory, scratch
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
 _WORTH_MIRRORING = 2**28
 
-# Which method is cheaper does not depend on the limit.
-_ANY_LIMIT = 2**62
-
-# Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
-_MOST_BLOCKS_IN_PAIRS = 8
-
 # A matrix product with few rows and columns and a long sum leaves all but one thread with little
 # to do. Cut into parts of the sum, it took three quarters of the time on two threads.
 _WORTH_SPLITTING = 2**19
 _PARTS = 4
-
-Signature = tuple[tuple[str, Shapes], ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the Gramian of some blocks of one tensor is computed.
-
-    ``"rows"``: the blocks are added up as explicit rows, which are multiplied by themselves;
-    ``label`` is the dimension of the tensor that is cut into ``chunks``. ``"factors"``: every pair
-    of blocks is contracted without rows; the samples of one side are cut into ``chunks``.
-    """
-
-    method: Literal["rows", "factors"]
-    label: str
-    chunks: int
-    cost: int
-    """In multiply-adds, memory traffic included."""
-    multiplications: int
-    """Multiply-adds alone."""
-    elements: int
-    """Of the largest intermediate result."""
-    order: tuple[int, ...] = ()
-    """How rows have the dimensions of the tensor, which does not matter to their products."""
 
 
 def gram(blocks: Sequence[Block], limit: int) -> Tensor:
@@ -68,8 +36,8 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
         All inner products of rows, of shape ``(k, b, k, b)``.
     """
     blocks = merge(blocks)
-    limit = _limit_on(blocks[0].operands[0].device.type, blocks[0], limit)
-    plan = find_plan(tuple((block.equation, block.shapes) for block in blocks), limit)
+    limit = limit_on(blocks[0].operands[0].device.type, blocks[0].dtype, limit)
+    plan = find_plan(signature_of(blocks), limit)
     if plan.method == "rows":
         return _gram_of_rows(blocks, plan)
     total = _gram_of_factors(blocks[0], plan)
@@ -79,12 +47,6 @@ def gram(blocks: Sequence[Block], limit: int) -> Tensor:
             total = total + product + product.permute(2, 3, 0, 1)
         total = total + _gram_of_factors(first, plan)
     return total
-
-
-def forms_rows(blocks: Sequence[Block]) -> bool:
-    """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
-    signature = tuple((block.equation, block.shapes) for block in blocks)
-    return find_plan(signature, _ANY_LIMIT).method == "rows"
 
 
 def cross(first: Block, second: Block, chunks: int = 1) -> Tensor:
@@ -117,7 +79,7 @@ def explicit(blocks: Sequence[Block], memory: Memory | None = None) -> Block:
         blocks: Some blocks.
         memory: As for :func:`rows`.
     """
-    order = _order_of_rows(blocks[0])
+    order = order_of_rows(blocks[0])
     moved = [block.reorder(order) for block in blocks]
     labels = f"kb{moved[0].parameter}"
     dense = rows(moved, memory).contiguous()
@@ -167,86 +129,6 @@ def _join(blocks: list[Block]) -> Block:
     label = next(unused_labels(inputs))
     equation = ",".join(label + of for of in inputs.split(","))
     return Block(f"{equation}->{output}", tuple(torch.stack(uses) for uses in operands))
-
-
-def find_plan(signature: Signature, limit: int) -> Plan:
-    """The cheaper of forming rows once and of contracting factors, within the memory limit."""
-    return find_plans(signature, limit)[0]
-
-
-@lru_cache(maxsize=4096)
-def find_plans(signature: Signature, limit: int) -> tuple[Plan, ...]:
-    """All ways that are considered, the cheapest first.
-
-    An einsum path optimiser asked for the whole product cannot see that the rows are used twice,
-    so the two are compared here. Both are cut into pieces where they exceed the limit.
-    """
-    blocks = [Block(equation, meta(shapes)) for equation, shapes in signature]
-    by_rows = _plan_rows(blocks, limit)
-    if len(blocks) > _MOST_BLOCKS_IN_PAIRS:
-        return (by_rows,)
-    return tuple(sorted((by_rows, _plan_factors(blocks, limit)), key=lambda plan: plan.cost))
-
-
-def plans(blocks: Sequence[Block], device: str, limit: int) -> tuple[Plan, ...]:
-    """All ways that :func:`gram` would consider for some blocks on a device, the cheapest first."""
-    blocks = merge(blocks)
-    signature = tuple((block.equation, block.shapes) for block in blocks)
-    return find_plans(signature, _limit_on(device, blocks[0], limit))
-
-
-def _plan_rows(blocks: list[Block], limit: int) -> Plan:
-    """Forming the rows and multiplying them by themselves."""
-    sizes = blocks[0].sizes
-    m = sizes["k"] * sizes["b"]
-    n = prod(sizes[label] for label in blocks[0].parameter)
-    paths = [find_path(block.equation, block.shapes) for block in blocks]
-    cost = m * m * n + MEMORY_COST * m * m
-    if not (len(blocks) == 1 and blocks[0].is_rows):  # else there is nothing to form
-        cost += sum(path.cost for path in paths) + MEMORY_COST * m * n
-    work = sum(path.multiplications for path in paths) + m * m * n
-    pairs = [pair for block in blocks for pair in zip(block.shapes, block.inputs, strict=True)]
-    shape, labels = max(pairs, key=lambda pair: prod(pair[0]))
-    elements = max(prod(shape), *(path.largest for path in paths))
-    # Cut along an outer dimension of the largest operand, so that its parts too are copied one by
-    # one, in long runs.
-    inner = [label for label in blocks[0].parameter if label not in labels]
-    order = [label for label in labels if label in blocks[0].parameter] + inner
-    enough = [label for label in order if sizes[label] * limit >= elements]
-    label = next(iter(enough), max(order, key=lambda label: sizes[label], default=""))
-    chunks = _chunks(elements, limit, sizes.get(label, 1))
-    largest = max(path.largest for path in paths)
-    return Plan("rows", label, chunks, cost, work, -(-largest // chunks), _order_of_rows(blocks[0]))
-
-
-def _order_of_rows(block: Block) -> tuple[int, ...]:
-    """The order of the operands, in which a matrix product leaves the dimensions."""
-    labels = "".join(block.inputs)
-    places = [labels.index(label) for label in block.parameter]
-    return tuple(sorted(range(len(places)), key=lambda d: places[d]))
-
-
-def _plan_factors(blocks: list[Block], limit: int) -> Plan:
-    """Contracting every pair of blocks without rows."""
-    paths = [
-        find_path(cross_equation(p.equation, q.equation), p.shapes + q.shapes)
-        for i, p in enumerate(blocks)
-        for q in blocks[: i + 1]
-    ]
-    elements = max(path.largest for path in paths)
-    chunks = _chunks(elements, limit, blocks[0].sizes["b"])
-    cost, work = (sum(n) for n in zip(*((p.cost, p.multiplications) for p in paths), strict=True))
-    return Plan("factors", "b", chunks, cost, work, -(-elements // chunks))
-
-
-def _limit_on(device: str, block: Block, limit: int) -> int:
-    """The number of elements that an intermediate result should have on a device."""
-    return min(limit, CPU_BYTES // block.dtype.itemsize) if device == "cpu" else limit
-
-
-def _chunks(elements: int, limit: int, size: int) -> int:
-    """Into how many parts to cut an index of some size, so that each part keeps the limit."""
-    return max(1, min(-(-elements // limit), size))
 
 
 def _gram_of_rows(blocks: list[Block], plan: Plan) -> Tensor:
@@ -326,24 +208,3 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
         for x in (left, right)  # (parts, rows, n)
     )
     return torch.bmm(left, right.mT).sum(0)
-
-
-@lru_cache(maxsize=4096)
-def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str:
-    """The equation of the inner products of the rows of two blocks, or of equal rows alone."""
-    first_inputs, first_output = first.split("->")
-    second_inputs, second_output = second.split("->")
-    unused = unused_labels(first, second)
-    start = 0 if is_diagonal else 2
-    renamed = dict(zip(second_output[start:], first_output[start:], strict=True))
-    for label in second_inputs.replace(",", ""):
-        if label not in renamed:
-            renamed[label] = next(unused)
-    moved = "".join(renamed.get(label, label) for label in second_inputs)
-    product = "kb" if is_diagonal else f"kb{renamed['k']}{renamed['b']}"
-    return f"{first_inputs},{moved}->{product}"
-
-
-def meta(shapes: Shapes) -> tuple[Tensor, ...]:
-    """Tensors without data, to plan with."""
-    return tuple(torch.empty(shape, device="meta") for shape in shapes)

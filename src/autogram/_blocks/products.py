@@ -14,11 +14,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Shapes, sizes_of, unused_labels
-from autogram._blocks.gram import Signature, cross, cross_equation, merge, rows
+from autogram._blocks.block import Block, Shapes, cross_equation, sizes_of, unused_labels
+from autogram._blocks.gram import cross, merge, rows
 from autogram._blocks.matmul import multiply
 from autogram._blocks.path import einsum, find_path
-from autogram._blocks.scratch import CPU_BYTES
+from autogram._blocks.plan import Signature, count_parts, limit_on, signature_of
 
 
 def weighted_sum(blocks: Sequence[Block], weights: Tensor, limit: int) -> Tensor:
@@ -63,7 +63,9 @@ def _gradient(block: Block, weights: Tensor, limit: int) -> Tensor:
     is_swapped = outermost != "" and outermost in second
     equation = f"{second},{kept}->{output}" if is_swapped else f"{kept},{second}->{output}"
     largest = max(prod(shape) for shape in block.shapes)
-    count = _count(largest, _limit_on(weights, limit), block.sizes["b"])
+    count = count_parts(
+        largest, limit_on(weights.device.type, weights.dtype, limit), block.sizes["b"]
+    )
     whole = Block(f"kb,{block.equation}", (weights, *block.operands))
     total: list[Tensor] = []
     for w, cotangent, factor in (part.operands for part in whole.chunks("b", count)):
@@ -99,8 +101,8 @@ def square_norms(blocks: Sequence[Block], limit: int) -> Tensor:
     arXiv:2205.10683).
     """
     blocks = merge(blocks)
-    signature = _signature(blocks)
-    limit = _limit_on(blocks[0].operands[0], limit)
+    signature = signature_of(blocks)
+    limit = limit_on(blocks[0].operands[0].device.type, blocks[0].dtype, limit)
     by_rows, chunks = _plan_norms(signature, limit)
     parts = []
     for some in zip(*(block.chunks("b", chunks) for block in blocks), strict=True):
@@ -124,8 +126,8 @@ def row_products(first: Block, second: Block) -> Tensor:
 def cross_gram(first: Sequence[Block], second: Sequence[Block], limit: int) -> Tensor:
     """Inner products of the rows of two Jacobians for one tensor, ``(k, b, k', b')``."""
     first, second = merge(first), merge(second)
-    limit = _limit_on(first[0].operands[0], limit)
-    position, chunks = _plan_cross(_signature(first), _signature(second), limit)
+    limit = limit_on(first[0].operands[0].device.type, first[0].dtype, limit)
+    position, chunks = _plan_cross(signature_of(first), signature_of(second), limit)
     if position is None:
         pairs = (cross(p, q, chunks) for p in first for q in second)
         return reduce(torch.add, pairs)
@@ -151,7 +153,7 @@ def _plan_norms(signature: Signature, limit: int) -> tuple[bool, int]:
     elements = prod(sizes[label] for label in signature[0][0].split("->")[1])
     by_rows = sum(path.cost for path in paths) + elements <= sum(path.cost for path in pairs)
     largest = max(path.largest for path in (paths if by_rows else pairs))
-    return by_rows, _count(largest, limit, sizes["b"])
+    return by_rows, count_parts(largest, limit, sizes["b"])
 
 
 @lru_cache(maxsize=4096)
@@ -171,15 +173,15 @@ def _plan_cross(first: Signature, second: Signature, limit: int) -> tuple[int | 
     n = prod(sizes[label] for label in labels)
     products = n * prod(of[label] for of in (sizes, others) for label in "kb")
     if not labels or sum(path.cost for path in pairs) < sum(path.cost for path in paths) + products:
-        return None, _count(max(path.largest for path in pairs), limit, others["b"])
+        return None, count_parts(max(path.largest for path in pairs), limit, others["b"])
     position = max(range(len(labels)), key=lambda d: sizes[labels[d]])
     largest = max(path.largest for path in paths)
-    return position, _count(largest, limit, sizes[labels[position]])
+    return position, count_parts(largest, limit, sizes[labels[position]])
 
 
 def _by_samples(equation: str, operands: tuple[Tensor, ...], limit: int) -> Iterator[Tensor]:
     """An einsum over samples, some of them at a time."""
-    limit = _limit_on(operands[0], limit)
+    limit = limit_on(operands[0].device.type, operands[0].dtype, limit)
     whole = Block(equation, operands)
     for part in whole.chunks("b", _count_parts(equation, whole.shapes, limit)):
         yield einsum(equation, part.operands)
@@ -190,21 +192,4 @@ def _count_parts(equation: str, shapes: Shapes, limit: int) -> int:
     """Into how many ranges to cut the samples of an einsum."""
     # Operands count too: patches of an image are a view that a matrix product must copy.
     largest = max(find_path(equation, shapes).largest, *(prod(shape) for shape in shapes))
-    return _count(largest, limit, sizes_of(equation, shapes)["b"])
-
-
-def _count(elements: int, limit: int, size: int) -> int:
-    """Into how many parts to cut an index of some size, so that each part keeps the limit."""
-    return max(1, min(-(-elements // limit), size))
-
-
-def _limit_on(operand: Tensor, limit: int) -> int:
-    """The limit, and on a CPU what lies in memory that is kept between products."""
-    if operand.device.type != "cpu":
-        return limit
-    return min(limit, CPU_BYTES // operand.element_size())
-
-
-def _signature(blocks: Sequence[Block]) -> Signature:
-    """What plans depend on."""
-    return tuple((block.equation, block.shapes) for block in blocks)
+    return count_parts(largest, limit, sizes_of(equation, shapes)["b"])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, Form, Shapes, sizes_of, unused_labels
 from autogram._blocks.columns import Columns
-from autogram._blocks.gram import forms_rows, meta
+from autogram._blocks.plan import forms_rows, meta
 from autogram._blocks.region import Region
 
 # Elements of factors or rows. Of larger ones, copies would take longer than calls.

@@ -13,11 +13,10 @@ from autogram._blocks.gram import (
     _gram_of_factors,
     cross,
     explicit,
-    find_plan,
-    find_plans,
     gram,
     merge,
 )
+from autogram._blocks.plan import find_plan, find_plans
 from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, make_block
 from tests.unit.checks import assert_close_to_reference
 
