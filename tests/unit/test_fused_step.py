@@ -31,11 +31,16 @@ def weighting(gramian: Tensor) -> Tensor:
 
 
 def assert_step_is_exact(
-    model: nn.Module, x: Tensor, objectives: Objectives = PER_SAMPLE, steps: int = 3
+    model: nn.Module,
+    x: Tensor,
+    objectives: Objectives = PER_SAMPLE,
+    steps: int = 3,
+    **options: int,
 ) -> None:
     """Assert that several steps add up the same gradients as a twin without the fused step."""
     twin = copy.deepcopy(model)
-    engine, other = (Engine(each, batch_dim=objectives.batch_dim) for each in (model, twin))
+    engine = Engine(model, batch_dim=objectives.batch_dim, **options)
+    other = Engine(twin, batch_dim=objectives.batch_dim)
     for step in range(steps):  # the first look for samples, and some free the graph
         inputs = x + step if x.is_floating_point() else (x + step) % 6
         weights = engine.backward(objectives.of(model(inputs)), weighting)
@@ -56,6 +61,23 @@ def test_gradients_are_exact(make_model: ModelFactory, objectives: Objectives) -
 @pytest.mark.parametrize("make_model", LANGUAGE)
 def test_gradients_of_lookups_are_exact(make_model: ModelFactory, objectives: Objectives) -> None:
     assert_step_is_exact(make_model(), torch.randint(6, (3, 4)), objectives)
+
+
+@pytest.mark.parametrize("limit", [2**14, 2**18, 2**30])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_rows_of_convolutions(limit: int, memory_format: torch.memory_format) -> None:
+    """They are kept as products leave them, as far as there is room, and factors where not."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 48, 3, padding=1, groups=2),
+        nn.ReLU(),
+        nn.Conv2d(48, 8, (1, 3)),
+        nn.ReLU(),
+        nn.Flatten(),
+    ).to(memory_format=memory_format)
+    x = torch.randn(9, 3, 8, 8).to(memory_format=memory_format)
+    assert_step_is_exact(model, x, memory_limit_bytes=limit)
 
 
 class Surrounded(nn.Module):

@@ -61,17 +61,15 @@ class ProductSum:
     @classmethod
     def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> ProductSum:
         """The product that an equation asks for."""
-        elements = [prod(sizes[label] for label in labels) for labels in (first, second)]
-        joined = first + second if elements[0] >= elements[1] else second + first
-        product = "".join(dict.fromkeys(joined))
-        found = [[label for label in product if label in labels] for labels in (first, second)]
-        orders = [_order(*of) for of in zip((first, second), map("".join, found), strict=True)]
-        missing = [
-            tuple(d for d, label in enumerate(product) if label not in labels)
-            for labels in (first, second)
-        ]
-        summed = Sum.of(product, output)
-        return cls((orders[0], orders[1]), (missing[0], missing[1]), summed.summed, summed.output)
+        x, y = (prod(sizes[label] for label in labels) for labels in (first, second))
+        product = "".join(dict.fromkeys(first + second if x >= y else second + first))
+        total = Sum.of(product, output)
+        return cls(
+            (_present(first, product), _present(second, product)),
+            (_missing(first, product), _missing(second, product)),
+            total.summed,
+            total.output,
+        )
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """The einsum of two tensors."""
@@ -196,6 +194,16 @@ def _padded(
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
     """The permutation of ``labels`` that gives ``wanted``."""
     return tuple(labels.index(label) for label in wanted)
+
+
+def _present(labels: str, wanted: str) -> tuple[int, ...]:
+    """The permutation of ``labels`` that gives the order that they have in ``wanted``."""
+    return _order(labels, "".join(label for label in wanted if label in labels))
+
+
+def _missing(labels: str, wanted: str) -> tuple[int, ...]:
+    """Where in ``wanted`` there is an index that is not in ``labels``."""
+    return tuple(d for d, label in enumerate(wanted) if label not in labels)
 
 
 def _arranged(
