@@ -4,39 +4,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch import nn
-from torchjd.autogram import Engine as TorchjdEngine
-
-from autogram import Engine
 
 from .breakdown import PHASES, profile_gramian, time_phases
-from .measure import (
-    BASELINE,
-    EngineFactory,
-    FusedEngine,
-    GramianEngine,
-    Trainer,
-    gramian_error,
-    time_steps,
-)
+from .measure import Timing, Visit, count_repeats, gramian_error, time_steps
+from .process import TrainingProcess
 from .report import Line, Outcome, describe_machine, make_table
-from .workloads import WORKLOADS, Workload
-
-
-def _make_torchjd_engine(model: nn.Module) -> GramianEngine:
-    return TorchjdEngine(model, batch_dim=0)
-
-
-ENGINES: dict[str, EngineFactory] = {
-    "autogram": Engine,
-    "fused": FusedEngine,
-    "torchjd": _make_torchjd_engine,
-}
+from .training import BASELINE, ENGINES, Trainer
+from .workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,45 +24,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    engines = {name: ENGINES[name] for name in ENGINES if options.torchjd or name != "torchjd"}
-    workloads = [WORKLOADS[name] for name in options.model or WORKLOADS]
-    lines = [compare(workload, engines, options.rounds) for workload in workloads]
+    engines = [name for name in ENGINES if options.torchjd or name != "torchjd"]
+    models = options.model or list(WORKLOADS)
+    lines = [
+        compare(model, engines, options.launches, options.rounds, options.threads)
+        for model in models
+    ]
 
     print(f"{describe_machine()}\n\n{make_table(lines)}")
     if options.profile:
-        for workload in workloads:
-            print(f"\n{explain(workload)}")
+        for model in models:
+            print(f"\n{explain(model)}")
     if options.json is not None:
         results = {"machine": describe_machine(), "lines": [asdict(line) for line in lines]}
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def compare(workload: Workload, engines: dict[str, EngineFactory], rounds: int) -> Line:
-    """Check and time all engines on one workload."""
+def compare(
+    model: str, engines: Sequence[str], launches: int, rounds: int, threads: int | None = None
+) -> Line:
+    """Check and time some engines on one workload."""
+    workload = WORKLOADS[model]
     print(f"Measuring: {workload.description}", file=sys.stderr)
     outcomes: dict[str, Outcome] = {}
-    trainers = {BASELINE: Trainer(workload)}
-    for name, make_engine in engines.items():
+    for name in engines:
         try:
-            outcomes[name] = Outcome(
-                error=gramian_error(workload, make_engine), remark=workload.remarks.get(name, "")
-            )
-            trainers[name] = Trainer(workload, make_engine)
-            trainers[name].step()
+            error = gramian_error(workload, ENGINES[name])
+            outcomes[name] = Outcome(error=error, remark=workload.remarks.get(name, ""))
         except Exception as error:  # any failure of an engine is a result, and the rest goes on
-            reason = f"{type(error).__name__}: {error}".split("\n")[0].split(". ")[0]
-            outcomes[name] = Outcome(failure=reason[:120])
-            trainers.pop(name, None)
+            outcomes[name] = _failure(f"{type(error).__name__}: {error}")
 
-    timings = time_steps({name: trainer.step for name, trainer in trainers.items()}, rounds)
+    timings: dict[str, Timing] = {}
+    repeats: dict[str, int] = {}
+    for _ in range(launches):
+        with ExitStack() as stack:
+            visits: dict[str, Visit] = {}
+            for name in (BASELINE, *engines):
+                if name in outcomes and outcomes[name].failure is not None:
+                    continue
+                visit = stack.enter_context(closing(TrainingProcess(model, name, threads))).visit
+                try:
+                    visit(1)  # warms up, before the next one does
+                except RuntimeError as error:
+                    if name == BASELINE:
+                        raise
+                    outcomes[name] = _failure(str(error))
+                else:
+                    visits[name] = visit
+            repeats = repeats or {name: count_repeats(visit) for name, visit in visits.items()}
+            for name, timing in time_steps(visits, repeats, rounds).items():
+                timings.setdefault(name, Timing()).extend(timing)
     baseline = timings.pop(BASELINE)
     for name, timing in timings.items():
         outcomes[name] = replace(outcomes[name], ratio=timing.over(baseline))
     return Line(workload.description, median(baseline.seconds), outcomes)
 
 
-def explain(workload: Workload) -> str:
+def _failure(reason: str) -> Outcome:
+    """The outcome of an engine that does not run, with the first sentence of the reason."""
+    return Outcome(failure=reason.split("\n")[0].split(". ")[0][:120])
+
+
+def explain(model: str) -> str:
     """The phases of both steps, and the operations inside autogram's Gramian."""
+    workload = WORKLOADS[model]
     trainers = {name: Trainer(workload, ENGINES.get(name)) for name in (BASELINE, "autogram")}
     text = [f"{workload.description}: milliseconds of each phase"]
     for name, trainer in trainers.items():
@@ -98,7 +103,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", choices=WORKLOADS, help="one to measure; all if not given"
     )
-    parser.add_argument("--rounds", type=int, default=10, help="rounds, each in both orders of run")
+    parser.add_argument("--launches", type=int, default=3, help="how often processes start anew")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="rounds of a launch, each in both orders of run"
+    )
     parser.add_argument("--threads", type=int, help="threads of PyTorch; its own choice by default")
     parser.add_argument(
         "--torchjd", action=argparse.BooleanOptionalAction, default=True, help="its engine as well"

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch.profiler import ProfilerActivity, profile
 
-from .measure import Trainer
+from .training import Trainer
 
 PHASES = ("forward", "gramian", "backward", "update")
 

@@ -95,7 +95,8 @@ def _legend(lines: list[Line]) -> str:
     shift = max((max(r.by_order) / min(r.by_order) - 1 for r in ratios), default=0.0)
     return (
         "Time of a whole step (forward, Gramian, constant weights, backward, update) over that of "
-        "SGD on the mean loss: median (quartiles) over interleaved rounds in two orders of run, "
+        "SGD on the mean loss, each in a process of its own that is started several times: median "
+        "(quartiles) over interleaved rounds in two orders of run, "
         f"whose medians differ by at most {shift:.0%}. Errors are of the Gramian in float64 on a "
         "small batch, against autograd loss by loss, relative to the largest entry. The fused step "
         "takes the gradients from the factors of the Gramian; its errors are those of both."

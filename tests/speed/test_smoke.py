@@ -1,14 +1,17 @@
 """The benchmark runs; run with `pytest tests/speed`, as the suite collects the unit tests only."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from .__main__ import ENGINES, main
-from .measure import Timing, gramian_error
-from .report import Outcome
-from .workloads import WORKLOADS
+from tests.speed.__main__ import main
+from tests.speed.measure import Timing, gramian_error
+from tests.speed.process import TrainingProcess
+from tests.speed.report import Outcome
+from tests.speed.training import ENGINES
+from tests.speed.workloads import WORKLOADS
 
 
 def test_benchmark_prints_a_table_and_writes_its_results(
@@ -16,7 +19,8 @@ def test_benchmark_prints_a_table_and_writes_its_results(
 ) -> None:
     """One round on the smallest model."""
     path = tmp_path / "results.json"
-    main(["--model", "mlp", "--rounds", "1", "--no-torchjd", "--profile", "--json", str(path)])
+    quick = ["--model", "mlp", "--launches", "1", "--rounds", "1", "--no-torchjd"]
+    main([*quick, "--profile", "--json", str(path)])
     printed = capsys.readouterr().out
     assert "| MLP, 8 layers of width 512, B = 64 |" in printed
     assert "gramian" in printed
@@ -45,3 +49,12 @@ def test_wrong_gramians_and_failures_are_named() -> None:
     assert "wrong" not in Outcome(error=1e-12).error_cell
     assert Outcome(failure="ValueError: no").error_cell == "ValueError: no"
     assert Outcome(failure="ValueError: no").time_cell == "does not run"
+
+
+def test_failures_in_other_processes_are_known_here() -> None:
+    """An engine that does not run is a line of the table, and no silence."""
+    with (
+        closing(TrainingProcess("mlp", "none")) as process,
+        pytest.raises(RuntimeError, match="KeyError: 'none'"),
+    ):
+        process.visit(1)

@@ -17,10 +17,15 @@ from torch import Tensor
 # From this many multiply-adds on, oneDNN is faster: a call of it takes 20 to 50 us, one of MKL 2.
 _WORTH_A_CALL = 2**23
 
-# With fewer rows or columns than this, a product is bound by memory, in which MKL is no slower. A
-# batch of thin products, MKL does one by one.
+# With fewer rows or columns than this, a product must be larger to be worth a call, as it waits for
+# memory. A batch of thin products, MKL does one by one.
 _THIN = 32
+_WORTH_A_THIN_CALL = 2**24
+_THINNEST = 8
 _THIN_IN_BATCH = 16
+
+# With sums as long as this, oneDNN takes three times as long as with those that are one shorter.
+_TOO_LONG = 2**19
 
 # oneDNN wants one side contiguous. A transposing copy costs as much as it gains on so many rows.
 _WORTH_A_COPY = 512
@@ -40,14 +45,24 @@ def is_faster(like: Tensor, batch: int, rows: int, summed: int, columns: int) ->
         summed: The length of its sums.
         columns: Columns of a product.
     """
+    work = batch * rows * summed * columns
     return (
-        batch * rows * summed * columns >= _WORTH_A_CALL
-        and min(rows, summed, columns) >= (_THIN if batch == 1 else _THIN_IN_BATCH)
+        work >= _WORTH_A_CALL
+        and summed < _TOO_LONG
+        and _is_thick(batch, rows, summed, columns, work)
         and like.dtype == torch.float32
         and like.device.type == "cpu"
         and _has_kernels()
         and bool(torch.backends.mkldnn.enabled)
     )
+
+
+def _is_thick(batch: int, rows: int, summed: int, columns: int, work: int) -> bool:
+    """Whether products have enough rows and columns, and sums are long enough."""
+    if batch > 1:
+        return min(rows, summed, columns) >= _THIN_IN_BATCH
+    thinnest = _THINNEST if work >= _WORTH_A_THIN_CALL else _THIN
+    return summed >= _THIN and min(rows, columns) >= thinnest
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:

@@ -112,7 +112,9 @@ def test_transposed_factors_are_not_copied(forced: list[str]) -> None:
     ("like", "sizes"),
     [
         pytest.param(torch.zeros(1), (1, 64, 64, 64), id="too little to do"),
-        pytest.param(torch.zeros(1), (1, 24, 2**20, 64), id="too thin"),
+        pytest.param(torch.zeros(1), (1, 4, 2**18, 64), id="too thin"),
+        pytest.param(torch.zeros(1), (1, 16, 2**15, 16), id="too thin for its work"),
+        pytest.param(torch.zeros(1), (1, 64, 2**20, 64), id="sums that are too long"),
         pytest.param(torch.zeros(1), (9, 8, 2**20, 64), id="a batch that is too thin"),
         pytest.param(torch.zeros(1).double(), (1, 512, 512, 512), id="double precision"),
         pytest.param(torch.zeros(1, device="meta"), (1, 512, 512, 512), id="another device"),
@@ -125,13 +127,17 @@ def test_is_not_faster(
     assert not matmul.is_faster(like, *sizes)
 
 
+@pytest.mark.parametrize("sizes", [(1, 512, 512, 512), (1, 16, 2**17, 16)], ids=["large", "long"])
+def test_is_faster(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int, int]) -> None:
+    monkeypatch.setattr(matmul, "_has_kernels", lambda: True)
+    assert matmul.is_faster(torch.zeros(1), *sizes) == torch.backends.mkldnn.enabled
+
+
 def test_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the switch that PyTorch has for oneDNN."""
     monkeypatch.setattr(matmul, "_has_kernels", lambda: True)
-    sizes = (1, 512, 512, 512)
-    assert matmul.is_faster(torch.zeros(1), *sizes) == torch.backends.mkldnn.enabled
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not matmul.is_faster(torch.zeros(1), *sizes)
+    assert not matmul.is_faster(torch.zeros(1), 1, 512, 512, 512)
 
 
 def test_processors_of_intel_need_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
