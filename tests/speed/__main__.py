@@ -16,7 +16,7 @@ from .measure import Timing, Visit, count_repeats, gramian_error, time_steps
 from .process import TrainingProcess
 from .report import Line, Outcome, describe_machine, make_table
 from .training import BASELINE, ENGINES, Trainer
-from .workloads import WORKLOADS
+from .workloads import WORKLOADS, Workload
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,38 +46,40 @@ def compare(
     """Check and time some engines on one workload."""
     workload = WORKLOADS[model]
     print(f"Measuring: {workload.description}", file=sys.stderr)
-    outcomes: dict[str, Outcome] = {}
-    for name in engines:
-        try:
-            error = gramian_error(workload, ENGINES[name])
-            outcomes[name] = Outcome(error=error, remark=workload.remarks.get(name, ""))
-        except Exception as error:  # any failure of an engine is a result, and the rest goes on
-            outcomes[name] = _failure(f"{type(error).__name__}: {error}")
-
+    outcomes = {name: _check(workload, name) for name in engines}
+    running = [BASELINE, *(name for name in engines if outcomes[name].failure is None)]
     timings: dict[str, Timing] = {}
     repeats: dict[str, int] = {}
     for _ in range(launches):
         with ExitStack() as stack:
             visits: dict[str, Visit] = {}
-            for name in (BASELINE, *engines):
-                if name in outcomes and outcomes[name].failure is not None:
-                    continue
-                visit = stack.enter_context(closing(TrainingProcess(model, name, threads))).visit
+            for name in tuple(running):
+                process = stack.enter_context(closing(TrainingProcess(model, name, threads)))
                 try:
-                    visit(1)  # warms up, before the next one does
+                    process.visit(1)  # warms up, before the next one does
                 except RuntimeError as error:
                     if name == BASELINE:
                         raise
                     outcomes[name] = _failure(str(error))
+                    running.remove(name)
                 else:
-                    visits[name] = visit
+                    visits[name] = process.visit
             repeats = repeats or {name: count_repeats(visit) for name, visit in visits.items()}
             for name, timing in time_steps(visits, repeats, rounds).items():
                 timings.setdefault(name, Timing()).extend(timing)
-    baseline = timings.pop(BASELINE)
-    for name, timing in timings.items():
-        outcomes[name] = replace(outcomes[name], ratio=timing.over(baseline))
+    baseline = timings[BASELINE]
+    for name in running[1:]:
+        outcomes[name] = replace(outcomes[name], ratio=timings[name].over(baseline))
     return Line(workload.description, median(baseline.seconds), outcomes)
+
+
+def _check(workload: Workload, engine: str) -> Outcome:
+    """The error of an engine."""
+    try:
+        error = gramian_error(workload, ENGINES[engine])
+    except Exception as failure:  # any failure of an engine is a result, and the rest goes on
+        return _failure(f"{type(failure).__name__}: {failure}")
+    return Outcome(error=error, remark=workload.remarks.get(engine, ""))
 
 
 def _failure(reason: str) -> Outcome:

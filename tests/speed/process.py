@@ -27,7 +27,6 @@ class TrainingProcess:
         workload: The name of what it trains.
         engine: The name of its engine, or of the baseline.
         threads: How many PyTorch uses; its own choice if `None`.
-
     """
 
     def __init__(self, workload: str, engine: str, threads: int | None = None) -> None:
