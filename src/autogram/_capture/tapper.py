@@ -103,8 +103,9 @@ class Tapper:
         self, name: str, output: Tensor, found: Sequence[Operand | JointOperands], rule: Rule | None
     ) -> RuleUse:
         """The record of a call with a rule, for one tensor of its results."""
-        recording = self._recording
-        use = RuleUse(recording, recording.count, name, tuple(output.shape), tuple(found), rule)
+        recording, shape = self._recording, tuple(output.shape)
+        reads = tuple([tracked for operand in found for tracked in operand.reads])
+        use = RuleUse(recording, recording.count, name, shape, reads, tuple(found), rule)
         return self._enter(use, output)
 
     def _fallback_use(

@@ -29,13 +29,10 @@ class Use(Protocol):
     function: str
     shape: tuple[int, ...]
     """The shape of its output."""
+    reads: tuple[Tracked, ...]
+    """The tracked tensors that it reads, once for each block."""
     is_seen: bool
     """Whether the recorder saw it, or autograd's graph alone showed it."""
-
-    @property
-    def reads(self) -> tuple[Tracked, ...]:
-        """The tracked tensors that it reads, once for each block."""
-        ...
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -104,15 +101,11 @@ class RuleUse:
     index: int
     function: str
     shape: tuple[int, ...]
+    reads: tuple[Tracked, ...]
     operands: tuple[Operand | JointOperands, ...]
     rule: Rule | None
     """The rule that gave the recipes, or ``None`` where no rule is needed."""
     is_seen: bool = True
-
-    @property
-    def reads(self) -> tuple[Tracked, ...]:
-        """The tracked tensors that it reads, once for each block."""
-        return tuple([tracked for operand in self.operands for tracked in operand.reads])
 
     @property
     def dims(self) -> tuple[int, ...]:
