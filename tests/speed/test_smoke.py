@@ -17,9 +17,9 @@ from tests.speed.workloads import WORKLOADS
 def test_benchmark_prints_a_table_and_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One round on the smallest model."""
+    """One round of each of two launches, on the smallest model."""
     path = tmp_path / "results.json"
-    quick = ["--model", "mlp", "--launches", "1", "--rounds", "1", "--no-torchjd"]
+    quick = ["--model", "mlp", "--launches", "2", "--rounds", "1", "--no-torchjd"]
     main([*quick, "--profile", "--json", str(path)])
     printed = capsys.readouterr().out
     assert "| MLP, 8 layers of width 512, B = 64 |" in printed
