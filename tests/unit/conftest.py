@@ -5,6 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
+
+from autogram._blocks import settled
+from autogram._blocks.program import Program
+from autogram._blocks.tracer import Tracer
 
 DTYPE = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float64"))
 DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
@@ -36,3 +41,20 @@ def default_device() -> Iterator[None]:
     yield
     if torch.get_default_device() != before:
         torch.set_default_device(before)
+
+
+@pytest.fixture(autouse=True)
+def checked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settle contractions at once, and compare what was traced with what was computed."""
+    settled._memo.cache_clear()
+    monkeypatch.setattr(settled, "_WORTH_A_TRACE", 1)
+    trace = Tracer.program
+
+    def checked(tracer: Tracer, result: Tensor) -> Program | None:
+        program = trace(tracer, result)
+        if program is not None and all(isinstance(x, Tensor) for x in tracer._inputs):
+            again = program(tracer._inputs)
+            torch.testing.assert_close(again, result, rtol=0, atol=0, equal_nan=True)
+        return program
+
+    monkeypatch.setattr(Tracer, "program", checked)

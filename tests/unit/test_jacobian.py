@@ -19,7 +19,7 @@ from tests.unit.checks import (
     trainable,
 )
 from tests.unit.engines import per_sample
-from tests.unit.jacobians import assert_jacobian_is_exact
+from tests.unit.jacobians import assert_jacobian_is_exact, assert_operator_is
 from tests.unit.networks import call
 from tests.unit.test_sharing import MODELS as SHARING
 from tests.unit.test_sharing import OnItsOutput
@@ -204,3 +204,25 @@ def test_cross_gramian_of_a_lookup_and_a_layer() -> None:
     expected = [reference_jacobian(x, [table.weight]) for x in losses]
     assert_close_to_reference(first.cross_gramian(second), expected[0] @ expected[1].T)
     assert_close_to_reference(second.cross_gramian(first), expected[1] @ expected[0].T)
+
+
+@pytest.mark.parametrize("objectives", EVERY_KIND, ids=repr)
+@pytest.mark.parametrize("make_model", MODELS)
+def test_other_values(make_model: ModelFactory, objectives: Objectives) -> None:
+    assert_steps_are_exact(make_model(), torch.randn(3, 3, 4, 4), objectives)
+
+
+@pytest.mark.parametrize("objectives", EVERY_KIND, ids=repr)
+@pytest.mark.parametrize("make_model", LANGUAGE)
+def test_other_values_of_lookups(make_model: ModelFactory, objectives: Objectives) -> None:
+    assert_steps_are_exact(make_model(), torch.randint(6, (3, 3, 4)), objectives)
+
+
+def assert_steps_are_exact(model: nn.Module, inputs: Tensor, objectives: Objectives) -> None:
+    """Assert that what the first step has settled is right in the others."""
+    engine = Engine(model, batch_dim=objectives.batch_dim)
+    for x in inputs:
+        losses = objectives.of(model(x))
+        expected = reference_jacobian(losses, trainable(model))
+        assert_close_to_reference(engine.compute_gramian(losses), expected @ expected.T)
+        assert_operator_is(engine.jacobian(losses), expected)

@@ -9,9 +9,11 @@ from autogram._blocks.lookup import Lookup
 from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
 from autogram._blocks.stack import Stacks, stacked, weighted_sums
+from autogram._blocks.tracer import GEOMETRY
 from autogram._blocks.transpose import copy_channels_last
 
 __all__ = [
+    "GEOMETRY",
     "Adjoint",
     "Arena",
     "Block",

@@ -87,14 +87,12 @@ class Block:
     @property
     def is_rows(self) -> bool:
         """Whether these are explicit rows, with their dimensions in any order."""
-        inputs, output = _terms(self.equation)
-        return len(inputs) == 1 and len(inputs[0]) == len(output)
+        return _summed(self.equation) == 0
 
     @property
     def is_sum(self) -> bool:
         """Whether its rows are sums over one operand, as those of a bias are."""
-        inputs, output = _terms(self.equation)
-        return len(inputs) == 1 and len(inputs[0]) > len(output)
+        return (_summed(self.equation) or 0) > 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,6 +143,8 @@ class Block:
 
     def reorder(self, order: tuple[int, ...]) -> Block:
         """The block with the tensor's dimensions in another order; it sums over those left out."""
+        if order == _in_order(self.equation):
+            return self
         adjoint = self.adjoint and self.adjoint.reorder(order)
         return Block(_reordered_equation(self.equation, order), self.operands, adjoint)
 
@@ -174,6 +174,8 @@ def assemble(
         return Block(f"kb{terms}->kb{out}", (cotangent.unsqueeze(1), *factors))
     label = dims[layout.dim]
     terms, found, diagonal = _split_equation(equation, label, layout.has_before, layout.has_after)
+    if not (layout.has_before or layout.has_after or diagonal):
+        return Block(terms, (cotangent, *factors))
     operands = [
         x if dim is None else layout.split(x, dim)
         for x, dim in zip((cotangent, *factors), found, strict=True)
@@ -199,6 +201,19 @@ def _terms(equation: str) -> tuple[tuple[str, ...], str]:
     """The indices of the operands of an einsum, and those of its result."""
     inputs, output = equation.split("->")
     return tuple(inputs.split(",")), output
+
+
+@lru_cache(maxsize=4096)
+def _summed(equation: str) -> int | None:
+    """Over how many indices of a single operand a block sums, or ``None`` if it has several."""
+    inputs, output = _terms(equation)
+    return len(inputs[0]) - len(output) if len(inputs) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _in_order(equation: str) -> tuple[int, ...]:
+    """The dimensions of a block's tensor."""
+    return tuple(range(len(equation.split("->")[1]) - 2))
 
 
 @lru_cache(maxsize=4096)

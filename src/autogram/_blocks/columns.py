@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import combinations
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,13 +47,14 @@ class Columns:
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
         self._versions: list[tuple[Tensor, int]] = []
+        self._dtypes: set[torch.dtype] = set()
 
     def add(self, region: Region, block: Block | Lookup) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``."""
         if isinstance(block, Lookup):
             if self._is_table and region.canonical == self._whole:
                 self._lookups.append(block)
-                self._versions += _versions(block)
+                self._mark(block)
                 return
             block = block.block(region.shape)
         assert len(block.parameter) == len(region.shape), (block.equation, region)
@@ -66,10 +67,10 @@ class Columns:
             self.check()
             block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
             blocks.append(block)
-            self._mark()
+            self._mark_all()
         else:
             blocks.append(block)
-            self._versions += _versions(block)
+            self._mark(block)
 
     def check(self) -> None:
         """Checks that everything that was added is as it was then.
@@ -77,14 +78,16 @@ class Columns:
         Raises:
             ChangedTensorError: It is not.
         """
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise ChangedTensorError(
-                "A tensor that the Jacobian is made of was changed in place since it was computed. "
-                "If an optimizer's step did this to a parameter, or an in-place operation to an "
-                "activation: Call the Jacobian's methods before, or compute the losses and the "
-                "Jacobian again. If a custom autograd Function or a hook did it to the gradient "
-                "that it was given: Return a new tensor there, `g * 2` and not `g.mul_(2)`."
-            )
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise ChangedTensorError(
+                    "A tensor that the Jacobian is made of was changed in place since it was "
+                    "computed. If an optimizer's step did this to a parameter, or an in-place "
+                    "operation to an activation: Call the Jacobian's methods before, or compute "
+                    "the losses and the Jacobian again. If a custom autograd Function or a hook "
+                    "did it to the gradient that it was given: Return a new tensor there, `g * 2` "
+                    "and not `g.mul_(2)`."
+                )
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
         """Prepares for several products.
@@ -116,7 +119,7 @@ class Columns:
             if forms_rows(blocks):
                 blocks[:] = [explicit(blocks, memory)]
                 taken += elements if is_larger else 0
-        self._mark()
+        self._mark_all()
         return taken
 
     @property
@@ -259,15 +262,9 @@ class Columns:
 
     def rows(self, samples: Tensor) -> Tensor | None:
         """The explicit rows of some samples, ``(k, samples, *parameter)``."""
-        some = Columns(self.parameter)
-        some._blocks = {
-            region: [block.at(samples) for block in blocks]
-            for region, blocks in self._blocks.items()
-        }
-        some._lookups = [lookup.at(samples) for lookup in self._lookups]
-        if some.dtype is None:
+        if self.dtype is None:
             return None
-        dense = some.dense()
+        dense = self._map(lambda block: block.at(samples)).dense()
         found = restore(dense.flatten(0, 1), self.parameter)
         return found.view(*dense.shape[:2], *self.parameter.shape)
 
@@ -291,16 +288,23 @@ class Columns:
     @property
     def _has_overlaps(self) -> bool:
         """Whether some regions overlap without being equal."""
+        if len(self._blocks) + len(self._lookups) < 2:
+            return False
         return any(overlap(p, q) for p, q in combinations(self._regions, 2))
 
     def _to(self, dtype: torch.dtype) -> Columns:
         """The columns in another dtype."""
-        converted = Columns(self.parameter)
-        converted._blocks = {
-            region: [block.to(dtype) for block in blocks] for region, blocks in self._blocks.items()
+        return self._map(lambda block: block.to(dtype))
+
+    def _map(self, function: Callable[[Any], Any]) -> Columns:
+        """The columns with a function of each block."""
+        mapped = Columns(self.parameter)
+        mapped._blocks = {
+            region: [function(block) for block in blocks] for region, blocks in self._blocks.items()
         }
-        converted._lookups = [lookup.to(dtype) for lookup in self._lookups]
-        return converted
+        mapped._lookups = [function(lookup) for lookup in self._lookups]
+        mapped._mark_all()
+        return mapped
 
     def _prepare(self) -> None:
         """Before every product: checks what is kept, and promotes all blocks to one dtype.
@@ -308,16 +312,26 @@ class Columns:
         A network may read a parameter in several dtypes.
         """
         self.check()
-        if len({x.dtype for x in self.tensors if x.is_floating_point()}) > 1:
+        if len(self._dtypes) > 1:
             dtype = self.dtype
             assert dtype is not None
             converted = self._to(dtype)
             self._blocks, self._lookups = converted._blocks, converted._lookups
-            self._mark()
+            self._mark_all()
 
-    def _mark(self) -> None:
+    def _mark(self, block: Block | Lookup) -> None:
+        """Remembers the dtypes and versions of a block, which changes in place raise."""
+        for tensor in block.tensors:
+            self._versions.append((tensor, tensor._version))
+            if tensor.is_floating_point():
+                self._dtypes.add(tensor.dtype)
+
+    def _mark_all(self) -> None:
         """Remembers how the tensors are that are kept now."""
-        self._versions = [pair for block in self._all for pair in _versions(block)]
+        self._versions.clear()
+        self._dtypes.clear()
+        for block in self._all:
+            self._mark(block)
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""
@@ -336,8 +350,3 @@ class Columns:
             flat = put([(region, part.reshape(k * b, *region.shape))], self.parameter)
             spread.append(Block("kbx->kbx", (flat.view(k, b, flat.shape[1]),)))
         return spread
-
-
-def _versions(block: Block | Lookup) -> list[tuple[Tensor, int]]:
-    """The tensors of a block, with the number that each change in place raises."""
-    return [(tensor, tensor._version) for tensor in block.tensors]

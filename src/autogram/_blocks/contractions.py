@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from autogram._blocks.matmul import is_faster, multiply, multiply_batch, zeros_behind
-from autogram._blocks.scratch import Memory, Purpose, scratch
+from autogram._blocks.scratch import Memory, Purpose, allocate, scratch
 
 # Elements of the products of a batch that are computed at once where their factors are copied.
 _PART_OF_BATCH = 2**20
@@ -97,7 +95,7 @@ class ProductSum:
             n = min(step, shape[dim] - start)
             some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
             sizes = [n if d == dim else size for d, size in enumerate(shape)]
-            product = torch.mul(*some, out=scratch("result", sizes, x))
+            product = torch.mul(*some, out=allocate(scratch("result"), sizes, x))
             parts.append(product.sum(summed))
         return torch.cat(parts, dim - sum(d < dim for d in summed))
 
@@ -141,7 +139,7 @@ class MatrixProduct:
         is_other_faster = is_faster(x, n, rows, summed, columns)
         out = None
         if memory is not None and not (is_other_faster and n == 1):
-            out = memory((n, rows, columns), x)
+            out = allocate(memory, (n, rows, columns), x)
         if is_other_faster and n > 1 and self._has_runs(x, y):
             result = self._by_parts(x, y, out)
         else:
@@ -182,9 +180,7 @@ def _padded(
     rows, columns = shape
     n = tensor.numel() // (rows * columns)
     padded = (n, rows + zeros[0], columns + zeros[1])
-    memory = scratch(purpose, padded, tensor)
-    if memory is None:
-        memory = tensor.new_empty(padded)
+    memory = allocate(scratch(purpose), padded, tensor)
     memory[:, rows:] = 0
     memory[:, :, columns:] = 0
     memory[:, :rows, :columns].view(tensor.shape).copy_(tensor)
@@ -210,35 +206,18 @@ def _arranged(
     tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
 ) -> Tensor:
     """An operand as a matrix product takes it: a view of it, or a copy that is valid for now."""
-    way = _way_to_arrange(tensor.shape, tensor.stride(), order, shape)
-    if way == "copy and view":
+    if repeats(tensor):  # as patches of an image do: copied in its own order
         return _copy(tensor, purpose).permute(order).reshape(shape)
     arranged = tensor.permute(order)
-    return arranged.view(shape) if way == "view" else _copy(arranged, purpose).view(shape)
-
-
-@lru_cache(maxsize=4096)
-def _way_to_arrange(
-    sizes: torch.Size, strides: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
-) -> Literal["view", "copy", "copy and view"]:
-    """How to permute the dimensions of a tensor and join them to a shape.
-
-    What repeats elements, such as patches of an image, is copied in its own order.
-    """
-    tensor = torch.empty_strided(sizes, strides, device="meta")
-    if repeats(tensor):
-        return "copy and view"
     try:
-        tensor.permute(order).view(shape)
-    except RuntimeError:  # raising it takes longer than a small product
-        return "copy"
-    return "view"
+        return arranged.view(shape)
+    except RuntimeError:
+        return _copy(arranged, purpose).view(shape)
 
 
 def _copy(tensor: Tensor, purpose: Purpose) -> Tensor:
     """A contiguous copy."""
-    memory = scratch(purpose, tensor.shape, tensor)
-    return tensor.contiguous() if memory is None else memory.copy_(tensor)
+    return allocate(scratch(purpose), tensor.shape, tensor).copy_(tensor)
 
 
 def repeats(tensor: Tensor) -> bool:

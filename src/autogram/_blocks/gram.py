@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from autogram._blocks.contractions import repeats
 from autogram._blocks.matmul import is_faster, multiply
 from autogram._blocks.path import einsum
 from autogram._blocks.plan import Plan, find_plan, limit_on, order_of_rows, signature_of
-from autogram._blocks.scratch import Memory, scratch
+from autogram._blocks.scratch import Memory, allocate, fits, scratch
+from autogram._blocks.settled import settled
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
@@ -25,7 +26,8 @@ _WORTH_SPLITTING = 2**19
 _PARTS = 4
 
 
-def gram(blocks: Sequence[Block], limit: int) -> Tensor:
+@settled
+def gram(blocks: list[Block], limit: int) -> Tensor:
     """The Gramian of the sum of some blocks of one tensor.
 
     Args:
@@ -72,18 +74,29 @@ def rows(blocks: Sequence[Block], memory: Memory | None = None) -> Tensor:
     return total
 
 
-def explicit(blocks: Sequence[Block], memory: Memory | None = None) -> Block:
+def explicit(blocks: list[Block], memory: Memory | None = None) -> Block:
     """The sum of some blocks as a block of explicit rows, in the order that takes no copy.
 
     Args:
         blocks: Some blocks.
         memory: As for :func:`rows`.
     """
-    order = order_of_rows(blocks[0])
-    moved = [block.reorder(order) for block in blocks]
-    labels = f"kb{moved[0].parameter}"
-    dense = rows(moved, memory).contiguous()
-    return Block(f"{labels}->kb{blocks[0].parameter}", (dense,))
+    return Block(_equation_of_rows(blocks[0].equation), (_dense(blocks, memory),))
+
+
+@settled
+def _dense(blocks: list[Block], memory: Memory | None) -> Tensor:
+    """Explicit rows in the order that takes no copy."""
+    order = order_of_rows(blocks[0].equation)
+    return rows([block.reorder(order) for block in blocks], memory).contiguous()
+
+
+@lru_cache(maxsize=4096)
+def _equation_of_rows(equation: str) -> str:
+    """That of explicit rows, in the order that takes no copy."""
+    parameter = equation.split("->")[1][2:]
+    labels = "".join(parameter[d] for d in order_of_rows(equation))
+    return f"kb{labels}->kb{parameter}"
 
 
 def merge(blocks: Sequence[Block]) -> list[Block]:
@@ -170,16 +183,15 @@ def _with_copy(block: Block) -> Block:
     Each of several products would copy it. There is memory for one such copy at a time.
     """
     largest = max(block.operands, key=Tensor.numel)
-    memory = scratch("whole", largest.shape, largest) if repeats(largest) else None
-    if memory is None:
+    if not repeats(largest) or not fits(largest.shape, largest):
         return block
-    memory.copy_(largest)
-    return Block(block.equation, tuple(memory if x is largest else x for x in block.operands))
+    copy = allocate(scratch("whole"), largest.shape, largest).copy_(largest)
+    return Block(block.equation, tuple(copy if x is largest else x for x in block.operands))
 
 
 def _outer_of_rows(blocks: Sequence[Block]) -> Tensor:
     """The rows of some blocks times themselves, of which only the products are kept."""
-    return _outer(rows(blocks, partial(scratch, "result")))
+    return _outer(rows(blocks, scratch("result")))
 
 
 def _outer(matrix: Tensor) -> Tensor:

@@ -101,13 +101,15 @@ def _plan_rows(blocks: list[Block], limit: int) -> Plan:
     label = next(iter(enough), max(order, key=lambda label: sizes[label], default=""))
     chunks = count_parts(elements, limit, sizes.get(label, 1))
     largest = max(path.largest for path in paths)
-    return Plan("rows", label, chunks, cost, work, -(-largest // chunks), order_of_rows(blocks[0]))
+    return Plan(
+        "rows", label, chunks, cost, work, -(-largest // chunks), order_of_rows(blocks[0].equation)
+    )
 
 
-def order_of_rows(block: Block) -> tuple[int, ...]:
-    """The order of the operands, in which a matrix product leaves the dimensions."""
-    labels = "".join(block.inputs)
-    places = [labels.index(label) for label in block.parameter]
+def order_of_rows(equation: str) -> tuple[int, ...]:
+    """The order of a block's operands, in which a matrix product leaves the dimensions."""
+    inputs, output = equation.split("->")
+    places = [inputs.index(label) for label in output[2:]]
     return tuple(sorted(range(len(places)), key=lambda d: places[d]))
 
 

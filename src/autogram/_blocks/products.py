@@ -6,7 +6,7 @@ elements that one intermediate result may have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache, reduce
 from itertools import combinations
 from math import prod
@@ -19,9 +19,10 @@ from autogram._blocks.gram import cross, merge, rows
 from autogram._blocks.matmul import multiply
 from autogram._blocks.path import einsum, find_path
 from autogram._blocks.plan import Signature, count_parts, limit_on, signature_of
+from autogram._blocks.settled import settled
 
 
-def weighted_sum(blocks: Sequence[Block], weights: Tensor, limit: int) -> Tensor:
+def weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
     """Sums of rows: J^T w.
 
     The weights go to the cotangents before anything is summed over, where that is cheaper, so that
@@ -36,11 +37,21 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, limit: int) -> Tensor
     Returns:
         ``(s, *tensor)``.
     """
+    if len(weights) > 1:
+        return _weighted_sum(blocks, weights, limit)
+    adjoints = [block.adjoint for block in blocks if block.adjoint is not None]
+    parts = [adjoint(weights[0]).unsqueeze(0) for adjoint in adjoints]
+    if len(adjoints) < len(blocks):
+        others = [block for block in blocks if block.adjoint is None]
+        parts.append(_weighted_sum(others, weights, limit))
+    return reduce(torch.add, parts)
+
+
+@settled
+def _weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
+    """Weighted sums by an einsum."""
     parts: list[Tensor] = []
     for block in merge(blocks):
-        if len(weights) == 1 and block.adjoint is not None:
-            parts.append(block.adjoint(weights[0]).unsqueeze(0))
-            continue
         if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
             parts.append(_gradient(block, weights[0], limit).unsqueeze(0))
             continue
@@ -75,7 +86,8 @@ def _gradient(block: Block, weights: Tensor, limit: int) -> Tensor:
     return reduce(torch.add, total)
 
 
-def directional(blocks: Sequence[Block], direction: Tensor, limit: int) -> Tensor:
+@settled
+def directional(blocks: list[Block], direction: Tensor, limit: int) -> Tensor:
     """Products of the rows with one direction: J v.
 
     Args:
@@ -94,7 +106,8 @@ def directional(blocks: Sequence[Block], direction: Tensor, limit: int) -> Tenso
     return reduce(torch.add, total)
 
 
-def square_norms(blocks: Sequence[Block], limit: int) -> Tensor:
+@settled
+def square_norms(blocks: list[Block], limit: int) -> Tensor:
     """Squared Euclidean norms of the rows, ``(k, b)``.
 
     By rows or by factors, whatever is cheaper: mixed ghost clipping (Bu et al. 2022,
@@ -123,7 +136,8 @@ def row_products(first: Block, second: Block) -> Tensor:
     return einsum(equation, first.operands + second.operands)
 
 
-def cross_gram(first: Sequence[Block], second: Sequence[Block], limit: int) -> Tensor:
+@settled
+def cross_gram(first: list[Block], second: list[Block], limit: int) -> Tensor:
     """Inner products of the rows of two Jacobians for one tensor, ``(k, b, k', b')``."""
     first, second = merge(first), merge(second)
     limit = limit_on(first[0].operands[0].device.type, first[0].dtype, limit)

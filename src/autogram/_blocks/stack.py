@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,13 +45,17 @@ class Stacks:
             that became full, or nothing.
         """
         block = columns.single
-        if block is None or not _is_condensable(block.equation, block.shapes):
+        if block is None:
             return columns
-        if not _is_small(block.shapes):
+        form = block.form
+        how = _how_to_wait(form.equation, form.shapes)
+        if how == "not":
+            return columns
+        if how == "as rows":
             columns.keep("auto", 0)
             block = columns.single
             assert block is not None
-        form = block.form
+            form = block.form
         waiting = self._waiting.setdefault(form, [])
         waiting.append(columns)
         if not _is_full(len(waiting), form, self._limit):
@@ -143,13 +148,14 @@ def _is_small(shapes: Shapes) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _is_condensable(equation: str, shapes: Shapes) -> bool:
+def _how_to_wait(equation: str, shapes: Shapes) -> Literal["as it is", "as rows", "not"]:
     """Whether a block's factors are small, or its rows, which the Gramian would form."""
     if _is_small(shapes):
-        return True
+        return "as it is"
     sizes = sizes_of(equation, shapes)
     rows = tuple(sizes[label] for label in equation.split("->")[1])
-    return _is_small((rows,)) and forms_rows([Block(equation, meta(shapes))])
+    is_worth = _is_small((rows,)) and forms_rows([Block(equation, meta(shapes))])
+    return "as rows" if is_worth else "not"
 
 
 @lru_cache(maxsize=4096)

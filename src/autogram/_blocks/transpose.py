@@ -6,7 +6,7 @@ from math import prod
 
 from torch import Tensor
 
-from autogram._blocks.scratch import scratch
+from autogram._blocks.scratch import allocate, fits, scratch
 
 # Rows that lie so many bytes apart, or a multiple of it, fall into the same few places of a core's
 # first cache, and throw each other out before their next elements are read.
@@ -31,10 +31,11 @@ def copy_channels_last(source: Tensor, target: Tensor) -> None:
     n, channels, *space = source.shape
     pixels = prod(space)
     step = max(1, _PART // max(1, channels * (pixels + _GAP)))
-    memory = scratch("first", (step, channels, pixels + _GAP), source)
-    if memory is None or not _aliases(source):
+    shape = (step, channels, pixels + _GAP)
+    if not _aliases(source) or not fits(shape, source):
         target.copy_(source.movedim(1, -1))
         return
+    memory = allocate(scratch("first"), shape, source)
     for start in range(0, n, step):
         count = min(step, n - start)
         apart = memory[:count, :, :pixels].unflatten(2, space)

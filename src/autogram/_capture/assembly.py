@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -31,6 +32,16 @@ class Observer(Protocol):
     def see_block(self, arrival: Arrival) -> None:
         """A use has a block for a tracked tensor."""
         ...
+
+
+@dataclass(slots=True)
+class _Account:
+    """What is known of one parameter."""
+
+    expected: int = 0
+    """How many uses have not arrived."""
+    columns: Columns | None = None
+    """What has arrived, from the first use until the sink takes it."""
 
 
 class Assembly(Generic[S]):
@@ -61,12 +72,13 @@ class Assembly(Generic[S]):
         self._limit = limit
         self._sink = sink
         self._observers = observers
-        self._columns: dict[Tensor, Columns] = {}
+        self._accounts: dict[Tensor, _Account] = {}
         self._derived: dict[Tracked, Columns] = {}
         self._arrived: Counter[Tracked] = Counter()
-        self._expected: Counter[Tensor] = Counter()
         for recording in channel.recordings:
-            self._expected.update(recording.uses)
+            for parameters in recording.reads:
+                for parameter in parameters:
+                    self._account(parameter).expected += 1
         self.has_arrivals = False
         self.unseen: list[Use] = []
 
@@ -94,8 +106,8 @@ class Assembly(Generic[S]):
         """The sink, after it was given what still waited."""
         for tracked in list(self._derived):
             self._pull_back(tracked)
-        for parameter in list(self._columns):
-            self._finish(parameter)
+        for parameter, account in self._accounts.items():
+            self._finish(parameter, account)
         return self._sink
 
     def _add(
@@ -118,23 +130,29 @@ class Assembly(Generic[S]):
                     columns = self._derived[tracked] = Columns(Region.contiguous(tracked.shape))
                 columns.add(region, block)
 
+    def _account(self, parameter: Tensor) -> _Account:
+        """The account of a parameter, opened when first asked for."""
+        account = self._accounts.get(parameter)
+        if account is None:
+            account = self._accounts[parameter] = _Account()
+        return account
+
     def _columns_of(self, parameter: Tensor) -> Columns:
         """The columns of a parameter, made when first asked for."""
-        columns = self._columns.get(parameter)
-        if columns is None:
-            columns = self._columns[parameter] = Columns(Region.of_parameter(parameter))
-        return columns
+        return _columns_in(self._account(parameter), parameter)
 
     def _count(self, tracked: Tracked) -> None:
         """Counts an arrival, and finishes what has nothing left to wait for."""
-        self._arrived[tracked] += 1
-        if tracked in self._derived and self._arrived[tracked] == tracked.uses:
-            self._pull_back(tracked)
+        if tracked.region is None:
+            self._arrived[tracked] += 1
+            if tracked in self._derived and self._arrived[tracked] == tracked.uses:
+                self._pull_back(tracked)
         for parameter in tracked.sources:
-            self._expected[parameter] -= 1
-            self._columns_of(parameter)  # empty where every cotangent was zero
-            if self._expected[parameter] == 0:
-                self._finish(parameter)
+            account = self._account(parameter)
+            account.expected -= 1
+            _columns_in(account, parameter)  # empty where every cotangent was zero
+            if account.expected == 0:
+                self._finish(parameter, account)
 
     def _pull_back(self, tracked: Tracked) -> None:
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
@@ -145,6 +163,15 @@ class Assembly(Generic[S]):
             for parameter, block in pulled:
                 self._columns_of(parameter).add(Region.of_parameter(parameter), block)
 
-    def _finish(self, parameter: Tensor) -> None:
-        """Gives the columns of a parameter to the sink."""
-        self._sink.take(parameter, self._columns.pop(parameter))
+    def _finish(self, parameter: Tensor, account: _Account) -> None:
+        """Gives the columns of a parameter to the sink, if there are any."""
+        columns, account.columns = account.columns, None
+        if columns is not None:
+            self._sink.take(parameter, columns)
+
+
+def _columns_in(account: _Account, parameter: Tensor) -> Columns:
+    """The columns in the account of a parameter."""
+    if account.columns is None:
+        account.columns = Columns(Region.of_parameter(parameter))
+    return account.columns

@@ -8,18 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from autogram._blocks import GEOMETRY
 from autogram._capture.containers import tensors_in_call
 from autogram._capture.picking import PICKING
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
-_PROPERTIES = (
-    "shape dtype device ndim layout requires_grad is_cuda is_leaf grad_fn is_nested is_sparse"
-)
-_METHODS = "size dim numel stride is_contiguous is_floating_point is_complex element_size"
-_QUESTIONS = {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
-    *(getattr(Tensor, name) for name in _METHODS.split()),
-}
+_PROPERTIES = "requires_grad is_leaf grad_fn is_nested is_sparse"
+_QUESTIONS = GEOMETRY | {getattr(Tensor, name).__get__ for name in _PROPERTIES.split()}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _IN_PLACE_OPERATORS = {

@@ -129,11 +129,14 @@ class Recorder(TorchFunctionMode):
 
     def _use(self, call: Call, reads: list[Tensor], operands: Operands) -> Any:
         """Carries out a call in which tracked tensors meet batched ones."""
-        if any(x.is_nested for x in reads):
-            raise _nested(call)
+        is_complex = False
+        for tensor in reads:
+            if tensor.is_nested:
+                raise _nested(call)
+            is_complex |= tensor.is_complex()
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-        if rule and not any(x.is_complex() for x in reads):
+        if rule and not is_complex:
             recipes = _recipes(rule, call, operands)
             if recipes is not None:
                 return self._tapper.run_with_rule(call, operands, recipes, rule)
@@ -246,17 +249,19 @@ def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
         return None
-    ids = [id(tensor) for tensor, _ in operands]
+    ids = sorted([id(tensor) for tensor, _ in operands])
     covered: dict[int, list[int]] = {0: []}
     chosen = []
     for recipe in recipes:
-        known = [id(tensor) for tensor in recipe.operands if id(tensor) in ids]
+        known = [x for x in map(id, recipe.operands) if x in ids]
         if known:
             chosen.append(recipe)
             covered.setdefault(recipe.output, []).extend(known)
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
-    ids.sort()
-    return chosen if all(sorted(found) == ids for found in covered.values()) else None
+    for found in covered.values():
+        if sorted(found) != ids:
+            return None
+    return chosen
 
 
 def _binds(rule: Rule, call: Call) -> bool:

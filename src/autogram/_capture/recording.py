@@ -104,8 +104,8 @@ class Recording:
     channel: Channel
     names: dict[Tensor, str]
     """The parameters of the modules, by tensor."""
-    uses: dict[Tensor, int] = field(default_factory=dict)
-    """How many uses each parameter had, directly or through derived tensors."""
+    reads: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """For each time that a use reads a tracked tensor, the parameters behind it."""
     count: int = 0
     is_batchable: bool = True
     """Whether a backward pass through it may be batched."""
@@ -146,5 +146,4 @@ class Recording:
         self.signature = hash((self.signature, shape))
         for tracked in reads:
             tracked.uses += 1
-            for source in tracked.sources:
-                self.uses[source] = self.uses.get(source, 0) + 1
+            self.reads.append(tracked.sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,9 +44,10 @@ class Tapper:
         if versions != [x._version for x in saved]:
             raise _changed_by(call)
         tapped: dict[int, Tensor] = {}
+        by_id = {id(tensor): tracked for tensor, tracked in operands}
         for place, tensor in enumerate(call.results(output)):
             if tensor.requires_grad:
-                found, kept = _for_result(place, recipes, saved, operands)
+                found, kept = _for_result(place, recipes, saved, by_id)
                 if not found:
                     raise _without_recipe(call, place)
                 use = self._rule_use(call.kind.name, tensor, found, rule)
@@ -95,7 +96,7 @@ class Tapper:
         """A module's output that is computed from parameters alone, with a tap."""
         letters = "TSRUVWXYZ"[: tensor.dim()]
         recipe = product(tensor, f"{letters}->{letters}")
-        found, kept = _for_result(0, [recipe], [], [(tensor, tracked)])
+        found, kept = _for_result(0, [recipe], [], {id(tensor): tracked})
         use = self._rule_use("the output of the module", tensor, found, None)
         return tap(use, tensor, kept, in_place=False)
 
@@ -122,9 +123,10 @@ class Tapper:
     def _enter(self, use: U, output: Tensor) -> U:
         """Counts a use, and notes its precision where autocast may hide it."""
         self._recording.add(use.shape, use.reads)
-        device = output.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
-            self._recording.dtypes.add(torch.get_autocast_dtype(device))
+        if torch._C._is_any_autocast_enabled():
+            device = output.device.type
+            if device != "meta" and torch.is_autocast_enabled(device):
+                self._recording.dtypes.add(torch.get_autocast_dtype(device))
         return use
 
 
@@ -136,7 +138,7 @@ def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
 
 
 def _for_result(
-    place: int, recipes: Recipes, saved: Sequence[Tensor], operands: Operands
+    place: int, recipes: Recipes, saved: Sequence[Tensor], by_id: Mapping[int, Tracked]
 ) -> tuple[list[Operand | JointOperands], list[Tensor]]:
     """The recipes for one tensor of a call's results, as operands, and what they save.
 
@@ -144,9 +146,8 @@ def _for_result(
         place: The place of the tensor among the results.
         recipes: Those of all results.
         saved: What they save, one after the other.
-        operands: What is tracked.
+        by_id: What is tracked, by the ``id`` of the tensor.
     """
-    by_id = {id(tensor): tracked for tensor, tracked in operands}
     found: list[Operand | JointOperands] = []
     kept: list[Tensor] = []
     start = 0

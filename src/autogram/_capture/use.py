@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
@@ -62,10 +62,10 @@ class Operand:
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: Sequence[Tensor]
-    ) -> Iterator[Contribution]:
+    ) -> Iterable[Contribution]:
         """Its block, as factors."""
         block = self.form.block(layout, cotangent, *saved)
-        yield self.tracked, self.form.region(_region(self.tracked)), block
+        return ((self.tracked, self.form.region(_region(self.tracked)), block),)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +85,7 @@ class JointOperands:
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: Sequence[Tensor]
-    ) -> Iterator[Contribution]:
+    ) -> Iterable[Contribution]:
         """Their blocks, as factors."""
         blocks = self.form.blocks(layout, cotangent, *saved)
         for tracked, block in zip(self.tracked, blocks, strict=True):

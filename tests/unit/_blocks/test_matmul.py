@@ -83,7 +83,7 @@ def test_batches(
     left, right = torch.randn(n, rows, summed), torch.randn(n, summed, columns)
     # What is left in the memory of copies must not come through, not even by zero times infinity.
     for purpose in ("first", "second"):
-        memory = scratch.scratch(purpose, (2**10,) * 2, left)
+        memory = scratch.allocate(scratch.scratch(purpose), (2**10,) * 2, left)
         memory.fill_(torch.nan)
     actual = einsum("bos,bsi->boi", (left, right))
     assert_product("nrs,nsc->nrc", actual, left, right)

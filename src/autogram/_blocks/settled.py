@@ -1,0 +1,107 @@
+"""Settled functions: what they do is found out once, and then only done.
+
+How blocks are contracted follows from their forms alone. To find it out takes hundreds of Python
+calls, which is longer than many a contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.program import Program, Slot
+from autogram._blocks.tracer import Tracer
+
+# Batches of varying length give forms that may never come again: the first time, nothing is traced.
+_WORTH_A_TRACE = 2
+
+P = ParamSpec("P")
+
+
+def settled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """A function that makes the calls to PyTorch that it made for arguments of the same forms.
+
+    Args:
+        function: A function of lists of blocks, tensors, memory (whatever can be called) and
+            options (whatever can be hashed), by position. What it does must follow from their forms
+            and from the options. Where it reads values of a tensor, or a tensor that it was not
+            given, nothing is settled.
+    """
+
+    @wraps(function)
+    def carry_out(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        form = _Form(function, args)
+        if kwargs or not form.is_plain:
+            return function(*args, **kwargs)
+        memo = _memo(tuple(form.key))
+        if memo.program is not None:
+            found: Tensor = memo.program(form.inputs)
+            return found
+        memo.sights += 1
+        if memo.sights != _WORTH_A_TRACE or not form.is_traceable:
+            return function(*args, **kwargs)
+        with Tracer(form.inputs) as tracer:
+            result = function(*args, **kwargs)
+        memo.program = tracer.program(result)
+        return result
+
+    return carry_out
+
+
+class _Form:
+    """The arguments of a call, taken apart.
+
+    Attributes:
+        key: What the calls to PyTorch follow from.
+        inputs: Tensors and memory.
+        is_plain: Whether all tensors are nothing but tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.key: list[Hashable] = [function, torch._C._get_mkldnn_enabled()]
+        self.inputs: list[Any] = []
+        self.is_plain = True
+        for arg in args:
+            if isinstance(arg, list):
+                self.key.append(len(arg))
+                for block in arg:
+                    self.key.append(block.equation)
+                    self.inputs += block.operands
+            elif isinstance(arg, Tensor) or callable(arg):
+                self.key.append(Slot)
+                self.inputs.append(arg)
+            else:
+                self.key.append(arg)
+        ids = []
+        for x in self.inputs:
+            ids.append(id(x))
+            if type(x) is Tensor:
+                self.key += (x.shape, x.stride(), x.dtype, x.device)
+            elif isinstance(x, Tensor):
+                self.is_plain = False
+        if len(set(ids)) < len(ids):
+            self.key += map(ids.index, ids)  # what is one tensor now may be two the next time
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether changes in place are counted, by which a trace sees them."""
+        tensors = (x for x in self.inputs if isinstance(x, Tensor))
+        return not (torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors))
+
+
+class _Memo:
+    """What is known of a function for arguments of some forms."""
+
+    def __init__(self) -> None:
+        self.sights = 0
+        self.program: Program | None = None
+
+
+@lru_cache(maxsize=4096)
+def _memo(key: Hashable) -> _Memo:  # noqa: ARG001 - what the cache goes by
+    """The memo of a function and some forms."""
+    return _Memo()

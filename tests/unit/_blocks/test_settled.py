@@ -1,0 +1,268 @@
+"""Functions that are traced once, and then carried out by what was traced."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block, settled
+from autogram._blocks.scratch import Memory, allocate
+
+Function = Callable[..., Tensor]
+
+
+class Counted:
+    """A settled function, and how often its Python code has run."""
+
+    def __init__(self, function: Function) -> None:
+        self.runs = 0
+        self.function = function
+        self.settled = settled.settled(self._run)
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.settled(*args)
+
+    def _run(self, *args: Any) -> Tensor:
+        self.runs += 1
+        return self.function(*args)
+
+
+def _strided(x: Tensor) -> Tensor:
+    return x.T.unsqueeze(0).expand(2, -1, -1).sum((0, 2))
+
+
+def _shifted(x: Tensor) -> Tensor:
+    return x[1:, 2:] * x[:-1, :-2]
+
+
+def _in_place(x: Tensor) -> Tensor:
+    total = x.new_zeros(x.shape[0] + 1, x.shape[1])
+    total[1:] = x
+    total[0].add_(x.sum(0)).mul_(2)
+    return total
+
+
+def _in_several_parts(x: Tensor) -> Tensor:
+    first, second = x.split(2)
+    values, _ = torch.sort(second, 1)
+    return torch.cat([first.mT, values.mT], 1)
+
+
+def _by_name(x: Tensor) -> Tensor:
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(x, x.flip(0), out=result)
+    return torch.sum(input=result, dim=1)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x.contiguous().view(x.shape).permute(0, 1)
+
+
+def _of_nothing(x: Tensor) -> Tensor:
+    return torch.eye(3, dtype=x.dtype, device=x.device).view(9)
+
+
+def _by_shape(x: Tensor) -> Tensor:
+    return x.sum(0) if len(x) > x.size(1) or x.is_floating_point() else x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _strided,
+        _shifted,
+        _in_place,
+        _in_several_parts,
+        _by_name,
+        _unchanged,
+        _of_nothing,
+        _by_shape,
+    ],
+)
+def test_other_values_of_the_same_form(function: Function) -> None:
+    counted = Counted(function)
+    for x in torch.randn(4, 4, 5).unbind():
+        given = x.clone()
+        assert torch.equal(counted(given), function(x))
+        assert torch.equal(given, x)
+    assert counted.runs == 1
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (torch.zeros(4, 5), torch.zeros(4, 4)),
+        (torch.zeros(4, 4), torch.zeros(4, 5).T[:4]),
+        (torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.float16)),
+        (torch.zeros(4, 4), torch.zeros(4, 4, device="meta")),
+    ],
+    ids=["shape", "strides", "dtype", "device"],
+)
+def test_other_forms(others: Sequence[Tensor]) -> None:
+    counted = Counted(_strided)
+    for runs, x in enumerate(others, start=1):
+        counted(x.clone() if x.is_contiguous() else x)
+        assert counted.runs == runs
+
+
+def test_inputs_that_begin_elsewhere() -> None:
+    counted = Counted(_shifted)
+    for x in (torch.randn(4, 5), torch.randn(3, 4, 5)[2]):
+        assert torch.equal(counted(x), _shifted(x))
+    assert counted.runs == 1
+
+
+def test_options() -> None:
+    counted = Counted(lambda x, dim: x.sum(dim))
+    x = torch.randn(4, 5)
+    assert [counted(x, dim).shape for dim in (0, 1, 0)] == [(5,), (4,), (5,)]
+    assert counted.runs == 2
+
+
+def test_the_first_time_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled, "_WORTH_A_TRACE", 2)
+    counted = Counted(_strided)
+    for x in torch.randn(4, 4, 5).unbind():
+        counted(x.clone())
+    assert counted.runs == 2
+
+
+@pytest.mark.parametrize("read", [bool, float, Tensor.tolist, Tensor.item])
+def test_values_are_never_settled(read: Callable[[Tensor], object]) -> None:
+    def double_if_true(x: Tensor) -> Tensor:
+        return 2 * x if read(x.amax()) else x
+
+    counted = Counted(double_if_true)
+    for x in (torch.zeros(1), torch.ones(1), torch.zeros(1)):
+        assert torch.equal(counted(x), 2 * x)
+    assert counted.runs == 3
+
+
+def test_tensors_from_elsewhere_are_never_settled() -> None:
+    hidden = [torch.ones(3)]
+    counted = Counted(lambda x: x + hidden[0])
+    counted(torch.zeros(3))
+    hidden[0] = torch.zeros(3)
+    assert torch.equal(counted(torch.zeros(3)), torch.zeros(3))
+
+
+def test_one_tensor_given_twice() -> None:
+    counted = Counted(lambda x, y: x - y)
+    x, y = torch.randn(3), torch.randn(3)
+    for first, second in ((x, x), (x, y), (y, x), (y, y)):
+        assert torch.equal(counted(first, second), first - second)
+
+
+def test_blocks() -> None:
+    counted = Counted(lambda p, q: torch.stack([x.operands[0] for x in (*p, *q)]).sum((1, 2)))
+
+    def block() -> Block:
+        return Block("kbo->kbo", (torch.randn(1, 3, 4),))
+
+    for sizes in ((1, 2), (2, 1), (1, 2), (2, 1)):
+        some, others = ([block() for _ in range(n)] for n in sizes)
+        expected = torch.cat([x.operands[0] for x in (*some, *others)]).sum(1)
+        assert torch.equal(counted(some, others), expected)
+    assert counted.runs == 2
+
+
+def test_memory_is_asked_for_each_time() -> None:
+    pieces: list[Tensor] = []
+
+    def take(shape: Sequence[int], like: Tensor) -> Tensor | None:
+        pieces.append(like.new_empty(shape))
+        return pieces[-1]
+
+    def in_memory(x: Tensor, memory: Memory) -> Tensor:
+        return torch.mul(x, 2, out=allocate(memory, x.shape, x))
+
+    counted = Counted(in_memory)
+    for _ in range(3):
+        x = torch.randn(3)
+        assert counted(x, take).data_ptr() == pieces[-1].data_ptr()
+        assert torch.equal(pieces[-1], 2 * x)
+    assert (counted.runs, len(pieces)) == (1, 3)
+
+
+def test_no_memory_left() -> None:
+    counted = Counted(lambda x, memory: allocate(memory, x.shape, x).copy_(x))
+    for _ in range(3):
+        x = torch.randn(3)
+        assert torch.equal(counted(x, lambda *_: None), x)
+    assert counted.runs == 1
+
+
+def test_what_is_not_read_again_is_freed() -> None:
+    pieces: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def take(shape: Sequence[int], like: Tensor) -> Tensor | None:
+        alive.append(sum(piece() is not None for piece in pieces))
+        piece = like.new_empty(shape)
+        pieces.append(weakref.ref(piece))
+        return piece
+
+    def chain(x: Tensor, memory: Memory) -> Tensor:
+        for _ in range(5):
+            x = torch.mul(x, 2, out=allocate(memory, x.shape, x))
+        return x
+
+    counted = Counted(chain)
+    for _ in range(2):
+        pieces.clear()
+        alive.clear()
+        counted(torch.randn(3), take)
+        assert max(alive) == 1
+    assert counted.runs == 1
+
+
+def test_no_tensor_is_kept() -> None:
+    counted = Counted(lambda x, y: (x @ y).sum())
+    for _ in range(3):
+        x, y = torch.randn(3, 3), torch.randn(3, 3)
+        counted(x, y)
+    references = [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_subclasses_are_left_alone() -> None:
+    class Own(Tensor):
+        pass
+
+    counted = Counted(_strided)
+    for _ in range(3):
+        x = torch.randn(4, 5)
+        assert isinstance(counted(x.as_subclass(Own)), Own)
+    assert counted.runs == 3
+
+
+def test_inference_mode() -> None:
+    counted = Counted(_in_place)
+    with torch.inference_mode():
+        for x in torch.randn(3, 4, 5).unbind():
+            assert torch.equal(counted(x), _in_place(x))
+    assert counted.runs == 3
+
+
+def test_gradients() -> None:
+    counted = Counted(_strided)
+    for _ in range(2):
+        x = torch.randn(4, 5, requires_grad=True)
+        counted(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((4, 5), 2.0))
+    assert counted.runs == 1
+
+
+def test_another_setting_of_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(_strided)
+    x = torch.randn(4, 5)
+    for is_on in (True, False, True):
+        monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda is_on=is_on: is_on)
+        counted(x)
+    assert counted.runs == 2
