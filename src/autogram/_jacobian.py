@@ -315,6 +315,8 @@ class Jacobian:
 
     def _arranged(self, values: Tensor) -> Tensor:
         """``(k, b)`` as ``(m,)``, in the row-major order of the losses."""
+        if self._objectives.is_in_order:
+            return values.flatten()
         return values.flatten()[self._objectives.places.to(values.device)]
 
     def _gradients(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

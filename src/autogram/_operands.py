@@ -25,9 +25,12 @@ def weights_of(w: Tensor, objectives: Objectives) -> tuple[Tensor, bool]:
             f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
         )
     flat = w.detach().reshape(-1 if is_stack else 1, losses.numel())
-    weights = torch.empty_like(flat)
-    weights[:, objectives.places.to(flat.device)] = flat
-    return weights.unflatten(1, (objectives.per_sample, objectives.samples)), is_stack
+    if objectives.is_in_order:
+        weights = flat
+    else:
+        weights = torch.empty_like(flat)
+        weights[:, objectives.places.to(flat.device)] = flat
+    return weights.view(len(flat), objectives.per_sample, objectives.samples), is_stack
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:

@@ -111,14 +111,15 @@ class Columns:
                 blocks[:] = merge(blocks)
             if form == "factors" or (len(blocks) == 1 and blocks[0].is_rows):
                 continue
+            if not forms_rows(blocks):
+                continue
             sizes = blocks[0].sizes
             elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
             is_larger = elements > sum(x.numel() for block in blocks for x in block.operands)
             if is_larger and (form == "auto" or elements > room - taken):
                 continue
-            if forms_rows(blocks):
-                blocks[:] = [explicit(blocks, memory)]
-                taken += elements if is_larger else 0
+            blocks[:] = [explicit(blocks, memory)]
+            taken += elements if is_larger else 0
         self._mark_all()
         return taken
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from autogram._errors import FreedGraphError, UnsupportedError
 
@@ -52,10 +53,11 @@ def leaves_behind(tensor: Tensor) -> Iterator[Tensor]:
     anchors: set[Tensor] = set()
     leaves: list[Tensor] = []
     for node in nodes_behind(tensor, lambda node: False):  # noqa: ARG005 - nothing is an end
-        use = getattr(node, "use", None)
-        recording = getattr(use, "recording", None)
-        if recording is not None:
-            anchors.add(recording.channel.anchor)
+        if isinstance(node, BackwardCFunction):  # of a function in Python, as taps are
+            recording = getattr(getattr(node, "use", None), "recording", None)
+            if recording is not None:
+                anchors.add(recording.channel.anchor)
+            continue
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)

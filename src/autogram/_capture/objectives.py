@@ -80,10 +80,15 @@ class Objectives:
         """``(k, b, k, b)`` as ``(m, m)``, in the row-major order of the losses."""
         m = self.losses.numel()
         gramian = gramian.reshape(m, m)
-        if 1 in (self.per_sample, self.samples):
+        if self.is_in_order:
             return gramian
         places = self.places.to(gramian.device)
         return gramian[places][:, places]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether ``(k, b)``, flattened, is the row-major order of the losses."""
+        return 1 in (self.per_sample, self.samples)
 
     @property
     def places(self) -> Tensor:
