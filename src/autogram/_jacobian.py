@@ -302,7 +302,9 @@ class Jacobian:
         """Checks the factors, and makes results exact under autocast and no part of a graph."""
         for columns in self._columns.values():
             columns.check()
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        # In inference mode, tensors would not count their changes in place.
+        normal = torch.inference_mode(mode=False)
+        with normal, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             yield
 
     def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:

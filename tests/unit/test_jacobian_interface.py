@@ -13,7 +13,7 @@ from autogram import ChangedTensorError, Engine, InvalidOperandError, Jacobian
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import batch, mlp, per_sample
-from tests.unit.jacobians import flat
+from tests.unit.jacobians import assert_operator_is, flat
 from tests.unit.networks import Call
 from tests.unit.test_memory import MODELS as VARIOUS
 from tests.unit.test_memory import live_tensors
@@ -248,3 +248,9 @@ def test_memory_is_freed_with_the_jacobian(name: str) -> None:
     before = live_tensors()
     step()
     assert live_tensors() == before
+
+
+def test_inference_mode(model: nn.Module) -> None:
+    jacobian, expected = make(model)
+    with torch.inference_mode():
+        assert_operator_is(jacobian, expected)

@@ -10,6 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autogram._blocks.region import contiguous_strides
+
 _ALIGNMENT = 64
 
 
@@ -65,8 +67,9 @@ class Arena:
         self._wanted = max(self._wanted, self._taken)
         if self._taken > len(self._memory):
             return None
-        strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
         # Not a view: all views count their changes together, and a change of one part is none of
         # another.
         storage, offset = self._memory.untyped_storage(), start // like.dtype.itemsize
-        return like.new_empty(0).set_(storage, offset, tuple(shape), strides)
+        return like.new_empty(0).set_(
+            storage, offset, tuple(shape), contiguous_strides(tuple(shape))
+        )

@@ -30,10 +30,7 @@ class Region:
     @classmethod
     def contiguous(cls, shape: tuple[int, ...]) -> Region:
         """All elements of a tensor that has blocks of its own."""
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.append(strides[-1] * max(size, 1))
-        return _region(0, shape, tuple(reversed(strides))[len(strides) - len(shape) :])
+        return _region(0, shape, contiguous_strides(shape))
 
     @classmethod
     def of_parameter(cls, parameter: Tensor) -> Region:
@@ -115,3 +112,10 @@ def overlap(first: Region, second: Region) -> bool:
     if end < other_start or other_end < start:
         return False
     return bool(torch.isin(first.indices(), second.indices()).any())
+
+
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    sizes = [max(1, size) for size in shape]
+    return tuple(prod(sizes[d + 1 :]) for d in range(len(sizes)))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from autogram._blocks.region import contiguous_strides
+
 # From 32 MiB on, the C library takes memory from the system for every tensor anew, and touching it
 # for the first time is slower than the arithmetic: rows of 150 MB took twice the time in one piece.
 # On a CPU, rows are cut into pieces of this size, which are written into the same memory one after
@@ -81,4 +83,4 @@ def _take(purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor | None
             whole = torch.empty(CPU_BYTES, dtype=torch.uint8, device="cpu")
             _KEPT.memory[purpose, torch.uint8] = whole
         memory = _KEPT.memory[purpose, like.dtype] = whole.view(like.dtype)
-    return memory[: prod(shape)].view(shape)
+    return memory.as_strided(shape, contiguous_strides(tuple(shape)))

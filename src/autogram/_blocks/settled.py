@@ -42,8 +42,9 @@ def settled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
             found: Tensor = memo.program(form.inputs)
             return found
         memo.sights += 1
-        if memo.sights != _WORTH_A_TRACE or not form.is_traceable:
+        if memo.sights < _WORTH_A_TRACE or memo.was_traced or not form.is_traceable:
             return function(*args, **kwargs)
+        memo.was_traced = True
         with Tracer(form.inputs) as tracer:
             result = function(*args, **kwargs)
         memo.program = tracer.program(result)
@@ -98,6 +99,7 @@ class _Memo:
 
     def __init__(self) -> None:
         self.sights = 0
+        self.was_traced = False
         self.program: Program | None = None
 
 

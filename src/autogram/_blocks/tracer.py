@@ -128,6 +128,8 @@ class Tracer(TorchFunctionMode):
 
     def _slot(self, x: Any) -> Any:
         """The slot of a tensor or of memory, and anything else as it is."""
+        if isinstance(x, slice):
+            self._is_settled &= not any(isinstance(y, Tensor) for y in (x.start, x.stop, x.step))
         if not isinstance(x, Tensor):
             places = (place for place, given in enumerate(self._inputs) if given is x)
             place = next(places, None) if callable(x) else None

@@ -118,7 +118,8 @@ class Assembly(Generic[S]):
             self.unseen.append(use)
         # Half precision is for the network: products of gradients are accumulated in float32.
         dtype = torch.promote_types(cotangent.dtype, torch.float32)
-        blocks = use.contributions(layout, cotangent.to(dtype), saved, self._limit)
+        exact = cotangent if cotangent.dtype == dtype else cotangent.to(dtype)
+        blocks = use.contributions(layout, exact, saved, self._limit)
         for tracked, region, block in blocks:
             for observer in self._observers:
                 observer.see_block(Arrival(use, layout, cotangent, tracked, region, block))

@@ -255,4 +255,6 @@ def _region(tracked: Tracked) -> Region:
 
 def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """A saved tensor in the dtype of the contraction; indices and masks stay as they are."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

@@ -131,6 +131,13 @@ def test_the_first_time_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> No
     assert counted.runs == 2
 
 
+def test_values_that_cut() -> None:
+    counted = Counted(lambda x, n: x[:n])
+    for n in (1, 2, 3):
+        assert len(counted(torch.zeros(4), torch.tensor(n))) == n
+    assert counted.runs == 3
+
+
 @pytest.mark.parametrize("read", [bool, float, Tensor.tolist, Tensor.item])
 def test_values_are_never_settled(read: Callable[[Tensor], object]) -> None:
     def double_if_true(x: Tensor) -> Tensor:
