@@ -132,12 +132,6 @@ class Columns:
         return blocks[0] if len(blocks) == 1 and self.parameter.is_gapless else None
 
     @property
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything that is kept."""
-        for block in self._all:
-            yield from block.tensors
-
-    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the rows, or ``None`` if nothing was added."""
         dtypes = {block.dtype for blocks in self._blocks.values() for block in blocks}

@@ -40,6 +40,12 @@ def block_of(parameter: Tensor) -> Block:
     return Block(f"kbt{letters},bt->kb{letters}", operands)
 
 
+def kept(columns: Columns) -> tuple[Tensor, ...]:
+    """The factors of the only block of some columns."""
+    assert columns.single is not None
+    return columns.single.operands
+
+
 def gramian_one_by_one(found: dict[Tensor, Columns]) -> Tensor:
     return sum(columns.gram(LIMIT) for columns in found.values())
 
@@ -67,7 +73,7 @@ def test_equal_forms_make_one_stack() -> None:
 
 
 def test_full_stack_does_not_wait() -> None:
-    limit = 2 * sum(x.numel() for x in columns_of(MATRICES[0]).tensors)
+    limit = 2 * sum(x.numel() for x in kept(columns_of(MATRICES[0])))
     stacks = Stacks(limit)
     assert stacks.add(columns_of(MATRICES[0])) is None
     assert stacks.add(columns_of(MATRICES[1])).parameter.shape == (2, 4, 5)
@@ -79,7 +85,7 @@ def test_weighted_sums_keep_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     make = stack._stack
     monkeypatch.setattr(stack, "_stack", lambda some: counts.append(len(some)) or make(some))
     found = {torch.zeros(4, 5): columns_of(MATRICES[0]) for _ in range(5)}
-    limit = 2 * sum(x.numel() for x in columns_of(MATRICES[0]).tensors)
+    limit = 2 * sum(x.numel() for x in kept(columns_of(MATRICES[0])))
     weights = torch.randn(1, K, B, dtype=torch.float64)
     assert len(dict(weighted_sums(found, weights, limit))) == 5
     assert counts == [2, 2, 1]
@@ -93,7 +99,7 @@ def test_large_factors_with_small_rows_are_stacked_as_rows() -> None:
         columns.add(Region.of_parameter(parameter), block)
     expected = gramian_one_by_one(found)
     (only,) = stacked(found.values(), LIMIT)
-    assert [x.shape for x in only.tensors] == [(K, B, 2, 4)]
+    assert [x.shape for x in kept(only)] == [(K, B, 2, 4)]
     assert_close_to_reference(only.gram(LIMIT), expected)
 
 
