@@ -310,9 +310,9 @@ class Engine:
         Returns:
             For each parameter the calls that read it, the rules, where the samples lie in them, the
             way of contraction that was chosen and the alternative, and what it costs; and which
-            parameters have no part in the Gramian, and why. Small parameters of equal shapes are
-            contracted together, and listed as if each was alone. ``print`` of it, or of the engine,
-            is a table; ``to_dict()`` of it is for programs.
+            parameters have no part in the Gramian, and why. Small parameters are contracted
+            together, and listed as if each was alone. ``print`` of it, or of the engine, is a
+            table; ``to_dict()`` of it is for programs.
 
             Cost: none for :meth:`compute_gramian` where calls and shapes are those of the call
             before; some microseconds for each use of a parameter where they are new.

@@ -9,8 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, stacked, weighted_sums
-from autogram._capture import Objectives, accumulate, retried_with_less
+from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
+from autogram._capture import Objectives, accumulate, exact, retried_with_less
 from autogram._errors import InvalidOperandError
 from autogram._operands import Direction, direction_of, parameter_of, weights_of
 
@@ -96,8 +96,8 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            found = stacked(self._columns.values(), self._limit)
-            parts = (columns.gram(self._limit) for columns in found)
+            found = bundled(self._columns.values(), self._limit)
+            parts = (gram_of_bundle(bundle, self._limit) for bundle in found)
             return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
     @retried_with_less
@@ -302,9 +302,7 @@ class Jacobian:
         """Checks the factors, and makes results exact under autocast and no part of a graph."""
         for columns in self._columns.values():
             columns.check()
-        # In inference mode, tensors would not count their changes in place.
-        normal = torch.inference_mode(mode=False)
-        with normal, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with exact(self.device):
             yield
 
     def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:

@@ -46,7 +46,7 @@ def default_device() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def checked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settle contractions at once, and compare what was traced with what was computed."""
-    settled._memo.cache_clear()
+    settled._MEMOS.clear()
     monkeypatch.setattr(settled, "_WORTH_A_TRACE", 1)
     trace = Tracer.program
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autogram._blocks.columns as contraction
 from autogram import Engine, MemoryLimitError, MixedSamplesError, NonFiniteError
+from autogram._blocks import bundle, columns
+from autogram._blocks.gram import gram
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
@@ -177,7 +178,7 @@ class TestInterrupted:
         engine = Engine(model, batch_dim=0)
         kept = of(model(batch(4, 3)))
         with monkeypatch.context() as patch:
-            patch.setattr(contraction, "gram", _interrupt)
+            _replace_gram(patch, _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.compute_gramian(kept)
         assert_exact(engine, kept, model)
@@ -199,6 +200,12 @@ class TestInterrupted:
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def _replace_gram(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    """Puts a function in the place of the contraction that makes Gramians."""
+    for place in (columns, bundle):
+        patch.setattr(place, "gram", function)
 
 
 class Shortage:
@@ -235,8 +242,8 @@ class TestMemory:
     ) -> None:
         model = mlp()
         engine = Engine(model, batch_dim=0, memory_limit_bytes=2**20)
-        shortage = Shortage(contraction.gram, 2**17, error)
-        monkeypatch.setattr(contraction, "gram", shortage)
+        shortage = Shortage(gram, 2**17, error)
+        _replace_gram(monkeypatch, shortage)
         losses = per_sample(model(batch(4, 3)))
         jacobian = reference_jacobian(losses, model.parameters())
         gramian = PRODUCTS[product](engine, losses)
@@ -250,8 +257,8 @@ class TestMemory:
         engine = Engine(model, batch_dim=0, memory_limit_bytes=2**20)
         losses = per_sample(model(batch(4, 3)))
         with monkeypatch.context() as patch:
-            shortage = Shortage(contraction.gram, 0, error)
-            patch.setattr(contraction, "gram", shortage)
+            shortage = Shortage(gram, 0, error)
+            _replace_gram(patch, shortage)
             message = rf"(?s)1,048,576 bytes.*131,072.*memory_limit_bytes={2**14}`.*{error}"
             with pytest.raises(MemoryLimitError, match=message):
                 PRODUCTS[product](engine, losses)
@@ -273,7 +280,7 @@ class TestMemory:
                 raise left.pop(0)
 
             with monkeypatch.context() as patch:
-                patch.setattr(contraction, "gram", fail)
+                _replace_gram(patch, fail)
                 with pytest.raises(RuntimeError, match="something else"):
                     PRODUCTS[product](engine, losses)
             assert left == []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._blocks import Stacks, gram, settled
+from autogram._blocks import Bundles, gram, settled
 from autogram._capture.containers import tensors_in
 from autogram._capture.record import Record
 from autogram._report import ParameterReport, Report
@@ -190,7 +190,7 @@ def test_the_last_call_counts() -> None:
 
 def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report plans again, from shapes, and each parameter alone."""
-    monkeypatch.setattr(Stacks, "add", lambda stacks, columns: columns)  # noqa: ARG005
+    monkeypatch.setattr(Bundles, "add", lambda bundles, columns: [columns])  # noqa: ARG005
     monkeypatch.setattr(settled, "_WORTH_A_TRACE", 2**30)  # what is settled is not planned again
     taken: list[gram.Plan] = []
     find = gram.find_plan

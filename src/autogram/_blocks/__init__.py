@@ -2,13 +2,13 @@
 
 from autogram._blocks.arena import Arena
 from autogram._blocks.block import Adjoint, Block, assemble
+from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
 from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.gram import rows
 from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
-from autogram._blocks.stack import Stacks, stacked, weighted_sums
 from autogram._blocks.tracer import GEOMETRY
 from autogram._blocks.transpose import copy_channels_last
 
@@ -17,6 +17,7 @@ __all__ = [
     "Adjoint",
     "Arena",
     "Block",
+    "Bundles",
     "Columns",
     "Folded",
     "Keep",
@@ -25,13 +26,13 @@ __all__ = [
     "Plan",
     "Region",
     "Routed",
-    "Stacks",
     "agree",
     "assemble",
+    "bundled",
     "candidates",
     "copy_channels_last",
+    "gram_of_bundle",
     "meta",
     "rows",
-    "stacked",
     "weighted_sums",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from string import ascii_letters
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class Block:
         """The dtype of the operands."""
         return self.operands[0].dtype
 
-    @property
+    @cached_property
     def shapes(self) -> Shapes:
         """The shape of each operand."""
         return tuple([operand.shape for operand in self.operands])

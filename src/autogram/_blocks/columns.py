@@ -103,12 +103,15 @@ class Columns:
             How much of the room is taken.
         """
         self._prepare()
+        is_other = False
         if len(self._lookups) > 1:
             self._lookups = [concatenate(self._lookups)]
+            is_other = True
         taken = 0
         for blocks in self._blocks.values():
             if len(blocks) > 1:
                 blocks[:] = merge(blocks)
+                is_other = True
             if form == "factors" or (len(blocks) == 1 and blocks[0].is_rows):
                 continue
             if not forms_rows(blocks):
@@ -119,17 +122,24 @@ class Columns:
             if is_larger and (form == "auto" or elements > room - taken):
                 continue
             blocks[:] = [explicit(blocks, memory)]
+            is_other = True
             taken += elements if is_larger else 0
-        self._mark_all()
+        if is_other:
+            self._mark_all()
         return taken
 
     @property
     def single(self) -> Block | None:
-        """The only block, if there is but one, of all elements of a parameter without gaps."""
-        if len(self._blocks) != 1 or self._lookups:
+        """The only block, if there is but one, of all elements of a parameter without gaps.
+
+        What a product would bring to one dtype first is none, either.
+        """
+        if len(self._blocks) != 1 or self._lookups or len(self._dtypes) > 1:
             return None
-        blocks = self._blocks.get(self._whole, ())
-        return blocks[0] if len(blocks) == 1 and self.parameter.is_gapless else None
+        ((region, blocks),) = self._blocks.items()
+        if len(blocks) > 1 or not self.parameter.is_gapless:
+            return None
+        return blocks[0] if region is self._whole or region == self._whole else None
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -147,6 +147,8 @@ class MatrixProduct:
             right = _arranged(y, self.orders[1], self.shapes[1], "second")
             if is_other_faster and n == 1:
                 result = multiply(left[0], right[0].mT)
+            elif n == 1 and out is None:
+                result = torch.mm(left[0], right[0])
             else:
                 result = torch.bmm(left, right, out=out)
         return result.reshape(self.sizes).permute(self.output)

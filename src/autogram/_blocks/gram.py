@@ -162,7 +162,8 @@ def _gram_of_factors(block: Block, plan: Plan) -> Tensor:
     if plan.cost > _WORTH_MIRRORING:
         chunks = max(chunks, min(4, block.sizes["b"] // _FEWEST_SAMPLES))
     if chunks == 1:
-        return cross(block, block)
+        product = cross(block, block)  # it may be stored as its mirror image, which it is, too
+        return product if product.is_contiguous() else product.permute(2, 3, 0, 1)
     block = _with_copy(block)
     k, b = block.sizes["k"], block.sizes["b"]
     total = block.operands[0].new_empty(k, b, k, b)
@@ -214,7 +215,7 @@ def _long_product(left: Tensor, right: Tensor) -> Tensor:
     if is_faster(left, 1, len(left), left.shape[1], len(right)):
         return multiply(left, right)
     if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
-        return left @ right.mT
+        return torch.mm(left, right.mT)
     left, right = (
         x.view(len(x), _PARTS, -1).transpose(0, 1)
         for x in (left, right)  # (parts, rows, n)

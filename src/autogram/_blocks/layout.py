@@ -57,12 +57,12 @@ class Folded:
     batch: int
     after: int
 
-    @property
+    @cached_property
     def has_before(self) -> bool:
         """Whether something is folded before the samples."""
         return self.before > 1
 
-    @property
+    @cached_property
     def has_after(self) -> bool:
         """Whether something is folded behind the samples."""
         return self.after > 1

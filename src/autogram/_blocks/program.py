@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,19 +58,22 @@ class Program:
     Args:
         calls: The calls. What nobody reads is left out.
         places: How many values there are, the inputs first.
-        result: What it returns, a slot.
+        result: What it returns, a slot or several.
     """
 
-    def __init__(self, calls: Sequence[Call], places: int, result: Slot) -> None:
+    def __init__(self, calls: Sequence[Call], places: int, result: Slot | tuple[Slot, ...]) -> None:
         self._places = places
-        self._result = result.place
-        needed = {result.place}
+        self._result = result
+        needed = places_in(result)
         kept: list[Call] = []
         for call in reversed(calls):
             if call.result is None or call.result in needed:
                 kept.append(call._replace(unused=tuple(call.reads - needed)))
                 needed |= call.reads
         self._calls = tuple(reversed(kept))
+
+    def __len__(self) -> int:
+        return len(self._calls)
 
     def __call__(self, inputs: Iterable[Any]) -> Any:
         """The result for some inputs."""
@@ -89,7 +92,50 @@ class Program:
                 values[result] = found
             for place in unused:
                 values[place] = None
-        return values[self._result]
+        if isinstance(self._result, Slot):
+            return values[self._result.place]
+        return tuple([values[x.place] for x in self._result])
+
+
+def without_repetitions(calls: Iterable[Call], shared: Container[int]) -> list[Call]:
+    """Calls of which none computes what another has computed before.
+
+    Args:
+        calls: The calls.
+        shared: The places of results that may be shared: they are not changed in place, nor
+            computed from what is, nor returned.
+    """
+    kept: list[Call] = []
+    first: dict[Hashable, Slot] = {}
+    same: dict[Slot, Slot] = {}
+
+    def renamed(x: Any) -> Any:
+        return same.get(x, x) if type(x) is Slot else x
+
+    for call in calls:
+        if same:
+            args, named = exchange((call.args, call.named), renamed)
+            call = call._replace(args=args, named=named)
+        if call.result is not None and call.result in shared:
+            result = Slot(call.result)
+            what = call.function, call.args, call.options, call.named
+            found = first.setdefault(_frozen(what), result)
+            if found != result:
+                same[result] = found
+                continue
+        kept.append(call)
+    return kept
+
+
+def _frozen(value: Any) -> Hashable:
+    """Something that is equal for equal arguments alone, and hashable: one is not 1.0."""
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    elif isinstance(value, slice):
+        value = (slice, value.start, value.stop, value.step)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple([_frozen(x) for x in value])
+    return type(value), repr(value) if isinstance(value, float) else value  # zeros have signs
 
 
 def places_in(value: Any) -> set[int]:

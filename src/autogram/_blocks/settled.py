@@ -6,9 +6,11 @@ calls, which is longer than many a contraction.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache, wraps
-from typing import Any, ParamSpec
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,27 +21,33 @@ from autogram._blocks.tracer import Tracer
 # Batches of varying length give forms that may never come again: the first time, nothing is traced.
 _WORTH_A_TRACE = 2
 
+# What is remembered of all forms together, in about fifty bytes each.
+_MOST = 2**20
+_PER_CALL = 8
+
 P = ParamSpec("P")
+R = TypeVar("R", Tensor, tuple[Tensor, ...])
 
 
-def settled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def settled(function: Callable[P, R]) -> Callable[P, R]:
     """A function that makes the calls to PyTorch that it made for arguments of the same forms.
 
     Args:
         function: A function of lists of blocks, tensors, memory (whatever can be called) and
             options (whatever can be hashed), by position. What it does must follow from their forms
             and from the options. Where it reads values of a tensor, or a tensor that it was not
-            given, nothing is settled.
+            given, nothing is settled. Settled functions that it calls are parts of it.
     """
 
     @wraps(function)
-    def carry_out(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        form = _Form(function, args)
-        if kwargs or not form.is_plain:
+    def carry_out(*args: P.args, **kwargs: P.kwargs) -> R:
+        form = None if kwargs or Tracer.is_active() else _Form(function, args)
+        if form is None or not form.is_plain:
             return function(*args, **kwargs)
-        memo = _memo(tuple(form.key))
+        key = tuple(form.key)
+        memo = _MEMOS.find(key)
         if memo.program is not None:
-            found: Tensor = memo.program(form.inputs)
+            found: R = memo.program(form.inputs)
             return found
         memo.sights += 1
         if memo.sights < _WORTH_A_TRACE or memo.was_traced or not form.is_traceable:
@@ -48,6 +56,8 @@ def settled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
         with Tracer(form.inputs) as tracer:
             result = function(*args, **kwargs)
         memo.program = tracer.program(result)
+        if memo.program is not None:
+            _MEMOS.weigh(key, _PER_CALL * len(memo.program))
         return result
 
     return carry_out
@@ -101,9 +111,45 @@ class _Memo:
         self.sights = 0
         self.was_traced = False
         self.program: Program | None = None
+        self.weight = 0
 
 
-@lru_cache(maxsize=4096)
-def _memo(key: Hashable) -> _Memo:  # noqa: ARG001 - what the cache goes by
-    """The memo of a function and some forms."""
-    return _Memo()
+class _Memos:
+    """The memos of all functions and forms, without those that were longest not asked for."""
+
+    def __init__(self) -> None:
+        self._memos: OrderedDict[Hashable, _Memo] = OrderedDict()
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    def find(self, key: tuple[Hashable, ...]) -> _Memo:
+        """The memo of a function and some forms."""
+        with self._lock:
+            memo = self._memos.get(key)
+            if memo is not None:
+                self._memos.move_to_end(key)
+                return memo
+            memo = self._memos[key] = _Memo()
+        self.weigh(key, len(key))
+        return memo
+
+    def weigh(self, key: Hashable, weight: int) -> None:
+        """Adds to the weight of a memo, and drops others if all are too heavy together."""
+        with self._lock:
+            memo = self._memos.get(key)
+            if memo is None:  # another thread has dropped it
+                return
+            memo.weight += weight
+            self._weight += weight
+            while self._weight > _MOST and len(self._memos) > 1:
+                _, dropped = self._memos.popitem(last=False)
+                self._weight -= dropped.weight
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        with self._lock:
+            self._memos.clear()
+            self._weight = 0
+
+
+_MEMOS = _Memos()

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from autogram._blocks.program import Call, Program, Slot, exchange, leaves
+from autogram._blocks.program import Call, Program, Slot, exchange, leaves, without_repetitions
 
 # Questions that the form of a tensor answers. Other answers may depend on its values.
 _PROPERTIES = "shape dtype device ndim layout is_cuda"
@@ -44,7 +45,8 @@ class Tracer(TorchFunctionMode):
     """Notes every call while it is active.
 
     Views are not made one after the other: a chain of them is one, made when a call reads it, and
-    nothing where it has the form of the tensor itself.
+    nothing where it has the form of the tensor itself. What is computed twice from the same tensors
+    is computed once, unless their memory or that of the result is changed, or is returned.
 
     Args:
         inputs: The tensors and the memory that the function is given.
@@ -59,10 +61,19 @@ class Tracer(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref[Tensor], _View]] = {}
         self._roots: dict[int, _View] = {}
         self._made: dict[_View, int] = {}
+        # By the place of a result: where it and what it was computed from lie, views left out.
+        self._storages: dict[int, set[StorageWeakRef]] = {}
+        self._changed: set[StorageWeakRef] = set()
         self._is_settled = True
         for place, x in enumerate(inputs):
             if isinstance(x, Tensor) and id(x) not in self._known:
                 self._place(x, place)
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether calls of this thread are noted."""
+        modes = _get_current_function_mode_stack()
+        return any(isinstance(mode, Tracer) for mode in modes)
 
     def __torch_function__(
         self,
@@ -83,16 +94,25 @@ class Tracer(TorchFunctionMode):
         if versions != [x._version for x in given]:
             self._calls.append(Call.of(function, slots, named, None))
             self._is_settled &= found is None or id(found) in map(id, given)
+            pairs = zip(given, versions, strict=True)
+            self._changed.update(_storage(x) for x, version in pairs if x._version != version)
         elif not args or not self._is_view(found, args[0]):
             place = self._new_place()
             self._calls.append(Call.of(function, slots, named, place))
+            tensors = [x for x in leaves((found, given)) if isinstance(x, Tensor)]
+            self._storages[place] = {_storage(x) for x in tensors}
             self._note(found, place)
         return found
 
-    def program(self, result: Tensor) -> Program | None:
+    def program(self, result: Tensor | tuple[Tensor, ...]) -> Program | None:
         """What was traced, or ``None`` if it may be something else another time."""
-        slot = self._slot(result)
-        return Program(self._calls, self._places, slot) if self._is_settled else None
+        slots = exchange(result, self._slot)
+        if not self._is_settled:
+            return None
+        kept = self._changed.union(_storage(x) for x in leaves(result))
+        shared = {place for place, found in self._storages.items() if found.isdisjoint(kept)}
+        calls = without_repetitions(self._calls, shared)
+        return Program(calls, self._places, slots)
 
     def _note(self, found: Any, place: int) -> None:
         """Notes what a call has computed."""
@@ -102,6 +122,7 @@ class Tracer(TorchFunctionMode):
             for i, x in enumerate(found):
                 part = self._new_place()
                 self._calls.append(Call.of(getitem, (Slot(place), i), {}, part))
+                self._storages[part] = set()
                 self._place(x, part)
         else:
             self._is_settled = False  # a number, say, by which the function may go on
@@ -114,8 +135,12 @@ class Tracer(TorchFunctionMode):
         if known is None or not isinstance(found, Tensor) or not found._is_view():
             return False
         view = _View.of(found, known[1].root)
-        is_same = found.untyped_storage()._cdata == source.untyped_storage()._cdata
-        if not is_same or view.dtype != known[1].dtype or found.is_conj() or found.is_neg():
+        if (
+            _storage(found) != _storage(source)
+            or view.dtype != known[1].dtype
+            or found.is_conj()
+            or found.is_neg()
+        ):
             return False
         self._known[id(found)] = weakref.ref(found), view
         return True
@@ -148,12 +173,18 @@ class Tracer(TorchFunctionMode):
             args = (Slot(view.root), view.shape, view.strides)
             function = _shifted if shift else torch.as_strided
             self._calls.append(Call.of(function, (*args, shift) if shift else args, {}, place))
+            self._storages[place] = set()
         return self._made[view]
 
     def _new_place(self) -> int:
         """A place that nothing has."""
         self._places += 1
         return self._places - 1
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """Which storage a tensor lies in: an address that none takes again while this is there."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _shifted(root: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], shift: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from autogram._capture.accumulate import accumulate
 from autogram._capture.driver import BatchDim, Driver
+from autogram._capture.exact import exact
 from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
@@ -22,5 +23,6 @@ __all__ = [
     "Unseen",
     "Verify",
     "accumulate",
+    "exact",
     "retried_with_less",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from autogram._blocks import Arena, Keep
 from autogram._capture.assembly import Assembly, LayoutOf, Observer
 from autogram._capture.diagnosis import confirm
+from autogram._capture.exact import exact
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.memory import retried_with_less
 from autogram._capture.objectives import Objectives
@@ -117,8 +118,7 @@ class Driver:
             NonFiniteError: A cotangent in which the samples are sought is not finite.
             FreedGraphError: The graph was freed by an earlier backward pass.
         """
-        # What is computed here is no part of a graph, and is exact whatever the user's autocast.
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with exact(losses.device):
             make_sink = partial(GramianSum, self._limit)
             objectives, found = self._collect(losses, make_sink, verify=verify)
             return found.arranged(objectives)
@@ -130,7 +130,7 @@ class Driver:
         Raises:
             NotConnectedError: As for the Gramian, and so are the others.
         """
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with exact(losses.device):
             return self._collect(losses, partial(Store, form, self._limit))
 
     @retried_with_less
@@ -149,7 +149,7 @@ class Driver:
         Raises:
             NotConnectedError: As for the Gramian, and so are the others.
         """
-        with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        with exact(losses.device):
             make_sink = partial(StoreWithGramian, form, self._limit, arena=arena)
             return self._collect(losses, make_sink, retain_graph=retain_graph)
 

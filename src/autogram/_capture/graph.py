@@ -34,8 +34,8 @@ def explaining_freed_graphs() -> Iterator[None]:
         ) from error
 
 
-def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool]) -> Iterator[Any]:
-    """Each node that a tensor depends on, once, up to those that are an end."""
+def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Each node that a tensor depends on, once, up to those that are an end, if any is."""
     seen: set[Any] = set()
     pending: list[Any] = [tensor.grad_fn]
     while pending:
@@ -44,15 +44,15 @@ def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool]) -> Iterator[Any]
             continue
         seen.add(node)
         yield node
-        if not is_end(node):
-            pending.extend(following for following, _ in node.next_functions)
+        if is_end is None or not is_end(node):
+            pending += [following for following, _ in node.next_functions]
 
 
 def leaves_behind(tensor: Tensor) -> Iterator[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
     anchors: set[Tensor] = set()
     leaves: list[Tensor] = []
-    for node in nodes_behind(tensor, lambda node: False):  # noqa: ARG005 - nothing is an end
+    for node in nodes_behind(tensor):
         if isinstance(node, BackwardCFunction):  # of a function in Python, as taps are
             recording = getattr(getattr(node, "use", None), "recording", None)
             if recording is not None:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autogram._blocks import Arena, Columns, Keep, Stacks
+from autogram._blocks import Arena, Bundles, Columns, Keep, gram_of_bundle
 from autogram._capture.objectives import Objectives
 from autogram._capture.verification import Check
 
@@ -23,7 +23,7 @@ class Sink(Protocol):
 class GramianSum:
     """Adds up the Gramian, and drops the columns: few are alive at a time.
 
-    In a pass that is verified, small columns are contracted twice: in stacks, as ever, and one by
+    In a pass that is verified, small columns are contracted twice: in bundles, as ever, and one by
     one, so that what is wrong has a name.
 
     Args:
@@ -34,19 +34,21 @@ class GramianSum:
     def __init__(self, limit: int, check: Check | None = None) -> None:
         self._limit = limit
         self._check = check
-        self._stacks = Stacks(limit)
+        self._bundles = Bundles(limit)
         self._total: Tensor | None = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
-        """Adds the Gramian of the columns to the total, or keeps them for a stack."""
+        """Adds the Gramian of the columns to the total, or keeps them for a bundle."""
         part = None
         if self._check is not None:
             part = columns.gram(self._limit)
             if part is not None:
                 self._check.see_gramian(parameter, part)
-        ready = self._stacks.add(columns)
-        if ready is not None:
-            self._add(part if ready is columns and part is not None else ready.gram(self._limit))
+        ready = self._bundles.add(columns)
+        if ready == [columns] and part is not None:
+            self._add(part)
+        elif ready:
+            self._add(gram_of_bundle(ready, self._limit))
 
     def _add(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns."""
@@ -57,8 +59,8 @@ class GramianSum:
 
     def arranged(self, objectives: Objectives) -> Tensor:
         """The Gramian, ``(m, m)``, in the row-major order of the losses."""
-        for columns in self._stacks.rest():
-            self._add(columns.gram(self._limit))
+        for bundle in self._bundles.rest():
+            self._add(gram_of_bundle(bundle, self._limit))
         if self._total is None:
             m = objectives.losses.numel()
             dtype = torch.promote_types(objectives.losses.dtype, torch.float32)

@@ -3,11 +3,13 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram._blocks import Block, settled
 from autogram._blocks.scratch import Memory, allocate
@@ -29,6 +31,21 @@ class Counted:
     def _run(self, *args: Any) -> Tensor:
         self.runs += 1
         return self.function(*args)
+
+
+class Calls(TorchDispatchMode):
+    """Lists the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -66,6 +83,27 @@ def _of_nothing(x: Tensor) -> Tensor:
     return torch.eye(3, dtype=x.dtype, device=x.device).view(9)
 
 
+def _changed_between(x: Tensor) -> Tensor:
+    y = x + 1
+    first, second = y.split(2)
+    before = first.sum(), second.exp()
+    y.mul_(2)
+    return before[0] + before[1] - first.sum() - second.exp()
+
+
+def _in_two_buffers(x: Tensor) -> Tensor:
+    first, second = x.new_zeros(x.shape), x.new_zeros(x.shape)
+    second.add_(x)
+    third = x.new_zeros(x.shape)
+    return first + 2 * second + 3 * third
+
+
+def _by_equal_numbers(x: Tensor) -> Tensor:
+    x = x.long()
+    zeros = [(x.abs() * zero).reciprocal() for zero in (0.0, -0.0)]
+    return torch.cat([*zeros, (x * 1) / 2, ((x * 1.0) / 2), x[:1], x[1:2]])
+
+
 def _by_shape(x: Tensor) -> Tensor:
     return x.sum(0) if len(x) > x.size(1) or x.is_floating_point() else x
 
@@ -80,6 +118,9 @@ def _by_shape(x: Tensor) -> Tensor:
         _by_name,
         _unchanged,
         _of_nothing,
+        _changed_between,
+        _in_two_buffers,
+        _by_equal_numbers,
         _by_shape,
     ],
 )
@@ -129,6 +170,40 @@ def test_the_first_time_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> No
     for x in torch.randn(4, 4, 5).unbind():
         counted(x.clone())
     assert counted.runs == 2
+
+
+def test_repetitions_are_left_out() -> None:
+    def repeat(x: Tensor) -> Tensor:
+        return torch.stack([(x[1:] @ x.mT).exp(), (x[1:] @ x.mT).exp().neg()]).sum(0)
+
+    counted = Counted(repeat)
+    x = torch.randn(4, 5)
+    expected = repeat(x)
+    for _ in range(2):
+        with Calls() as calls:
+            assert torch.equal(counted(x), expected)
+    assert [calls.names.count(name) for name in ("aten::mm", "aten::exp", "aten::neg")] == [1, 1, 1]
+
+
+def test_several_results() -> None:
+    counted = Counted(lambda x: (x + 1, x.mT, (x + 1).sum(1), x + 1))
+    for x in torch.randn(3, 4, 5).unbind():
+        first, second, third, fourth = counted(x)
+        expected = x + 1
+        assert torch.equal(second, x.mT)
+        assert torch.equal(third, expected.sum(1))
+        first.zero_()  # no other result lies there
+        assert torch.equal(fourth, expected)
+    assert counted.runs == 1
+
+
+def test_one_settled_function_in_another() -> None:
+    inner = Counted(_shifted)
+    outer = Counted(lambda x: inner(x) + inner(2 * x))
+    for x in torch.randn(4, 4, 5).unbind():
+        assert torch.equal(outer(x), 5 * _shifted(x))
+    assert (outer.runs, inner.runs) == (1, 2)
+    assert torch.equal(inner(x), _shifted(x))
 
 
 def test_values_that_cut() -> None:
@@ -225,6 +300,49 @@ def test_what_is_not_read_again_is_freed() -> None:
         counted(torch.randn(3), take)
         assert max(alive) == 1
     assert counted.runs == 1
+
+
+def test_what_was_not_asked_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(_strided)
+    often, first = torch.randn(4, 5), torch.randn(40, 5)
+    counted(often)
+    counted(first)
+    weight = settled._MEMOS._weight // 2
+    monkeypatch.setattr(settled, "_MOST", 10 * weight)
+    for n in range(50):
+        counted(torch.randn(4, 6 + n))
+        counted(often)
+    assert counted.runs == 52
+    assert settled._MEMOS._weight <= 10 * weight
+    counted(first)
+    assert counted.runs == 53
+
+
+def test_what_is_heavier_than_all_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled, "_MOST", 1)
+    counted = Counted(_strided)
+    for _ in range(2):
+        counted(torch.randn(4, 5))
+    assert counted.runs == 1
+    counted(torch.randn(5, 4))
+    counted(torch.randn(4, 5))
+    assert counted.runs == 3
+
+
+def test_threads_share_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled, "_MOST", 500)
+    counted = Counted(_strided)
+    tensors = torch.randn(40, 4, 40).unbind()
+
+    def work(start: int) -> bool:
+        some = [x[:, : 1 + (start + i) % 30] for i, x in enumerate(tensors)]
+        return all(torch.equal(counted(x), _strided(x)) for x in some for _ in range(3))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(8))) == [True] * 8
+    memos = settled._MEMOS
+    memos.weigh(("dropped meanwhile",), 100)
+    assert memos._weight == sum(memo.weight for memo in memos._memos.values()) <= 500
 
 
 def test_no_tensor_is_kept() -> None:
