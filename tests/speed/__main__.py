@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(
-    model: str, engines: Sequence[str], launches: int, rounds: int, threads: int | None = None
+    model: str,
+    engines: Sequence[str],
+    launches: int | None,
+    rounds: int,
+    threads: int | None = None,
 ) -> Line:
     """Check and time some engines on one workload."""
     workload = WORKLOADS[model]
@@ -50,7 +54,7 @@ def compare(
     running = [BASELINE, *(name for name in engines if outcomes[name].failure is None)]
     timings: dict[str, Timing] = {}
     repeats: dict[str, int] = {}
-    for _ in range(launches):
+    for _ in range(launches or workload.launches):
         with ExitStack() as stack:
             visits: dict[str, Visit] = {}
             for name in tuple(running):
@@ -105,7 +109,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", choices=WORKLOADS, help="one to measure; all if not given"
     )
-    parser.add_argument("--launches", type=int, default=3, help="how often processes start anew")
+    parser.add_argument(
+        "--launches", type=int, help="how often processes start anew; the model's own by default"
+    )
     parser.add_argument(
         "--rounds", type=int, default=4, help="rounds of a launch, each in both orders of run"
     )

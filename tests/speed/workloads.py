@@ -28,6 +28,8 @@ class Workload:
         compute_losses: Maps the model's output and the targets to losses of shape ``(B,)``.
         batch_size: Number of samples of a timed step.
         check_size: Number of samples for the errors of the Gramians.
+        launches: How often processes start anew. A short step depends much on which memory the
+            process happens to get.
         remarks: What is known about the error of an engine's Gramian, by the engine's name.
     """
 
@@ -37,6 +39,7 @@ class Workload:
     compute_losses: Callable[[Tensor, Tensor], Tensor]
     batch_size: int
     check_size: int = 4
+    launches: int = 3
     remarks: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,6 +122,7 @@ WORKLOADS = {
         _make_vectors,
         _class_losses,
         batch_size=64,
+        launches=9,
     ),
     "gpt2": Workload(
         f"GPT-2, 4 layers, width 256, 128 tokens, vocabulary {VOCABULARY}, tied, B = 8",
