@@ -1,5 +1,6 @@
 """Fixtures of all unit tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -41,6 +42,15 @@ def default_device() -> Iterator[None]:
     yield
     if torch.get_default_device() != before:
         torch.set_default_device(before)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Let reference counts alone free memory."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Many steps of each kind of loop: as many tensors and bytes at the end as at the beginning."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -14,14 +14,7 @@ from tests.unit.engines import batch, per_sample
 
 STEPS = 200
 
-
-@pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
-    """Only reference counts free memory."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("without_collector")
 
 
 class Small(nn.Module):

@@ -15,14 +15,7 @@ from autogram import Engine
 from tests.unit.engines import batch, mlp, per_sample
 from tests.unit.networks import Sine
 
-
-@pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
-    """Only reference counts free memory."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("without_collector")
 
 
 class Various(nn.Module):

@@ -1,12 +1,30 @@
 """Blocks built by hand, and what they are in dense form."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram._blocks import Block
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
 
 SIZES = dict(zip("kbtsoijqp", (2, 3, 5, 4, 6, 7, 3, 2, 4), strict=True))
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram._blocks import Block, settled
 from autogram._blocks.scratch import Memory, allocate
+from tests.unit._blocks.blocks import Operators
 
 Function = Callable[..., Tensor]
 
@@ -31,21 +31,6 @@ class Counted:
     def _run(self, *args: Any) -> Tensor:
         self.runs += 1
         return self.function(*args)
-
-
-class Calls(TorchDispatchMode):
-    """Lists the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -180,9 +165,13 @@ def test_repetitions_are_left_out() -> None:
     x = torch.randn(4, 5)
     expected = repeat(x)
     for _ in range(2):
-        with Calls() as calls:
+        with Operators() as operators:
             assert torch.equal(counted(x), expected)
-    assert [calls.names.count(name) for name in ("aten::mm", "aten::exp", "aten::neg")] == [1, 1, 1]
+    assert [operators.names.count(name) for name in ("aten::mm", "aten::exp", "aten::neg")] == [
+        1,
+        1,
+        1,
+    ]
 
 
 def test_several_results() -> None:
