@@ -1,5 +1,6 @@
 """Hooks that are registered, switched and removed together."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -87,6 +88,57 @@ def test_inactive_concerns_one_manager() -> None:
     with first.inactive():
         model(torch.ones(2))
     assert seen == ["second"]
+
+
+def test_switch() -> None:
+    """Off and on for good, and on inside of a block where it is off around it."""
+    seen = []
+    model, manager = nn.Identity(), HookManager()
+    manager.hook(model, lambda *_: seen.append("before"), lambda *_: seen.append("after"))
+    assert manager.is_active
+    manager.deactivate()
+    assert not manager.is_active
+    model(torch.ones(2))
+    assert seen == []
+    with manager.active():
+        model(torch.ones(2))
+        with manager.inactive():
+            model(torch.ones(2))
+    assert seen == ["before", "after"]
+    with pytest.raises(ValueError, match="inside"), manager.active():
+        raise ValueError("inside")
+    assert not manager.is_active
+    model(torch.ones(2))
+    assert len(seen) == 2
+    manager.activate()
+    model(torch.ones(2))
+    assert len(seen) == 4
+
+
+def test_each_thread_has_its_switch() -> None:
+    seen = []
+    model, manager = nn.Identity(), HookManager()
+    manager.hook(model, after=lambda *_: seen.append(threading.current_thread().name))
+    manager.deactivate()
+    thread = threading.Thread(target=model, args=(torch.ones(2),), name="other")
+    thread.start()
+    thread.join()
+    model(torch.ones(2))
+    assert seen == ["other"]
+
+
+def test_context() -> None:
+    """The hooks are gone at its end, also if something raises inside."""
+    model = nn.Identity()
+    manager = HookManager()
+    assert not manager.has_hooks
+    manager.hook(model, lambda *_: None, lambda *_: None)
+    assert manager.has_hooks
+    with pytest.raises(ValueError, match="inside"), manager:
+        raise ValueError("inside")
+    assert not manager.has_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 def test_remove() -> None:

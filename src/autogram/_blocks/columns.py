@@ -241,10 +241,6 @@ class Columns:
         ]
         return restore(put(parts, self.parameter), self.parameter)
 
-    def restore(self, dense: Tensor) -> Tensor:
-        """Tensors ``(s, *canonical)`` on a parameter without gaps, in its shape and strides."""
-        return restore(dense.reshape(len(dense), -1), self.parameter)
-
     def directional(self, direction: Tensor, limit: int) -> Tensor | None:
         """J v for this parameter, ``(k, b)``, or ``None`` if nothing was added.
 
