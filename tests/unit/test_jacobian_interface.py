@@ -1,8 +1,6 @@
 """What a person meets who calls a Jacobian: shapes, names, errors, memory."""
 
-import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -217,15 +215,6 @@ def test_tensors_that_were_changed(changed: str) -> None:
         (weight if changed == "parameter" else x).mul_(2)
     with pytest.raises(ChangedTensorError, match="was changed in place since"):
         jacobian.gramian()
-
-
-@pytest.fixture
-def without_collector() -> Iterator[None]:
-    """Only reference counts free memory."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("without_collector")
