@@ -25,6 +25,7 @@ from autogram._capture import (
 )
 from autogram._checks import check_losses, check_modules, check_options
 from autogram._errors import InvalidBatchDimError, RemovedEngineError
+from autogram._gradients import accumulate_grad
 from autogram._hooking import hook_all, take_off
 from autogram._jacobian import Jacobian
 from autogram._report import Report
@@ -261,8 +262,7 @@ class Engine:
             )
             gramian = store.gramian.arranged(objectives)
             weights = weighting(gramian).detach()
-            names = self._channel.names(store.columns)
-            Jacobian(objectives, store.columns, names, self._limit).accumulate_grad(weights)
+            accumulate_grad(objectives, store.columns, weights, self._limit)
             del store  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)

@@ -9,9 +9,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
-from autogram._capture import Objectives, accumulate, exact, retried_with_less
+from autogram._blocks import Columns, bundled, gram_of_bundle
+from autogram._capture import Objectives, exact, retried_with_less
 from autogram._errors import InvalidOperandError
+from autogram._gradients import accumulate_grad, weighted_gradients
 from autogram._operands import Direction, direction_of, parameter_of, weights_of
 
 
@@ -160,15 +161,16 @@ class Jacobian:
             Cost, 2022, arXiv:2210.00038.
         """
         with self._exact():
-            weights, is_stack = weights_of(w, self._objectives)
-            found = dict(self._gradients(weights))
+            weights = weights_of(w, self._objectives)
+            found = dict(weighted_gradients(self._columns, weights, self._limit))
             dtype = self.dtype
             gradients = {}
             for parameter, name in self._names.items():
                 gradient = found.get(parameter)
                 if gradient is None:
-                    gradient = parameter.new_zeros(len(weights), *parameter.shape, dtype=dtype)
-                gradients[name] = gradient if is_stack else gradient[0]
+                    shape = weights.shape[:-2] + parameter.shape
+                    gradient = parameter.new_zeros(shape, dtype=dtype)
+                gradients[name] = gradient
         return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
@@ -183,15 +185,7 @@ class Jacobian:
         Raises:
             InvalidOperandError: ``w`` has another shape.
         """
-        with self._exact():
-            weights, is_stack = weights_of(w, self._objectives)
-            if is_stack:
-                raise InvalidOperandError(
-                    f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` "
-                    "takes one. Pass one vector, or use `vjp`."
-                )
-            for parameter, gradient in self._gradients(weights):
-                accumulate(parameter, gradient[0])
+        accumulate_grad(self._objectives, self._columns, w, self._limit)
 
     @retried_with_less
     def jvp(self, direction: Direction) -> Tensor:
@@ -318,11 +312,3 @@ class Jacobian:
         if self._objectives.is_in_order:
             return values.flatten()
         return values.flatten()[self._objectives.places.to(values.device)]
-
-    def _gradients(self, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Jᵀ w for each parameter that an objective reaches, ``(s, *parameter)``."""
-        for parameter, gradient in weighted_sums(self._columns, weights, self._limit):
-            if gradient is None:
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                gradient = parameter.new_zeros(len(weights), *parameter.shape, dtype=dtype)
-            yield parameter, gradient

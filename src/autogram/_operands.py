@@ -14,8 +14,8 @@ Direction = Mapping[str, Tensor] | Sequence[Tensor]
 Names = Mapping[Tensor, str]
 
 
-def weights_of(w: Tensor, objectives: Objectives) -> tuple[Tensor, bool]:
-    """Weights as ``(s, k, b)``, and whether several vectors were given."""
+def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
+    """Weights as ``(k, b)``, or as ``(s, k, b)`` if several vectors were given."""
     losses = objectives.losses
     shapes = [(losses.numel(),), tuple(losses.shape)]
     is_stack = tuple(w.shape) not in shapes
@@ -30,7 +30,8 @@ def weights_of(w: Tensor, objectives: Objectives) -> tuple[Tensor, bool]:
     else:
         weights = torch.empty_like(flat)
         weights[:, objectives.places.to(flat.device)] = flat
-    return weights.view(len(flat), objectives.per_sample, objectives.samples), is_stack
+    sizes = objectives.per_sample, objectives.samples
+    return weights.view(-1, *sizes) if is_stack else weights.view(sizes)
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:

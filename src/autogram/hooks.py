@@ -70,11 +70,11 @@ class HookManager:
                 ``None`` replaces. It is also called, with ``None``, when the forward raises.
         """
         if before is not None:
-            run_before = _RunBefore(self, before)
+            run_before = _RunBefore(self._switch, before)
             handle = module.register_forward_pre_hook(run_before, with_kwargs=True)
             self._handles.append(handle)
         if after is not None:
-            run_after = _RunAfter(self, after)
+            run_after = _RunAfter(self._switch, after)
             handle = module.register_forward_hook(run_after, always_call=True)
             self._handles.append(handle)
 
@@ -134,12 +134,12 @@ _NOTHING = getattr, (nullcontext(), "__exit__")
 class _RunBefore:
     """A hook that runs while its manager is active. A copy or a pickle of it does nothing."""
 
-    def __init__(self, manager: HookManager, function: Before) -> None:
-        self._manager = manager
+    def __init__(self, switch: _Switch, function: Before) -> None:
+        self._switch = switch
         self._function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_dynamo_compiling() and self._manager.is_active:
+        if not torch.compiler.is_dynamo_compiling() and self._switch.is_on:
             self._function(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -149,13 +149,13 @@ class _RunBefore:
 class _RunAfter:
     """The same after the forward."""
 
-    def __init__(self, manager: HookManager, function: After) -> None:
-        self._manager = manager
+    def __init__(self, switch: _Switch, function: After) -> None:
+        self._switch = switch
         self._function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
-        if torch.compiler.is_dynamo_compiling() or not self._manager.is_active:
+        if torch.compiler.is_dynamo_compiling() or not self._switch.is_on:
             return None
         return self._function(module, output)
 

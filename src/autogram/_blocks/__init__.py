@@ -11,6 +11,7 @@ from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
 from autogram._blocks.tracer import GEOMETRY
 from autogram._blocks.transpose import copy_channels_last
+from autogram._blocks.unchanged import Seen, check_unchanged
 
 __all__ = [
     "GEOMETRY",
@@ -26,10 +27,12 @@ __all__ = [
     "Plan",
     "Region",
     "Routed",
+    "Seen",
     "agree",
     "assemble",
     "bundled",
     "candidates",
+    "check_unchanged",
     "copy_channels_last",
     "gram_of_bundle",
     "meta",

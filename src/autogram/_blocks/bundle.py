@@ -9,7 +9,7 @@ to be contracted as those of one parameter with one more dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
 from typing import Generic, Literal, TypeVar
@@ -43,8 +43,8 @@ T = TypeVar("T")
 class _Open(Generic[T]):
     """A bundle that is not full."""
 
-    members: list[T] = field(default_factory=list)
-    elements: int = 0
+    members: list[T]
+    elements: int
 
 
 class _Bundler(Generic[T]):
@@ -59,14 +59,19 @@ class _Bundler(Generic[T]):
         self._open: dict[tuple[torch.device, torch.dtype], _Open[T]] = {}
 
     def add(self, member: T, block: Block, elements: int) -> list[T]:
-        """The bundle with a member, if it is full with it, or nothing."""
+        """Takes a member in.
+
+        Returns:
+            The bundle that it did not fit in, or nothing.
+        """
         kind = block.operands[0].device, block.dtype
         bundle = self._open.get(kind)
-        if bundle is None:
-            bundle = self._open[kind] = _Open()
-        bundle.members.append(member)
-        bundle.elements += elements
-        return self._open.pop(kind).members if bundle.elements + elements > self._most else []
+        if bundle is not None and bundle.elements + elements <= self._most:
+            bundle.members.append(member)
+            bundle.elements += elements
+            return []
+        self._open[kind] = _Open([member], elements)
+        return [] if bundle is None else bundle.members
 
     def rest(self) -> Iterator[list[T]]:
         """The bundles that are not full."""
@@ -89,7 +94,7 @@ class Bundles:
 
         Returns:
             What is to be contracted now: the columns alone if they are not small, a bundle that
-            became full, or nothing.
+            they did not fit in, or nothing.
         """
         block = columns.single
         how = "not" if block is None else _how_to_wait(block.equation, block.shapes)
@@ -123,7 +128,10 @@ def gram_of_bundle(bundle: Sequence[Columns], limit: int) -> Tensor | None:
     """
     if len(bundle) == 1:
         return bundle[0].gram(limit)
-    return _gram_of_all(_blocks_of(bundle), limit)
+    for columns in bundle:
+        columns.check()
+    blocks = [block for block in (columns.single for columns in bundle) if block is not None]
+    return _gram_of_all(blocks, limit)
 
 
 def weighted_sums(
@@ -133,61 +141,66 @@ def weighted_sums(
 
     Args:
         found: The columns of each parameter.
-        weights: ``(s, k, b)``.
+        weights: ``(k, b)``, or several of them, ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
     """
-    for bundle in _bundles_for_sums(found, len(weights), limit):
-        columns = [found[parameter] for parameter in bundle]
+    count = prod(weights.shape[:-2])
+    for bundle in _bundles_for_sums(found, count, limit):
         if len(bundle) == 1:
-            moved = weights.to(bundle[0].device)
-            yield bundle[0], columns[0].weighted_sum(moved, limit)
-        else:
-            blocks = _blocks_of(columns)
-            moved = weights.to(blocks[0].operands[0])
-            regions = tuple([of.parameter for of in columns])
-            yield from zip(bundle, _sums_of_all(blocks, moved, regions, limit), strict=True)
+            ((parameter, columns, _),) = bundle
+            moved = weights.to(parameter.device)
+            yield parameter, columns.weighted_sum(moved, limit)
+            continue
+        for _, columns, _ in bundle:
+            columns.check()
+        parameters, together, blocks = zip(*bundle, strict=True)
+        moved = weights.to(blocks[0].operands[0])
+        regions = tuple([columns.parameter for columns in together])
+        yield from zip(parameters, _sums_of_all([*blocks], moved, regions, limit), strict=True)
+
+
+_Member = tuple[Tensor, Columns, Block | None]
+"""A parameter, its columns, and their only block if they wait for others."""
 
 
 def _bundles_for_sums(
     found: Mapping[Tensor, Columns], count: int, limit: int
-) -> Iterator[list[Tensor]]:
+) -> Iterator[list[_Member]]:
     """Parameters whose weighted sums are computed together, by the size of factors and results."""
-    bundler: _Bundler[Tensor] = _Bundler(limit)
+    bundler: _Bundler[_Member] = _Bundler(limit)
     for parameter, columns in found.items():
         block = columns.single
         if block is None or block.adjoint is not None or not _is_small(block.shapes):
-            yield [parameter]
+            yield [(parameter, columns, None)]
             continue
         elements = _elements(block.shapes) + count * parameter.numel()
-        if ready := bundler.add(parameter, block, elements):
+        if ready := bundler.add((parameter, columns, block), block, elements):
             yield ready
     yield from bundler.rest()
-
-
-def _blocks_of(bundle: Sequence[Columns]) -> list[Block]:
-    """The only block of each of some columns, which are as they were."""
-    for columns in bundle:
-        columns.check()
-    return [block for block in (columns.single for columns in bundle) if block is not None]
 
 
 @settled
 def _gram_of_all(blocks: list[Block], limit: int) -> Tensor:
     """The sum of the Gramians of some blocks, each of a tensor of its own."""
-    return reduce(torch.add, (gram([block], limit) for block, _ in _stacks(blocks)))
+    k, b = blocks[0].sizes["k"], blocks[0].sizes["b"]
+    # As matrices, which most of them are before they are viewed otherwise.
+    parts = (gram([block], limit).reshape(k * b, k * b) for block, _ in _stacks(blocks))
+    return reduce(torch.add, parts).view(k, b, k, b)
 
 
 @settled
 def _sums_of_all(
     blocks: list[Block], weights: Tensor, regions: tuple[Region, ...], limit: int
 ) -> tuple[Tensor, ...]:
-    """The weighted sums of some blocks, each of a parameter of its own: ``(s, *parameter)``."""
+    """The weighted sums of some blocks, each of a parameter of its own."""
+    stack = weights if weights.dim() == 3 else weights.unsqueeze(0)
     sums: dict[int, Tensor] = {}
     for block, members in _stacks(blocks):
-        total = weighted_sum([block], weights, limit)
+        total = weighted_sum([block], stack, limit)
         for i, member in enumerate(members):
             part = total if len(members) == 1 else total.select(1, i)
-            sums[member] = restore(part.reshape(len(weights), -1), regions[member])
+            found = restore(part.reshape(len(stack), -1), regions[member])
+            sums[member] = found if stack is weights else found[0]
     return tuple(sums[member] for member in range(len(blocks)))
 
 

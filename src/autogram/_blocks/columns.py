@@ -25,7 +25,7 @@ from autogram._blocks.products import cross_gram, directional, square_norms, wei
 from autogram._blocks.region import Region, overlap
 from autogram._blocks.scratch import Memory
 from autogram._blocks.storage import put, restore, store, take
-from autogram._errors import ChangedTensorError
+from autogram._blocks.unchanged import Seen, check_unchanged
 
 Keep = Literal["auto", "factors", "rows"]
 
@@ -46,7 +46,7 @@ class Columns:
         self._is_table = parameter.order == (0, 1)
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[Seen] = []
         self._dtypes: set[torch.dtype] = set()
 
     def add(self, region: Region, block: Block | Lookup) -> None:
@@ -78,16 +78,7 @@ class Columns:
         Raises:
             ChangedTensorError: It is not.
         """
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise ChangedTensorError(
-                    "A tensor that the Jacobian is made of was changed in place since it was "
-                    "computed. If an optimizer's step did this to a parameter, or an in-place "
-                    "operation to an activation: Call the Jacobian's methods before, or compute "
-                    "the losses and the Jacobian again. If a custom autograd Function or a hook "
-                    "did it to the gradient that it was given: Return a new tensor there, `g * 2` "
-                    "and not `g.mul_(2)`."
-                )
+        check_unchanged(self._versions)
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
         """Prepares for several products.
@@ -220,26 +211,27 @@ class Columns:
         """J^T w for this parameter.
 
         Args:
-            weights: ``(s, k, b)``.
+            weights: ``(k, b)``, or several of them, ``(s, k, b)``.
             limit: The number of elements that one intermediate result may have.
 
         Returns:
-            ``(s, *parameter)`` with the parameter's strides, or ``None`` if nothing was added.
+            ``(*parameter)`` with the parameter's strides, or ``(s, *parameter)``; or ``None`` if
+            nothing was added.
         """
         dtype = self.dtype
         if dtype is None:
             return None
         self._prepare()
-        weights = weights.to(dtype)
+        stack = weights.to(dtype).view(-1, *weights.shape[-2:])
         parts = [
-            (region, weighted_sum(blocks, weights, limit))
-            for region, blocks in self._blocks.items()
+            (region, weighted_sum(blocks, stack, limit)) for region, blocks in self._blocks.items()
         ]
         parts += [
-            (self._whole, lookup.weighted_sum(weights, self._whole.shape[0]))
+            (self._whole, lookup.weighted_sum(stack, self._whole.shape[0]))
             for lookup in self._lookups
         ]
-        return restore(put(parts, self.parameter), self.parameter)
+        found = restore(put(parts, self.parameter), self.parameter)
+        return found if weights.dim() == 3 else found[0]
 
     def directional(self, direction: Tensor, limit: int) -> Tensor | None:
         """J v for this parameter, ``(k, b)``, or ``None`` if nothing was added.

@@ -50,33 +50,46 @@ class ProductSum:
     Outer indices of the result are taken in parts, so that a part's product stays in the cache.
     """
 
+    single: tuple[tuple[int, ...], tuple[int, ...]]
+    """Dimensions of size one, without which the operands are multiplied."""
     orders: tuple[tuple[int, ...], tuple[int, ...]]
     missing: tuple[tuple[int, ...], tuple[int, ...]]
     """Dimensions of the product that the first and the second operand do not have."""
     summed: tuple[int, ...]
     output: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Of the result."""
 
     @classmethod
     def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> ProductSum:
         """The product that an equation asks for."""
+        single = [tuple(d for d, x in enumerate(of) if sizes[x] == 1) for of in (first, second)]
+        shape = tuple(sizes[label] for label in output)
+        first, second, output = (
+            "".join(label for label in labels if sizes[label] != 1)
+            for labels in (first, second, output)
+        )
         x, y = (prod(sizes[label] for label in labels) for labels in (first, second))
         product = "".join(dict.fromkeys(first + second if x >= y else second + first))
         total = Sum.of(product, output)
         return cls(
+            (single[0], single[1]),
             (_present(first, product), _present(second, product)),
             (_missing(first, product), _missing(second, product)),
             total.summed,
             total.output,
+            shape,
         )
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """The einsum of two tensors."""
+        x, y = x.squeeze(self.single[0]), y.squeeze(self.single[1])
         x, y = x.permute(self.orders[0]), y.permute(self.orders[1])
         for dim in self.missing[0]:
             x = x.unsqueeze(dim)
         for dim in self.missing[1]:
             y = y.unsqueeze(dim)
-        return self._sum(x, y).permute(self.output)
+        return self._sum(x, y).permute(self.output).reshape(self.sizes)
 
     def _sum(self, x: Tensor, y: Tensor) -> Tensor:
         """The product of two tensors of equally many dimensions, summed over some of them."""
@@ -145,10 +158,8 @@ class MatrixProduct:
         else:
             left = _arranged(x, self.orders[0], self.shapes[0], "first")
             right = _arranged(y, self.orders[1], self.shapes[1], "second")
-            if is_other_faster and n == 1:
+            if n == 1 and out is None:
                 result = multiply(left[0], right[0].mT)
-            elif n == 1 and out is None:
-                result = torch.mm(left[0], right[0])
             else:
                 result = torch.bmm(left, right, out=out)
         return result.reshape(self.sizes).permute(self.output)

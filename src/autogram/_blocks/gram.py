@@ -212,10 +212,9 @@ def _outer(matrix: Tensor) -> Tensor:
 
 def _long_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right.T`` for matrices with few rows and many columns."""
-    if is_faster(left, 1, len(left), left.shape[1], len(right)):
+    is_other_faster = is_faster(left, 1, len(left), left.shape[1], len(right))
+    if is_other_faster or left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
         return multiply(left, right)
-    if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
-        return torch.mm(left, right.mT)
     left, right = (
         x.view(len(x), _PARTS, -1).transpose(0, 1)
         for x in (left, right)  # (parts, rows, n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,30 +22,10 @@ class Call(NamedTuple):
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    is_flat: bool
-    """Whether no argument is a list with slots."""
-    options: dict[str, Any]
+    named: Mapping[str, Any]
     """Arguments by name."""
-    named: dict[str, Slot]
-    """Those that are slots."""
     result: int | None
     """The place of what it returns, or ``None`` if it changes something that has a place."""
-    unused: tuple[int, ...] = ()
-    """The places of values that no later call reads."""
-
-    @classmethod
-    def of(
-        cls,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: int | None,
-    ) -> Call:
-        """A call with slots among its arguments."""
-        lists = [x for x in args if isinstance(x, (list, tuple))]
-        named = {name: x for name, x in kwargs.items() if type(x) is Slot}
-        options = {name: x for name, x in kwargs.items() if name not in named}
-        return cls(function, args, not places_in(lists), options, named, result)
 
     @property
     def reads(self) -> set[int]:
@@ -52,42 +33,51 @@ class Call(NamedTuple):
         return places_in((self.args, self.named))
 
 
+class _Step(NamedTuple):
+    """A call of a program, in the form in which it is quickly made."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[Sequence[Any]], tuple[Any, ...]]
+    """Takes them out of all values."""
+    result: int | None
+    unused: tuple[int, ...]
+    """The places of values that no later step reads."""
+
+
 class Program:
     """Calls, one after the other.
 
     Args:
         calls: The calls. What nobody reads is left out.
-        places: How many values there are, the inputs first.
+        inputs: How many values it is given. They have the first places.
+        places: How many places there are.
         result: What it returns, a slot or several.
     """
 
-    def __init__(self, calls: Sequence[Call], places: int, result: Slot | tuple[Slot, ...]) -> None:
-        self._places = places
+    def __init__(
+        self, calls: Sequence[Call], inputs: int, places: int, result: Slot | tuple[Slot, ...]
+    ) -> None:
         self._result = result
+        # What is behind the inputs when it begins: results that are not there yet, and constants,
+        # so that arguments of both kinds are taken from one list.
+        self._rest: list[Any] = [None] * (places - inputs)
+        self._inputs = inputs
         needed = places_in(result)
-        kept: list[Call] = []
+        steps: list[_Step] = []
         for call in reversed(calls):
             if call.result is None or call.result in needed:
-                kept.append(call._replace(unused=tuple(call.reads - needed)))
+                steps.append(self._step(call, tuple(call.reads - needed)))
                 needed |= call.reads
-        self._calls = tuple(reversed(kept))
+        self._steps = tuple(reversed(steps))
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._steps)
 
     def __call__(self, inputs: Iterable[Any]) -> Any:
         """The result for some inputs."""
-        given = [*inputs]
-        values = given + [None] * (self._places - len(given))
-        args: Sequence[Any]
-        for function, args, is_flat, options, named, result, unused in self._calls:
-            if is_flat:
-                args = [values[x.place] if type(x) is Slot else x for x in args]
-            else:
-                args = exchange(args, lambda x: values[x.place] if type(x) is Slot else x)
-            if named:
-                options = options | {name: values[x.place] for name, x in named.items()}
-            found = function(*args, **options)
+        values = [*inputs, *self._rest]
+        for function, arguments, result, unused in self._steps:
+            found = function(*arguments(values))
             if result is not None:
                 values[result] = found
             for place in unused:
@@ -95,6 +85,53 @@ class Program:
         if isinstance(self._result, Slot):
             return values[self._result.place]
         return tuple([values[x.place] for x in self._result])
+
+    def _step(self, call: Call, unused: tuple[int, ...]) -> _Step:
+        """The form in which a call is quickly made."""
+        function, args = call.function, [*call.args, *call.named.values()]
+        if any(places_in(x) for x in args if type(x) is not Slot):
+            args = [Slot(place) for place in sorted(call.reads)]
+            function = _filled(call, args)
+        elif call.named:
+            function = _with_names(function, tuple(call.named))
+        return _Step(function, _taken([self._place(x) for x in args]), call.result, unused)
+
+    def _place(self, argument: Any) -> int:
+        """The place of an argument, a new one for a constant."""
+        if type(argument) is Slot:
+            return argument.place
+        self._rest.append(argument)
+        return self._inputs + len(self._rest) - 1
+
+
+def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """The function of arguments by position of which the last ones have names."""
+
+    def call(*values: Any) -> Any:
+        return function(
+            *values[: -len(names)], **dict(zip(names, values[-len(names) :], strict=True))
+        )
+
+    return call
+
+
+def _filled(call: Call, slots: Sequence[Slot]) -> Callable[..., Any]:
+    """A call as a function of what its slots stand for, wherever they are in its arguments."""
+
+    def fill(*values: Any) -> Any:
+        by_slot = dict(zip(slots, values, strict=True))
+        given = call.args, call.named
+        args, named = exchange(given, lambda x: by_slot[x] if type(x) is Slot else x)
+        return call.function(*args, **named)
+
+    return fill
+
+
+def _taken(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the values at some places out of all values."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[place] for place in places])
 
 
 def without_repetitions(calls: Iterable[Call], shared: Container[int]) -> list[Call]:
@@ -118,7 +155,7 @@ def without_repetitions(calls: Iterable[Call], shared: Container[int]) -> list[C
             call = call._replace(args=args, named=named)
         if call.result is not None and call.result in shared:
             result = Slot(call.result)
-            what = call.function, call.args, call.options, call.named
+            what = call.function, call.args, call.named
             found = first.setdefault(_frozen(what), result)
             if found != result:
                 same[result] = found

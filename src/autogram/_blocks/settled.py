@@ -7,7 +7,6 @@ calls, which is longer than many a contraction.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -87,15 +86,15 @@ class _Form:
                 self.inputs.append(arg)
             else:
                 self.key.append(arg)
-        ids = []
-        for x in self.inputs:
-            ids.append(id(x))
-            if type(x) is Tensor:
+        first: dict[int, int] = {}
+        for place, x in enumerate(self.inputs):
+            known = first.setdefault(id(x), place)
+            if known != place:
+                self.key.append(known)  # what is one tensor now may be two the next time
+            elif type(x) is Tensor:
                 self.key += (x.shape, x.stride(), x.dtype, x.device)
             elif isinstance(x, Tensor):
                 self.is_plain = False
-        if len(set(ids)) < len(ids):
-            self.key += map(ids.index, ids)  # what is one tensor now may be two the next time
 
     @property
     def is_traceable(self) -> bool:
@@ -112,24 +111,28 @@ class _Memo:
         self.was_traced = False
         self.program: Program | None = None
         self.weight = 0
+        self.asked_for = 0
 
 
 class _Memos:
     """The memos of all functions and forms, without those that were longest not asked for."""
 
     def __init__(self) -> None:
-        self._memos: OrderedDict[Hashable, _Memo] = OrderedDict()
+        self._memos: dict[Hashable, _Memo] = {}
         self._weight = 0
+        self._questions = 0
         self._lock = threading.Lock()
 
     def find(self, key: tuple[Hashable, ...]) -> _Memo:
         """The memo of a function and some forms."""
         with self._lock:
-            memo = self._memos.get(key)
+            self._questions += 1
+            memo = self._memos.get(key)  # once: to hash a key takes as long as a small product
             if memo is not None:
-                self._memos.move_to_end(key)
+                memo.asked_for = self._questions
                 return memo
             memo = self._memos[key] = _Memo()
+            memo.asked_for = self._questions
         self.weigh(key, len(key))
         return memo
 
@@ -141,15 +144,23 @@ class _Memos:
                 return
             memo.weight += weight
             self._weight += weight
-            while self._weight > _MOST and len(self._memos) > 1:
-                _, dropped = self._memos.popitem(last=False)
-                self._weight -= dropped.weight
+            if self._weight > _MOST:
+                self._drop()
 
     def clear(self) -> None:
         """Forgets everything."""
         with self._lock:
             self._memos.clear()
             self._weight = 0
+
+    def _drop(self) -> None:
+        """Drops memos until half of the weight is left, but not the one last asked for."""
+        *others, _ = sorted(self._memos.items(), key=lambda item: item[1].asked_for)
+        for key, memo in others:
+            if self._weight <= _MOST // 2:
+                break
+            del self._memos[key]
+            self._weight -= memo.weight
 
 
 _MEMOS = _Memos()

@@ -92,13 +92,13 @@ class Tracer(TorchFunctionMode):
         slots, named = exchange((args, kwargs), self._slot)  # of what is there before the call
         found = function(*args, **kwargs)
         if versions != [x._version for x in given]:
-            self._calls.append(Call.of(function, slots, named, None))
+            self._calls.append(Call(function, slots, named, None))
             self._is_settled &= found is None or id(found) in map(id, given)
             pairs = zip(given, versions, strict=True)
             self._changed.update(_storage(x) for x, version in pairs if x._version != version)
         elif not args or not self._is_view(found, args[0]):
             place = self._new_place()
-            self._calls.append(Call.of(function, slots, named, place))
+            self._calls.append(Call(function, slots, named, place))
             tensors = [x for x in leaves((found, given)) if isinstance(x, Tensor)]
             self._storages[place] = {_storage(x) for x in tensors}
             self._note(found, place)
@@ -112,7 +112,7 @@ class Tracer(TorchFunctionMode):
         kept = self._changed.union(_storage(x) for x in leaves(result))
         shared = {place for place, found in self._storages.items() if found.isdisjoint(kept)}
         calls = without_repetitions(self._calls, shared)
-        return Program(calls, self._places, slots)
+        return Program(calls, len(self._inputs), self._places, slots)
 
     def _note(self, found: Any, place: int) -> None:
         """Notes what a call has computed."""
@@ -121,7 +121,7 @@ class Tracer(TorchFunctionMode):
         elif isinstance(found, (list, tuple)) and {Tensor} >= {type(x) for x in found}:
             for i, x in enumerate(found):
                 part = self._new_place()
-                self._calls.append(Call.of(getitem, (Slot(place), i), {}, part))
+                self._calls.append(Call(getitem, (Slot(place), i), {}, part))
                 self._storages[part] = set()
                 self._place(x, part)
         else:
@@ -172,7 +172,7 @@ class Tracer(TorchFunctionMode):
             shift = view.offset - self._roots[view.root].offset
             args = (Slot(view.root), view.shape, view.strides)
             function = _shifted if shift else torch.as_strided
-            self._calls.append(Call.of(function, (*args, shift) if shift else args, {}, place))
+            self._calls.append(Call(function, (*args, shift) if shift else args, {}, place))
             self._storages[place] = set()
         return self._made[view]
 

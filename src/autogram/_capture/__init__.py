@@ -1,6 +1,5 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
-from autogram._capture.accumulate import accumulate
 from autogram._capture.driver import BatchDim, Driver
 from autogram._capture.exact import exact
 from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
@@ -22,7 +21,6 @@ __all__ = [
     "Recordings",
     "Unseen",
     "Verify",
-    "accumulate",
     "exact",
     "retried_with_less",
 ]

@@ -22,18 +22,24 @@ class Checkpoints:
     @property
     def is_bare(self) -> bool:
         """Whether a checkpoint has begun since the innermost module was entered."""
-        hook = _innermost_hook()
-        if hook is None or hook is self._at_entry[-1]:
-            return False
-        return "checkpoint" in getattr(hook, "__module__", "")
+        return self._began(_innermost_hook())
 
-    def enter(self) -> None:
-        """Enters a module."""
-        self._at_entry.append(_innermost_hook())
+    def enter(self) -> bool:
+        """Enters a module, and says whether a checkpoint has begun between the last one and it."""
+        hook = _innermost_hook()
+        is_bare = self._began(hook)
+        self._at_entry.append(hook)
+        return is_bare
 
     def leave(self) -> None:
         """Leaves the innermost module."""
         self._at_entry.pop()
+
+    def _began(self, hook: Any) -> bool:
+        """Whether a hook is that of a checkpoint, and was not there at the last entry."""
+        if hook is None or hook is self._at_entry[-1]:
+            return False
+        return "checkpoint" in getattr(hook, "__module__", "")
 
 
 def _innermost_hook() -> Any:

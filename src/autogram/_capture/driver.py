@@ -157,8 +157,8 @@ class Driver:
         """The leaves that losses depend on, less the parameters of the engine's modules."""
         with explaining_freed_graphs():
             found = leaves_behind(losses)
-        recordings = list(self._channel.recordings)
-        return [leaf for leaf in found if not any(leaf in of.names for of in recordings)]
+        inside = {id(p) for recording in self._channel.recordings for p in recording.names}
+        return [leaf for leaf in found if id(leaf) not in inside]
 
     def _collect(
         self,

@@ -36,29 +36,29 @@ def explaining_freed_graphs() -> Iterator[None]:
 
 def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Each node that a tensor depends on, once, up to those that are an end, if any is."""
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     pending: list[Any] = [tensor.grad_fn]
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         yield node
         if is_end is None or not is_end(node):
-            pending += [following for following, _ in node.next_functions]
+            for following, _ in node.next_functions:
+                pending.append(following)
 
 
-def leaves_behind(tensor: Tensor) -> Iterator[Tensor]:
+def leaves_behind(tensor: Tensor) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
-    anchors: set[Tensor] = set()
+    anchors: set[int] = set()
     leaves: list[Tensor] = []
     for node in nodes_behind(tensor):
-        if isinstance(node, BackwardCFunction):  # of a function in Python, as taps are
-            recording = getattr(getattr(node, "use", None), "recording", None)
-            if recording is not None:
-                anchors.add(recording.channel.anchor)
-            continue
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-    return (leaf for leaf in leaves if leaf not in anchors)
+        elif isinstance(node, BackwardCFunction):  # of a function in Python, as taps are
+            recording = getattr(getattr(node, "use", None), "recording", None)
+            if recording is not None:
+                anchors.add(id(recording.channel.anchor))
+    return [leaf for leaf in leaves if id(leaf) not in anchors]

@@ -98,6 +98,7 @@ class Search:
         self._objectives = objectives
         self._tail = tail
         self._is_due = is_due
+        self._keys: dict[Recording, Key] = {}
         self._found: dict[Recording, Layouts] = {}
         self._scales: Scales | None = None
         self._measured: dict[Recording, Layouts] = {}
@@ -228,7 +229,10 @@ class Search:
 
     def _key(self, recording: Recording) -> Key:
         """What the layouts of a recording may depend on."""
-        return key_of(recording, self._objectives, self._tail)
+        key = self._keys.get(recording)
+        if key is None:
+            key = self._keys[recording] = key_of(recording, self._objectives, self._tail)
+        return key
 
     def _structure(self, recording: Recording) -> Structure:
         """What a look at other values and shapes may rely on."""

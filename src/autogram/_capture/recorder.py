@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autogram._capture.answers import Operands, ask
 from autogram._capture.call import Call, kind_of
 from autogram._capture.checkpoints import Checkpoints
 from autogram._capture.composite import inlined
@@ -19,10 +19,10 @@ from autogram._capture.marks import BATCHED, Marks, Status, Unknown
 from autogram._capture.picking import Values, picked_by_call, picked_from
 from autogram._capture.recording import Channel, Recording, entry_of
 from autogram._capture.tap import is_in_place_tap, is_tap_of
-from autogram._capture.tapper import Operands, Recipes, Tapper
+from autogram._capture.tapper import Tapper
 from autogram._capture.tracked import Tracked, settle, track_derived, track_unseen
 from autogram._errors import UnsupportedError
-from autogram.rules import Rule, find_rule
+from autogram.rules import find_rule
 
 
 class Recorder(TorchFunctionMode):
@@ -33,10 +33,10 @@ class Recorder(TorchFunctionMode):
     use.
     """
 
-    def __init__(self, channel: Channel, parameters: Mapping[Tensor, str]) -> None:
+    def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
         super().__init__()
         _refuse_complex(parameters)
-        self._recording = Recording(channel, dict(parameters))
+        self._recording = Recording(channel, parameters)
         self._marks = Marks(parameters)
         self._tapper = Tapper(self._recording)
         self.checkpoints = Checkpoints()
@@ -62,12 +62,11 @@ class Recorder(TorchFunctionMode):
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module. A checkpoint that runs it again will give it such inputs again."""
-        if self.checkpoints.is_bare:
+        if self.checkpoints.enter():
             tensors = self._given(inputs)
             statuses = [None if t.is_leaf else self._marks.get(t) for t in tensors]
             derived = [place for place, x in enumerate(statuses) if isinstance(x, Tracked)]
             self._recording.enter(entry_of(module, tensors), frozenset(derived))
-        self.checkpoints.enter()
 
     def _given(self, inputs: Any) -> list[Tensor]:
         """The tensors in a module's inputs that are none of its parameters."""
@@ -109,7 +108,9 @@ class Recorder(TorchFunctionMode):
         reads_batched = False
         reads = call.reads
         for tensor in reads:
-            status = self._status(tensor)
+            status = self._marks.get(tensor)
+            if isinstance(status, Unknown):
+                status = self._learn(tensor)
             if status is BATCHED:
                 reads_batched = True
             elif isinstance(status, Tracked):
@@ -137,9 +138,9 @@ class Recorder(TorchFunctionMode):
         rule = None if self.checkpoints.is_bare else find_rule(call.function)
         # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
         if rule and not is_complex:
-            recipes = _recipes(rule, call, operands)
-            if recipes is not None:
-                return self._tapper.run_with_rule(call, operands, recipes, rule)
+            answer = ask(rule, call, operands)
+            if answer is not None:
+                return self._tapper.run_with_rule(call, operands, answer, rule)
         body = None if rule else inlined(call.function)
         if body is not None:
             with self:
@@ -152,8 +153,10 @@ class Recorder(TorchFunctionMode):
     def _status(self, tensor: Tensor) -> Status:
         """What is known of a tensor, or can be known from its graph."""
         known = self._marks.get(tensor)
-        if not isinstance(known, Unknown):
-            return known
+        return self._learn(tensor) if isinstance(known, Unknown) else known
+
+    def _learn(self, tensor: Tensor) -> Status:
+        """What the graph of a tensor tells, which is then known."""
         status = self._adopt(tensor)
         self._marks.set(tensor, status)
         return status
@@ -239,42 +242,10 @@ class Recorder(TorchFunctionMode):
             self._marks.set(tensor, track_derived(tensor, origins, known, call.kind.is_cast))
 
 
-def _recipes(rule: Rule, call: Call, operands: Operands) -> Recipes | None:
-    """The recipes of the tracked operands, or ``None`` if the rule misses one of them."""
-    try:
-        recipes = rule(*call.args, **call.kwargs)
-    except TypeError:
-        if _binds(rule, call):
-            raise
-        return None  # an overload of the function that the rule was not written for
-    if recipes is None:
-        return None
-    ids = sorted([id(tensor) for tensor, _ in operands])
-    covered: dict[int, list[int]] = {0: []}
-    chosen = []
-    for recipe in recipes:
-        known = [x for x in map(id, recipe.operands) if x in ids]
-        if known:
-            chosen.append(recipe)
-            covered.setdefault(recipe.output, []).extend(known)
-    # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
-    for found in covered.values():
-        if sorted(found) != ids:
-            return None
-    return chosen
-
-
-def _binds(rule: Rule, call: Call) -> bool:
-    """Whether a rule accepts the arguments of a call."""
-    try:
-        inspect.signature(rule).bind(*call.args, **call.kwargs)
-    except TypeError:
-        return False
-    return True
-
-
 def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
     """Refuses trainable parameters that are complex."""
+    if not any(dtype.is_complex for dtype in {parameter.dtype for parameter in parameters}):
+        return
     for parameter, name in parameters.items():
         if parameter.requires_grad and parameter.is_complex():
             raise UnsupportedError(

@@ -27,6 +27,7 @@ class Recordings(threading.local):
         self._channel = channel
         # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
         self._modules = modules
+        self._roots = {id(root()) for root in modules}
         self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
         self._recorder: Recorder | None = None
         self._depth = 0
@@ -79,7 +80,7 @@ class Recordings(threading.local):
         PyTorch calls no hook when a forward is left by a keyboard interrupt. The next pass enters
         one of the engine's modules, or the module that was left: only then is it worth a look.
         """
-        if module is not self._outermost and not any(module is root() for root in self._modules):
+        if module is not self._outermost and id(module) not in self._roots:
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
@@ -91,11 +92,14 @@ class Recordings(threading.local):
 
         What such a call puts in their place is derived from them, if it is derived from anything.
         """
-        names = {p: name for p, name in self._names().items() if p.is_leaf}
+        names = self._names()
+        for derived in [p for p in names if not p.is_leaf]:
+            del names[derived]
+        known = {id(p) for p in names}
         for reference, name in self._originals:
             parameter = reference()
-            if parameter is not None:
-                names.setdefault(parameter, name)
+            if parameter is not None and id(parameter) not in known:
+                names[parameter] = name
         return names
 
     def _names(self) -> dict[Tensor, str]:

@@ -18,11 +18,11 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool) ->
     """The output of a use with a tap on it (the same tensor, after an in-place call)."""
     anchor = use.recording.channel.anchor
     if not in_place:
-        tapped: Tensor = _Tap.apply(output, use, anchor, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
+        tapped: Tensor = _apply(_Tap, output, use, anchor, saved)
         return tapped
     # The values stay as they are, so what the call saved of its own result is still valid.
     with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
-        _InPlaceTap.apply(output, use, anchor, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
+        _apply(_InPlaceTap, output, use, anchor, saved)
     return output
 
 
@@ -43,7 +43,9 @@ class _Tap(torch.autograd.Function):
     """Identity. Tensors are kept by autograd, to be freed and off-loaded with the graph."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, use: Use, anchor: Tensor, *saved: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, use: Use, anchor: Tensor, saved: Sequence[Tensor]
+    ) -> Tensor:
         del anchor
         ctx.use = use
         ctx.set_materialize_grads(False)
@@ -68,7 +70,9 @@ class _InPlaceTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, use: Use, anchor: Tensor, *saved: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, use: Use, anchor: Tensor, saved: Sequence[Tensor]
+    ) -> Tensor:
         del anchor
         ctx.use = use
         ctx.set_materialize_grads(False)
@@ -85,7 +89,7 @@ class _InPlaceTap(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.use.recording.channel.is_blocked and cotangent is not None:
             # Zeros and not `None`, with which autograd would drop what lies beside a slice, too.
-            return torch.zeros_like(cotangent), *(None,) * (len(ctx.needs_input_grad) - 1)
+            return torch.zeros_like(cotangent), None, None, None
         return _show(ctx, cotangent)
 
 
@@ -114,13 +118,20 @@ class _Unbatch(torch.autograd.Function):
         return cotangent.new_zeros(()), None
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, without the look for `torch.func` transforms, which takes as long again.
+
+    The recorder sees to it that there are none.
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # as typed in torch
+
+
 def _show(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backward pass of both taps."""
     use: Use = ctx.use
     channel = use.recording.channel
-    rest = (None,) * (len(ctx.needs_input_grad) - 3)
     if channel.is_blocked:
-        return None, None, None, *rest
+        return None, None, None, None
     receive = channel.receive
     if receive is not None and cotangent is not None:
         saved = ctx.saved_tensors  # read once: under checkpointing, reading computes again
@@ -129,4 +140,4 @@ def _show(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
         else:
             show = partial(receive, use, saved)
             _Unbatch.apply(cotangent, show, channel.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
-    return cotangent, None, None, *rest
+    return cotangent, None, None, None

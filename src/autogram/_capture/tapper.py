@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autogram._capture.answers import Answer, Operands
 from autogram._capture.call import Call
 from autogram._capture.containers import exchange, map_tensors, tensors_in_call
 from autogram._capture.graph import nodes_behind
@@ -20,8 +21,6 @@ from autogram._capture.vjp import Inputs
 from autogram._errors import RuleError
 from autogram.rules import JointRecipe, Recipe, Rule, product
 
-Operands = list[tuple[Tensor, Tracked]]
-Recipes = Sequence[Recipe | JointRecipe]
 U = TypeVar("U", bound=Use)
 
 
@@ -31,27 +30,31 @@ class Tapper:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def run_with_rule(self, call: Call, operands: Operands, recipes: Recipes, rule: Rule) -> Any:
+    def run_with_rule(self, call: Call, operands: Operands, answer: Answer, rule: Rule) -> Any:
         """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         in_place = call.kind.is_in_place
-        saved = [x.detach() for recipe in recipes for x in recipe.saved]
-        if in_place:  # what it changes is saved as it was
-            originals = [x for recipe in recipes for x in recipe.saved]
-            pairs = zip(saved, originals, strict=True)
-            saved = [x.clone() if original is call.args[0] else x for x, original in pairs]
-        versions = [x._version for x in saved]
+        changed = call.args[0] if in_place else None  # what it changes is saved as it was
+        saved = {
+            place: [
+                x.detach().clone() if x is changed else x.detach()
+                for recipe in recipes
+                for x in recipe.saved
+            ]
+            for place, recipes in answer.items()
+        }
+        versions = [x._version for some in saved.values() for x in some]
         output = call.run()
-        if versions != [x._version for x in saved]:
+        if versions != [x._version for some in saved.values() for x in some]:
             raise _changed_by(call)
         tapped: dict[int, Tensor] = {}
         by_id = {id(tensor): tracked for tensor, tracked in operands}
         for place, tensor in enumerate(call.results(output)):
             if tensor.requires_grad:
-                found, kept = _for_result(place, recipes, saved, by_id)
-                if not found:
+                if not answer.get(place):
                     raise _without_recipe(call, place)
+                found = _operands(answer[place], by_id)
                 use = self._rule_use(call.kind.name, tensor, found, rule)
-                tapped[id(tensor)] = tap(use, tensor, kept, in_place=in_place)
+                tapped[id(tensor)] = tap(use, tensor, saved[place], in_place=in_place)
         return output if in_place else exchange(output, tapped)
 
     def run_without_rule(self, call: Call, operands: Operands) -> Any:
@@ -96,9 +99,9 @@ class Tapper:
         """A module's output that is computed from parameters alone, with a tap."""
         letters = "TSRUVWXYZ"[: tensor.dim()]
         recipe = product(tensor, f"{letters}->{letters}")
-        found, kept = _for_result(0, [recipe], [], {id(tensor): tracked})
+        found = _operands([recipe], {id(tensor): tracked})
         use = self._rule_use("the output of the module", tensor, found, None)
-        return tap(use, tensor, kept, in_place=False)
+        return tap(use, tensor, (), in_place=False)
 
     def _rule_use(
         self, name: str, output: Tensor, found: Sequence[Operand | JointOperands], rule: Rule | None
@@ -137,32 +140,26 @@ def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
     return not aliases.isdisjoint(nodes)
 
 
-def _for_result(
-    place: int, recipes: Recipes, saved: Sequence[Tensor], by_id: Mapping[int, Tracked]
-) -> tuple[list[Operand | JointOperands], list[Tensor]]:
-    """The recipes for one tensor of a call's results, as operands, and what they save.
+def _operands(
+    recipes: Iterable[Recipe | JointRecipe], by_id: Mapping[int, Tracked]
+) -> list[Operand | JointOperands]:
+    """What a use keeps of the recipes for one result.
 
     Args:
-        place: The place of the tensor among the results.
-        recipes: Those of all results.
-        saved: What they save, one after the other.
+        recipes: They are in the order of what they save.
         by_id: What is tracked, by the ``id`` of the tensor.
     """
     found: list[Operand | JointOperands] = []
-    kept: list[Tensor] = []
     start = 0
     for recipe in recipes:
-        stop = start + len(recipe.saved)
-        if recipe.output == place:
-            own = slice(len(kept), len(kept) + stop - start)
-            kept += saved[start:stop]
-            if isinstance(recipe, JointRecipe):
-                together = tuple([by_id.get(id(tensor)) for tensor in recipe.operands])
-                found.append(JointOperands(together, recipe.form, own))
-            else:
-                found.append(Operand(by_id[id(recipe.operand)], recipe.form, own))
-        start = stop
-    return found, kept
+        own = slice(start, start + len(recipe.saved))
+        start = own.stop
+        if isinstance(recipe, JointRecipe):
+            together = tuple([by_id.get(id(tensor)) for tensor in recipe.operands])
+            found.append(JointOperands(together, recipe.form, own))
+        else:
+            found.append(Operand(by_id[id(recipe.operand)], recipe.form, own))
+    return found
 
 
 def _without_recipe(call: Call, place: int) -> RuleError:

@@ -34,7 +34,8 @@ class Tracked:
 
 def track_parameter(parameter: Tensor) -> Tracked:
     """A parameter as the whole of itself."""
-    return _track(parameter, (parameter,), Region.of_parameter(parameter))
+    region = Region.of_parameter(parameter)
+    return Tracked((parameter,), region, region.shape, parameter.dtype, parameter._version)
 
 
 def track_derived(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Use(Protocol):
     """The tracked tensors that it reads, once for each block."""
     is_seen: bool
     """Whether the recorder saw it, or autograd's graph alone showed it."""
+    needs_graph: ClassVar[bool]
+    """Whether its blocks come from the graph, which the pass may free behind it."""
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -41,7 +43,7 @@ class Use(Protocol):
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
-    ) -> Iterator[Contribution]:
+    ) -> Iterable[Contribution]:
         """The blocks, from the cotangent ``(k, *output)`` and what the tap saved."""
         ...
 
@@ -97,6 +99,8 @@ class JointOperands:
 class RuleUse:
     """A use whose blocks a rule knows."""
 
+    needs_graph: ClassVar[bool] = False
+
     recording: Recording
     index: int
     function: str
@@ -117,12 +121,14 @@ class RuleUse:
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
-    ) -> Iterator[Contribution]:
+    ) -> list[Contribution]:
         """The block of each operand, as factors."""
         del limit
+        found: list[Contribution] = []
         for operand in self.operands:
             factors = [_as(cotangent.dtype, x) for x in saved[operand.saved]]
-            yield from operand.contributions(layout, cotangent, factors)
+            found += operand.contributions(layout, cotangent, factors)
+        return found
 
 
 @dataclass(eq=False)
@@ -131,6 +137,8 @@ class FallbackUse:
 
     Nothing runs twice, so that randomness inside the call does not matter.
     """
+
+    needs_graph: ClassVar[bool] = True
 
     recording: Recording
     index: int

@@ -97,7 +97,7 @@ class Check:
     def see_columns(self, parameter: Tensor, columns: Columns, limit: int) -> None:
         """Takes in the rows of one parameter, which are kept, by their products."""
         u = self._by_sample
-        gradient, norms = columns.weighted_sum(u.unsqueeze(0), limit), columns.square_norms(limit)
+        gradient, norms = columns.weighted_sum(u, limit), columns.square_norms(limit)
         if gradient is None or norms is None:
             return
         comparison = self.comparisons.setdefault(parameter, Comparison(""))

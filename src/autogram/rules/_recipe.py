@@ -123,14 +123,15 @@ def product(
     Raises:
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
-    of_cotangent = _check_equation(equation)
-    form = Product(equation, dims or of_cotangent, prepare, groups, scale, gradient)
+    form = _form(equation, dims)
+    if prepare or groups or gradient or scale != 1:
+        form = Product(equation, form.dims, prepare, groups, scale, gradient)
     return Recipe(operand, form, saved, output)
 
 
 @lru_cache(maxsize=4096)
-def _check_equation(equation: str) -> str:
-    """The indices of the cotangent in an equation that is valid for a rule."""
+def _form(equation: str, dims: str | None) -> Product:
+    """The form of a product of its factors, of an equation that is valid for a rule."""
     inputs, output = equation.split("->")
     if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
@@ -138,7 +139,7 @@ def _check_equation(equation: str) -> str:
             "the objectives and the samples, and every index of the operand must be in a factor. "
             "Pass other letters."
         )
-    return inputs.split(",")[0]
+    return Product(equation, dims or inputs.split(",")[0])
 
 
 class Product(NamedTuple):
@@ -146,18 +147,19 @@ class Product(NamedTuple):
 
     equation: str
     dims: str
-    prepare: Prepare | None
-    groups: int | None
-    scale: float
-    gradient: Callable[..., Tensor] | None
+    prepare: Prepare | None = None
+    groups: int | None = None
+    scale: float = 1
+    gradient: Callable[..., Tensor] | None = None
 
     def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Block:
         """The block, as factors."""
         scaled = cotangent if self.scale == 1 else cotangent * self.scale
         factors = (scaled, *saved) if self.prepare is None else self.prepare(scaled, *saved)
         block = assemble(self.equation, self.dims, layout, *factors)
-        is_plain = layout is None or not (layout.has_before or layout.has_after)
-        if self.gradient is None or not is_plain:
+        if self.gradient is None:
+            return block
+        if layout is not None and (layout.has_before or layout.has_after):
             return block
         dim = None if layout is None else layout.dim
         return replace(block, adjoint=Adjoint(self.gradient, dim, scaled, saved))

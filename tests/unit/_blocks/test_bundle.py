@@ -97,6 +97,12 @@ def test_weighted_sums(
         assert gradient[0].shape == parameter.shape
         assert gradient[0].stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter])
+    for parameter, gradient in weighted_sums(found, weights[0], LIMIT):
+        assert gradient.shape == parameter.shape
+        assert gradient.stride() == parameter.stride()
+        assert_close_to_reference(gradient, expected[parameter][0])
+        one_by_one = found[parameter].weighted_sum(weights[0], LIMIT)
+        assert_close_to_reference(one_by_one, expected[parameter][0])
 
 
 @pytest.mark.parametrize(("tiny", "counts"), [(2**13, [1, 2, 3]), (0, [1] * 6)])
@@ -143,13 +149,14 @@ def test_gradients_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert second.any()
 
 
-def test_full_bundle_does_not_wait() -> None:
+def test_bundle_is_closed_before_what_does_not_fit() -> None:
+    """However large that is."""
     limit = 2 * sum(x.numel() for x in factors(columns_of(MATRICES[0])))
-    found = [columns_of(p) for p in MATRICES[:2]]
+    *found, larger = [columns_of(p) for p in (*MATRICES[:2], torch.zeros(60, 70))]
     bundles = Bundles(limit)
-    assert bundles.add(found[0]) == []
-    assert bundles.add(found[1]) == found
-    assert list(bundles.rest()) == []
+    assert [bundles.add(columns) for columns in found] == [[], []]
+    assert bundles.add(larger) == found
+    assert list(bundles.rest()) == [[larger]]
 
 
 def test_dtypes_are_kept_apart() -> None:

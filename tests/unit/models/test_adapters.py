@@ -38,13 +38,13 @@ def test_only_adapters_are_used(name: str) -> None:
     assert {function: functions.count(function) for function in functions} == USES[name]
 
     with_columns = set()
-    columns_of = Assembly._columns_of
+    account_of = Assembly._account
 
     def see(self, parameter):
         with_columns.add(parameter)
-        return columns_of(self, parameter)
+        return account_of(self, parameter)
 
-    with mock.patch.object(Assembly, "_columns_of", see):
+    with mock.patch.object(Assembly, "_account", see):
         engine.compute_gramian(losses)
     assert with_columns == set(trainable(model))
     assert len(with_columns) < len(list(model.parameters())) / 2
