@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram._accounting import make_report
-from autogram._blocks import Arena, Keep
+from autogram._blocks import Arena, Keep, Reserve
 from autogram._capture import (
     ELEMENT_BYTES,
     BatchDim,
@@ -102,7 +102,7 @@ class Engine:
         self._driver = Driver(
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
-        self._arena = Arena()
+        self._arena, self._reserve = Arena(), Reserve(self._limit)
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -232,7 +232,8 @@ class Engine:
             Cost: the Gramian, and the weights' gradients, but no second pass through the
             activations. Memory: the cotangents of all activations until the weights are known, and
             at most the memory limit for rows that serve both. On a CPU, the engine keeps the memory
-            of the rows for the next call.
+            of the rows for the next call, and that of gradients, to be used again once they are
+            dropped: as much as the memory limit of each.
 
         Raises:
             InvalidOperandError: The weights have another shape.
@@ -256,13 +257,13 @@ class Engine:
             weights, gramian = losses.detach().flatten(), self.compute_gramian(losses)
             return (weights, gramian) if return_gramian else weights
         outside = self._driver.leaves_outside(losses)
-        with self._arena.borrowed() as arena:
+        with self._arena.borrowed() as arena, self._reserve.borrowed() as memory:
             objectives, store = self._driver.columns_and_gramian(
                 losses, "rows", arena, retain_graph=retain_graph or bool(outside)
             )
             gramian = store.gramian.arranged(objectives)
             weights = weighting(gramian).detach()
-            accumulate_grad(objectives, store.columns, weights, self._limit)
+            accumulate_grad(objectives, store.columns, weights, self._limit, memory)
             del store  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
@@ -369,7 +370,7 @@ class Engine:
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
-        self._arena = Arena()  # lets go of the memory of the last one
+        self._arena, self._reserve = Arena(), Reserve(self._limit)  # lets go of their memory
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, weighted_sums
+from autogram._blocks import Columns, Memory, weighted_sums
 from autogram._capture import Objectives, exact
 from autogram._errors import InvalidOperandError
 from autogram._operands import weights_of
 
 
 def weighted_gradients(
-    columns: Mapping[Tensor, Columns], weights: Tensor, limit: int
+    columns: Mapping[Tensor, Columns], weights: Tensor, limit: int, memory: Memory | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Jᵀ w for each parameter that an objective reaches, in any order.
 
@@ -22,11 +22,12 @@ def weighted_gradients(
         columns: Those of each parameter.
         weights: ``(k, b)``, or several of them, ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
+        memory: Where to put them.
 
     Returns:
         Pairs of a parameter and a tensor ``(*parameter)``, or ``(s, *parameter)``.
     """
-    for parameter, gradient in weighted_sums(columns, weights, limit):
+    for parameter, gradient in weighted_sums(columns, weights, limit, memory):
         if gradient is None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             shape = weights.shape[:-2] + parameter.shape
@@ -35,7 +36,11 @@ def weighted_gradients(
 
 
 def accumulate_grad(
-    objectives: Objectives, columns: Mapping[Tensor, Columns], w: Tensor, limit: int
+    objectives: Objectives,
+    columns: Mapping[Tensor, Columns],
+    w: Tensor,
+    limit: int,
+    memory: Memory | None = None,
 ) -> None:
     """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
@@ -44,6 +49,7 @@ def accumulate_grad(
         columns: Those of each parameter.
         w: ``(m,)``, or of the losses' shape.
         limit: The number of elements that one intermediate result may have.
+        memory: Where to put the gradients.
 
     Raises:
         InvalidOperandError: The weights have another shape.
@@ -58,7 +64,7 @@ def accumulate_grad(
                 f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` takes "
                 "one. Pass one vector, or use `vjp`."
             )
-        for parameter, gradient in weighted_gradients(columns, weights, limit):
+        for parameter, gradient in weighted_gradients(columns, weights, limit, memory):
             _accumulate(parameter, gradient)
 
 

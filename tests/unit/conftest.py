@@ -2,13 +2,13 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from autogram._blocks import settled
+from autogram._blocks import reserve, settled
 from autogram._blocks.program import Program
 from autogram._blocks.tracer import Tracer
 
@@ -54,6 +54,17 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def reused_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the memory of small gradients again, too."""
+    monkeypatch.setattr(reserve, "_LARGE", 0)
+
+
+def no_memory(shape: Sequence[int], like: Tensor) -> None:
+    """Memory that is used up."""
+    del shape, like
+
+
+@pytest.fixture(autouse=True)
 def checked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settle contractions at once, and compare what was traced with what was computed."""
     settled._MEMOS.clear()
@@ -62,8 +73,9 @@ def checked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def checked(tracer: Tracer, result: Tensor) -> Program | None:
         program = trace(tracer, result)
-        if program is not None and all(isinstance(x, Tensor) for x in tracer._inputs):
-            again = program(tracer._inputs)
+        if program is not None:
+            inputs = [x if isinstance(x, Tensor) else no_memory for x in tracer._inputs]
+            again = program(inputs)
             torch.testing.assert_close(again, result, rtol=0, atol=0, equal_nan=True)
         return program
 

@@ -9,6 +9,8 @@ from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
+from autogram._blocks.reserve import Reserve
+from autogram._blocks.scratch import Memory
 from autogram._blocks.tracer import GEOMETRY
 from autogram._blocks.transpose import copy_channels_last
 from autogram._blocks.unchanged import Seen, check_unchanged
@@ -24,8 +26,10 @@ __all__ = [
     "Keep",
     "Layout",
     "Lookup",
+    "Memory",
     "Plan",
     "Region",
+    "Reserve",
     "Routed",
     "Seen",
     "agree",

@@ -23,6 +23,7 @@ from autogram._blocks.gram import gram
 from autogram._blocks.plan import forms_rows, meta
 from autogram._blocks.products import weighted_sum
 from autogram._blocks.region import Region
+from autogram._blocks.scratch import Memory
 from autogram._blocks.settled import settled
 from autogram._blocks.storage import restore
 
@@ -135,7 +136,7 @@ def gram_of_bundle(bundle: Sequence[Columns], limit: int) -> Tensor | None:
 
 
 def weighted_sums(
-    found: Mapping[Tensor, Columns], weights: Tensor, limit: int
+    found: Mapping[Tensor, Columns], weights: Tensor, limit: int, memory: Memory | None = None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """J^T w of some parameters, as :meth:`Columns.weighted_sum` gives it, in any order.
 
@@ -143,20 +144,22 @@ def weighted_sums(
         found: The columns of each parameter.
         weights: ``(k, b)``, or several of them, ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
+        memory: Where to put results.
     """
     count = prod(weights.shape[:-2])
     for bundle in _bundles_for_sums(found, count, limit):
         if len(bundle) == 1:
             ((parameter, columns, _),) = bundle
             moved = weights.to(parameter.device)
-            yield parameter, columns.weighted_sum(moved, limit)
+            yield parameter, columns.weighted_sum(moved, limit, memory)
             continue
         for _, columns, _ in bundle:
             columns.check()
         parameters, together, blocks = zip(*bundle, strict=True)
         moved = weights.to(blocks[0].operands[0])
         regions = tuple([columns.parameter for columns in together])
-        yield from zip(parameters, _sums_of_all([*blocks], moved, regions, limit), strict=True)
+        sums = _sums_of_all([*blocks], moved, regions, limit, memory)
+        yield from zip(parameters, sums, strict=True)
 
 
 _Member = tuple[Tensor, Columns, Block | None]
@@ -190,13 +193,17 @@ def _gram_of_all(blocks: list[Block], limit: int) -> Tensor:
 
 @settled
 def _sums_of_all(
-    blocks: list[Block], weights: Tensor, regions: tuple[Region, ...], limit: int
+    blocks: list[Block],
+    weights: Tensor,
+    regions: tuple[Region, ...],
+    limit: int,
+    memory: Memory | None,
 ) -> tuple[Tensor, ...]:
     """The weighted sums of some blocks, each of a parameter of its own."""
     stack = weights if weights.dim() == 3 else weights.unsqueeze(0)
     sums: dict[int, Tensor] = {}
     for block, members in _stacks(blocks):
-        total = weighted_sum([block], stack, limit)
+        total = weighted_sum([block], stack, limit, memory if len(members) == 1 else None)
         for i, member in enumerate(members):
             part = total if len(members) == 1 else total.select(1, i)
             found = restore(part.reshape(len(stack), -1), regions[member])

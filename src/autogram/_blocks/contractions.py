@@ -147,19 +147,19 @@ class MatrixProduct:
         )
 
     def __call__(self, x: Tensor, y: Tensor, memory: Memory | None = None) -> Tensor:
-        """The einsum of two tensors, in some memory if it is a batch of products."""
+        """The einsum of two tensors, in some memory where that can be chosen."""
         (n, rows, summed), (_, _, columns) = self.shapes
         is_other_faster = is_faster(x, n, rows, summed, columns)
         out = None
-        if memory is not None and not (is_other_faster and n == 1):
+        if memory is not None and n > 1:
             out = allocate(memory, (n, rows, columns), x)
         if is_other_faster and n > 1 and self._has_runs(x, y):
             result = self._by_parts(x, y, out)
         else:
             left = _arranged(x, self.orders[0], self.shapes[0], "first")
             right = _arranged(y, self.orders[1], self.shapes[1], "second")
-            if n == 1 and out is None:
-                result = multiply(left[0], right[0].mT)
+            if n == 1:
+                result = multiply(left[0], right[0].mT, memory)
             else:
                 result = torch.bmm(left, right, out=out)
         return result.reshape(self.sizes).permute(self.output)

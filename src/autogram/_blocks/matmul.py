@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from autogram._blocks.scratch import Memory, allocate
+
 # From this many multiply-adds on, oneDNN is faster: a call of it takes 20 to 50 us, one of MKL 2.
 _WORTH_A_CALL = 2**23
 
@@ -67,16 +69,22 @@ def _is_thick(batch: int, rows: int, summed: int, columns: int, work: int) -> bo
     return summed >= _THIN and min(rows, columns) >= thinnest
 
 
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right.mT`` for two matrices, by whatever is faster."""
+def multiply(left: Tensor, right: Tensor, memory: Memory | None = None) -> Tensor:
+    """``left @ right.mT`` for two matrices, by whatever is faster.
+
+    Args:
+        left: ``(rows, summed)``.
+        right: ``(columns, summed)``.
+        memory: Where to put it. What oneDNN computes is elsewhere.
+    """
     rows, summed = left.shape
     if not is_faster(left, 1, rows, summed, len(right)):
-        return _plain(left, right)
+        return _plain(left, right, memory)
     if left.is_contiguous() or (len(right) >= _WORTH_A_COPY and not right.is_contiguous()):
         return _linear(left, right)
     if right.is_contiguous() or len(left) >= _WORTH_A_COPY:
         return _linear(right, left).mT
-    return _plain(left, right)
+    return _plain(left, right, memory)
 
 
 def zeros_behind(rows: int, summed: int) -> int:
@@ -100,8 +108,11 @@ def multiply_batch(left: Tensor, right: Tensor) -> Tensor:
     return product.view(n, rows, right.shape[2])
 
 
-def _plain(left: Tensor, right: Tensor) -> Tensor:
+def _plain(left: Tensor, right: Tensor, memory: Memory | None) -> Tensor:
     """``left @ right.mT`` by MKL, transposing only what is transposed."""
+    if memory is not None:
+        out = allocate(memory, (len(left), len(right)), left)
+        return torch.mm(left, right.mT, out=out)
     return linear(left, right) if right.is_contiguous() else torch.mm(left, right.mT)
 
 

@@ -53,7 +53,7 @@ class Path:
         return max(step.elements for step in self.steps)
 
     def __call__(self, operands: Sequence[Tensor], memory: Memory | None = None) -> Tensor:
-        """The result of the einsum, in some memory if it is a batch of matrix products."""
+        """The result of the einsum, in some memory if it is a matrix product, or many of them."""
         stack = list(operands)
         for step in self.steps:
             taken = [stack.pop(position) for position in step.positions]

@@ -19,10 +19,13 @@ from autogram._blocks.gram import cross, merge, rows
 from autogram._blocks.matmul import multiply
 from autogram._blocks.path import einsum, find_path
 from autogram._blocks.plan import Signature, count_parts, limit_on, signature_of
+from autogram._blocks.scratch import Memory
 from autogram._blocks.settled import settled
 
 
-def weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
+def weighted_sum(
+    blocks: list[Block], weights: Tensor, limit: int, memory: Memory | None = None
+) -> Tensor:
     """Sums of rows: J^T w.
 
     The weights go to the cotangents before anything is summed over, where that is cheaper, so that
@@ -33,27 +36,30 @@ def weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
         blocks: Some blocks.
         weights: ``(s, k, b)``.
         limit: See above.
+        memory: Where to put a gradient that is a matrix product.
 
     Returns:
         ``(s, *tensor)``.
     """
     if len(weights) > 1:
-        return _weighted_sum(blocks, weights, limit)
+        return _weighted_sum(blocks, weights, limit, None)
     adjoints = [block.adjoint for block in blocks if block.adjoint is not None]
     parts = [adjoint(weights[0]).unsqueeze(0) for adjoint in adjoints]
     if len(adjoints) < len(blocks):
         others = [block for block in blocks if block.adjoint is None]
-        parts.append(_weighted_sum(others, weights, limit))
+        parts.append(_weighted_sum(others, weights, limit, memory))
     return reduce(torch.add, parts)
 
 
 @settled
-def _weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
+def _weighted_sum(
+    blocks: list[Block], weights: Tensor, limit: int, memory: Memory | None
+) -> Tensor:
     """Weighted sums by an einsum."""
     parts: list[Tensor] = []
     for block in merge(blocks):
         if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
-            parts.append(_gradient(block, weights[0], limit).unsqueeze(0))
+            parts.append(_gradient(block, weights[0], limit, memory).unsqueeze(0))
             continue
         inputs, output = block.equation.split("->")
         s = next(unused_labels(block.equation))
@@ -62,7 +68,7 @@ def _weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
     return reduce(torch.add, parts)
 
 
-def _gradient(block: Block, weights: Tensor, limit: int) -> Tensor:
+def _gradient(block: Block, weights: Tensor, limit: int, memory: Memory | None) -> Tensor:
     """One weighted sum of the rows of a cotangent and a factor, in the tensor's own order.
 
     The product of the two has the indices of its first operand outside. In another order than the
@@ -82,7 +88,7 @@ def _gradient(block: Block, weights: Tensor, limit: int) -> Tensor:
     for w, cotangent, factor in (part.operands for part in whole.chunks("b", count)):
         weighted = einsum(f"kb,{first}->{kept}", (w, cotangent))
         pair = (factor, weighted) if is_swapped else (weighted, factor)
-        total.append(einsum(equation, pair))
+        total.append(einsum(equation, pair, memory if count == 1 else None))
     return reduce(torch.add, total)
 
 
