@@ -52,7 +52,7 @@ def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
         )
     if verify not in get_args(Verify):
         raise InvalidOptionError(
-            f'`verify` is {verify!r}. Pass "first" (new calls, and the calls 1, 2, 4, 8, ...), '
+            f'`verify` is {verify!r}. Pass "first" (new calls, and at least each 64th), '
             '"always" or "never".'
         )
     if unseen not in get_args(Unseen):

@@ -57,8 +57,8 @@ class Engine:
             exceed. Larger ones are computed in parts. A single row of the Jacobian for one
             parameter is the least that is held.
         verify: When :meth:`compute_gramian` and :meth:`jacobian` compare their result with one
-            ordinary backward pass: ``"first"`` at the calls 1, 2, 4, 8, ... and whenever the
-            sequence of recorded calls is new, ``"always"``, or ``"never"``.
+            ordinary backward pass: ``"first"`` at the calls 1, 2, 4, ..., 64, then each 64th, and
+            whenever the graph behind the losses is new, ``"always"``, or ``"never"``.
         unseen: What to do with parameters that are used where calls are not recorded: in a penalty
             among the losses, a custom autograd Function, a gradient that is differentiated again, a
             forward pass from before the engine was made. ``"rows"`` computes their rows by
@@ -119,15 +119,16 @@ class Engine:
 
             Cost: a backward pass through the activations, and contractions that cost between a
             few percent and the whole of a forward pass. The first call makes two further passes
-            for each binary digit of B to find the samples; calls in which only shapes or
-            indices are new, and the calls 2, 4, 8, ..., make one
-            (two with several objectives for each sample). So does every call in which samples lie
-            in irregular places, such as tokens that are routed to experts. Where it is
+            for each binary digit of B to find the samples. Calls in which only shapes are new, or
+            constants that move samples, make one (two with several objectives for each sample),
+            and so does the call behind a scheduled check, and every call in which values that
+            depend on parameters move samples, as tokens that are routed to experts. Where it is
             verified, one ordinary backward pass, with the gradients of all parameters, comes on
             top.
 
         Raises:
-            VerificationError: It was verified, and is wrong.
+            VerificationError: It was verified, and is wrong. Where places of samples were
+                remembered, it says from which call on results are in doubt.
             UnseenUseError: ``unseen`` is ``"error"``, and there are such parameters.
             InvalidLossesError: The losses are not floating-point or require no gradient, or
                 gradients are disabled.

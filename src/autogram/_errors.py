@@ -1,5 +1,7 @@
 """Errors and warnings of autogram: one base, and the builtin that each refines."""
 
+from __future__ import annotations
+
 import torch
 
 
@@ -67,12 +69,33 @@ class VerificationError(AutogramError, ArithmeticError):
             concerned.
         is_of_samples: Whether they agree where the whole batch is treated as one sample, so that
             the samples are mixed.
+        is_late: Whether results of earlier calls are in doubt, too.
     """
 
-    def __init__(self, message: str, *, gaps: dict[str, float], is_of_samples: bool) -> None:
+    def __init__(
+        self, message: str, *, gaps: dict[str, float], is_of_samples: bool, is_late: bool = False
+    ) -> None:
         super().__init__(message)
         self.gaps = gaps
         self.is_of_samples = is_of_samples
+        self.is_late = is_late
+
+    def since(self, calls: tuple[int, int]) -> VerificationError:
+        """The same error, for a call whose places of samples were remembered.
+
+        Args:
+            calls: The first and the last call of the engine whose results are in doubt.
+        """
+        return VerificationError(
+            f"The results of the calls {calls[0]} to {calls[1]} of this engine are in doubt: the "
+            "places of the samples were remembered from an earlier call, and are not right any "
+            "more. The next call looks for them again. To go on, take the parameters from before "
+            'these calls; `Engine(..., verify="always")` would have found it at once. '
+            f"{self}",
+            gaps=self.gaps,
+            is_of_samples=self.is_of_samples,
+            is_late=True,
+        )
 
 
 class RuleError(AutogramError, ValueError):

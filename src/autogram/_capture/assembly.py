@@ -14,6 +14,7 @@ from autogram._blocks import Columns, Layout, Region, Seen, check_unchanged
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import Sink
+from autogram._capture.survey import Survey
 from autogram._capture.tracked import Tracked
 from autogram._capture.use import Arrival, Use, pull_back
 
@@ -71,8 +72,7 @@ class Assembly(Generic[S]):
     """A receiver of cotangents that puts the columns of each parameter together.
 
     When all uses of a parameter have arrived, its columns go to the sink. How many there will be is
-    known from the recordings that are alive; where some of their uses do not reach the losses, what
-    waits for them goes to the sink at the end.
+    known from the survey; where there may be others, all goes to the sink at the end.
 
     Small uses wait for one another. To take one in is a matter of many calls of Python and little
     work for PyTorch. Between the operations of a backward pass, which leave nothing of it in the
@@ -80,6 +80,7 @@ class Assembly(Generic[S]):
 
     Args:
         channel: The channel of the taps.
+        survey: The graph behind the losses.
         layout_of: Where the samples lie, or ``None`` if all is one sample.
         limit: The number of elements that one intermediate result may have.
         sink: What to do with the columns of a parameter.
@@ -89,6 +90,7 @@ class Assembly(Generic[S]):
     def __init__(
         self,
         channel: Channel,
+        survey: Survey,
         layout_of: LayoutOf | None,
         limit: int,
         sink: S,
@@ -101,11 +103,12 @@ class Assembly(Generic[S]):
         self._observers = observers
         self._accounts: dict[int, _Account] = {}  # by the `id` of the parameter
         self._derived: dict[Tracked, Columns] = {}
-        self._arrived: Counter[Tracked] = Counter()
-        for recording in channel.recordings:
-            for parameters in recording.reads:
-                for parameter in parameters:
-                    self._account(parameter).expected += 1
+        reads = [tracked for use in survey.uses for tracked in use.reads]
+        self._missing = Counter(tracked for tracked in reads if tracked.region is None)
+        for tracked in reads:
+            for parameter in tracked.sources:
+                self._account(parameter).expected += 1
+        self._is_complete = not survey.hides_taps
         self._waiting: list[_Shown] = []
         self._elements = 0
         self.has_arrivals = False
@@ -191,14 +194,14 @@ class Assembly(Generic[S]):
     def _count(self, tracked: Tracked) -> None:
         """Counts an arrival, and finishes what has nothing left to wait for."""
         if tracked.region is None:
-            self._arrived[tracked] += 1
-            if tracked in self._derived and self._arrived[tracked] == tracked.uses:
+            self._missing[tracked] -= 1
+            if not self._missing[tracked] and self._is_complete and tracked in self._derived:
                 self._pull_back(tracked)
         for parameter in tracked.sources:
             account = self._account(parameter)
             account.expected -= 1
             account.open()  # and empty where every cotangent was zero
-            if account.expected == 0:
+            if account.expected == 0 and self._is_complete:
                 self._finish(account)
 
     def _pull_back(self, tracked: Tracked) -> None:

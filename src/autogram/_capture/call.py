@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from autogram._blocks import GEOMETRY
+from autogram._capture.batching import NOT_TO_BE_BATCHED
 from autogram._capture.containers import tensors_in_call
-from autogram._capture.picking import PICKING
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
 _PROPERTIES = "requires_grad is_leaf grad_fn is_nested is_sparse"
@@ -33,8 +33,8 @@ class Kind(NamedTuple):
     """It changes its first argument."""
     is_cast: bool
     """Its output has the elements of its first argument."""
-    may_pick: bool
-    """It may read its first argument at places that an index tensor gives."""
+    is_noted: bool
+    """It changes how backward passes may run over what it is a part of."""
     reads_first_only: bool
     """Its other tensors give no more than a dtype or a shape, as in ``x.to(y)``."""
 
@@ -74,6 +74,6 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         function in _QUESTIONS,
         name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")),
         name in _CASTS,
-        name in PICKING,
+        name in NOT_TO_BE_BATCHED,
         name in _LOOK_AT_OTHER,
     )

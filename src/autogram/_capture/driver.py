@@ -18,11 +18,11 @@ from autogram._capture.exact import exact
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.memory import retried_with_less
 from autogram._capture.objectives import Objectives
-from autogram._capture.places import REMEMBERED, Places, UnknownLayoutError, key_of
+from autogram._capture.places import REMEMBERED, Places, Search, UnknownLayoutError
 from autogram._capture.record import Record
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import GramianSum, Sink, Store, StoreWithGramian
-from autogram._capture.tail import Tail
+from autogram._capture.survey import Survey
 from autogram._capture.unseen import Names, Unseen, describe_unseen, use_in_tail
 from autogram._capture.use import Use
 from autogram._capture.verification import Check, Comparison, Schedule, Verify
@@ -94,7 +94,7 @@ class Driver:
         self._places = Places(channel)
         self._schedule = Schedule(verify, REMEMBERED)
         self.record = Record(limit)
-        self._recorded: int | None = None
+        self._recorded: bytes | None = None
         self._names = names
         self._on_unseen = unseen
         self._unseen: list[Use] = []
@@ -172,19 +172,15 @@ class Driver:
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
         with explaining_freed_graphs():
-            tail = Tail.of(self._channel, losses)
-        recordings = self._channel.recordings
-        keys = frozenset(key_of(found, objectives, tail) for found in recordings)
-        signature = hash((keys, tail.fingerprint, losses.shape))
-        structure = hash((frozenset(found.structure for found in recordings), tail.structure))
-        check = self._schedule.next(losses, structure, must=verify)
-        record = Record(self._limit) if signature != self._recorded else None
+            survey = Survey.of(self._channel, losses)
+        check = self._schedule.next(losses, survey.structure, must=verify)
+        record = Record(self._limit) if survey.key != self._recorded else None
         self._has_sought = False
         job = Job(make_sink, check, record, verify, retain_graph or check is not None)
-        found = self._assemble_or_retreat(objectives, tail, job)
+        found = self._assemble_or_retreat(objectives, survey, job)
         if record is not None:
-            record.finish(recordings)
-            self.record, self._recorded = record, signature
+            record.finish(self._channel.recordings)
+            self.record, self._recorded = record, survey.key
         self.record.has_sought = self._has_sought
         self._mention_unseen(losses.numel())
         return found
@@ -201,26 +197,28 @@ class Driver:
         warnings.warn(message, UnseenUseWarning, stacklevel=_USER_LEVEL - 1)
 
     def _assemble_or_retreat(
-        self, objectives: Objectives, tail: Tail, job: Job[S]
+        self, objectives: Objectives, survey: Survey, job: Job[S]
     ) -> tuple[Objectives, S]:
         """The columns of J with samples, or without where there are none."""
         if objectives.samples > 1:
             try:
-                sink = self._assemble_per_sample(objectives, tail, job)
-                self._confirm(objectives, sink, job)
-                return objectives, sink
+                if self._batch_dim == "auto":
+                    self._places.check(objectives, survey)
+                return objectives, self._assemble_per_sample(objectives, survey, job)
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":
                     raise
+                self._places.refuse(objectives, survey, str(error))
                 self._warn(error)
             except VerificationError as error:
-                if self._batch_dim != "auto" or not error.is_of_samples:
+                if self._batch_dim != "auto" or not error.is_of_samples or error.is_late:
                     raise
-                self._places.refuse(objectives, tail, str(error))
+                self._places.refuse(objectives, survey, str(error))
                 self._warn(error)
         objectives = Objectives(objectives.losses, None)
-        sink = self._assemble(objectives, tail, None, job, job.retain_graph)
+        sink = self._assemble(objectives, survey, None, job, job.retain_graph)
         self._confirm(objectives, sink, job)
+        self._schedule.confirm(job.check)
         return objectives, sink
 
     def _confirm(self, objectives: Objectives, sink: S, job: Job[S]) -> None:
@@ -242,18 +240,38 @@ class Driver:
             total = (check.losses * check.vector).sum()
         whole = Check(total, torch.ones_like(total))
         job = Job(partial(GramianSum, self._limit), whole)
-        tail = Tail.of(self._channel, total)
-        self._assemble(Objectives(total, None), tail, None, job, retain_graph=True)
+        survey = Survey.of(self._channel, total)
+        self._assemble(Objectives(total, None), survey, None, job, retain_graph=True)
         return whole.differing(whole.compare(self._channel))
 
-    def _assemble_per_sample(self, objectives: Objectives, tail: Tail, job: Job[S]) -> S:
-        """The columns for per-sample losses, after a look for the samples where it is needed."""
-        search = self._places.search(objectives, tail)
+    def _assemble_per_sample(self, objectives: Objectives, survey: Survey, job: Job[S]) -> S:
+        """The columns for per-sample losses, after a look for the samples where it is needed.
+
+        A check is of this very step, with what is remembered. Only the next one looks again.
+        """
+        search = self._places.search(objectives, survey)
+        sink = self._search(objectives, survey, job, search)
+        try:
+            self._confirm(objectives, sink, job)
+        except VerificationError as error:
+            self._places.doubt(objectives, survey)
+            if search.has_sought:
+                raise
+            raise error.since(self._schedule.doubted) from error
+        if job.check is not None and not search.has_sought:
+            self._places.doubt(objectives, survey)
+        self._schedule.confirm(job.check)
+        return sink
+
+    def _search(self, objectives: Objectives, survey: Survey, job: Job[S], search: Search) -> S:
+        """The columns for per-sample losses, in as many passes as a search needs."""
+        search.begin()
         while True:
             # Where a layout is missing, the pass may stop half-way, and begin again.
             must_retain = job.retain_graph or not search.is_settled
             try:
-                sink = self._assemble(objectives, tail, search.layout, job, must_retain)
+                with search.watched():
+                    sink = self._assemble(objectives, survey, search.layout, job, must_retain)
                 search.finish()
             except UnknownLayoutError as unknown:
                 search.seek(unknown)
@@ -264,20 +282,20 @@ class Driver:
     def _assemble(
         self,
         objectives: Objectives,
-        tail: Tail,
+        survey: Survey,
         layout_of: LayoutOf | None,
         job: Job[S],
         retain_graph: bool,
     ) -> S:
         """One pass past the taps, with the layouts that are known."""
-        in_tail = use_in_tail(self._channel, self._names, objectives.losses, tail)
+        in_tail = use_in_tail(self._channel, self._names, survey)
 
         def start() -> Assembly[S]:
             observers = job.observers
             for observer in observers:
                 observer.restart(objectives)
             sink = job.make_sink(job.check)
-            assembly = Assembly(self._channel, layout_of, self._limit, sink, observers)
+            assembly = Assembly(self._channel, survey, layout_of, self._limit, sink, observers)
             if in_tail is not None:
                 assembly.add_tail(in_tail, objectives)
             return assembly
@@ -287,7 +305,7 @@ class Driver:
             objectives.losses,
             objectives.cotangents(),
             start,
-            is_batchable=tail.is_batchable
+            is_batchable=survey.is_batchable
             and all(recording.is_batchable for recording in self._channel.recordings),
             retain_graph=retain_graph,
         )

@@ -16,24 +16,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from autogram._capture.objectives import Objectives
+from autogram._capture.proof import Spot, Spots
 from autogram._capture.recording import Channel
 from autogram._capture.use import Use, describe
 from autogram._capture.visit import visit
 from autogram._errors import NonFiniteError
 
-# For each use that has a cotangent, for each dimension in which samples can lie and do not meet:
-# the sample of every place, -1 where the cotangent is zero, or HIDDEN where it is not finite and
-# belongs to one of the samples whose objectives are not finite. On the CPU.
-Owners = dict[Use, dict[int, Tensor]]
+# For each use or spot that has a cotangent, for each dimension in which samples can lie and do not
+# meet: the sample of every place, -1 where the cotangent is zero, or HIDDEN where it is not finite
+# and belongs to one of the samples whose objectives are not finite. On the CPU.
+Owners = dict[Use | Spot, dict[int, Tensor]]
 
 HIDDEN = -2
 
-ByPlace = dict[Use, dict[int, Tensor]]  # something for each place along each dimension
+ByPlace = dict[Use | Spot, dict[int, Tensor]]  # something for each place along each dimension
 
 # Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow. They are
 # in no order, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
@@ -42,11 +44,16 @@ _EXPONENTS = torch.tensor(random.Random(0).sample(range(-16, 16), _SCALES), devi
 _DIGITS = _EXPONENTS.argsort()
 
 
-def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
+def owners_by_zeros(channel: Channel, objectives: Objectives, spots: Spots | None = None) -> Owners:
     """The owners by passes for some of the samples alone.
 
     A sample whose objectives are not finite hides its own places: zero times infinity is no zero,
     so that they are seen in every pass. The others show the layout, if there are any.
+
+    Args:
+        channel: The channel of the taps.
+        objectives: The losses with their samples.
+        spots: Other places in the graph to look at.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
@@ -62,7 +69,8 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
         every |= 1 << digit
         has_digit = (samples >> digit) % 2 == 1
         for chosen, seen in ((has_digit, with_digit), (~has_digit, without)):
-            for use, found in _look(channel, objectives, chosen, _any_nonzero, hidden).items():
+            seen_now = _look(channel, objectives, chosen, _any_nonzero, hidden, spots)
+            for use, found in seen_now.items():
                 before = seen.get(use, {})
                 seen[use] = {d: x.long() << digit | before.get(d, 0) for d, x in found.items()}
     owners: Owners = {}
@@ -79,7 +87,7 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
             ):
                 unseen = torch.where(is_hidden, HIDDEN, -1)
                 owners[use][dim] = torch.where(is_seen, ones, unseen)
-        if hidden and use in hidden and not owners[use]:
+        if hidden and not isinstance(use, Spot) and use in hidden and not owners[use]:
             raise not_finite(use)
     return owners
 
@@ -105,7 +113,8 @@ class Scales:
     @property
     def uses(self) -> set[Use]:
         """The uses that have a cotangent."""
-        return set().union(*self._scaled.values())
+        seen = set().union(*self._scaled.values())
+        return {use for use in seen if not isinstance(use, Spot)}
 
     def owners(self, use: Use, cotangent: Tensor) -> dict[int, Tensor]:
         """The owners of a use's places, by dimension.
@@ -156,6 +165,7 @@ def _look(
     weights: Tensor,
     reduce: Callable[[Tensor], Tensor],
     hidden: ByPlace | None = None,
+    spots: Spots | None = None,
 ) -> ByPlace:
     """What every place is reduced to, in a pass with a weight for each sample.
 
@@ -178,11 +188,18 @@ def _look(
         if bool((cotangent != 0).any()):
             found[use] = _reduced(use, cotangent[0], reduce)
 
-    visit(channel, objectives.losses, objectives.weighted(weights), lambda: observe)
+    def observe_spot(spot: Spot, cotangent: Tensor) -> None:
+        if bool((cotangent != 0).any()):
+            found[spot] = _reduced(spot, cotangent, reduce)
+
+    with nullcontext() if spots is None else spots.shown_to(observe_spot):
+        visit(channel, objectives.losses, objectives.weighted(weights), lambda: observe)
     return found
 
 
-def _reduced(use: Use, cotangent: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+def _reduced(
+    use: Use | Spot, cotangent: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> dict[int, Tensor]:
     """Every place of a cotangent ``(*output,)`` reduced to one number, along each dimension."""
     by_place = (cotangent.movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
     return {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}

@@ -1,28 +1,31 @@
-"""Places: where the samples lie in each use, remembered, or sought where the calls are new."""
+"""Places: where the samples lie in each use, remembered, or sought where the graph is new."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from autogram._blocks import Folded, Layout, Routed, agree
+from autogram._blocks import Folded, Layout, agree
+from autogram._capture.answer import Answer
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
 from autogram._capture.probe import Layouts, find_layouts, fitting_layouts
-from autogram._capture.recording import Channel, Recording
-from autogram._capture.tail import Tail
+from autogram._capture.proof import Proof, Silence, Spots, Watch
+from autogram._capture.recording import Channel
+from autogram._capture.survey import Survey
 from autogram._capture.use import Use, describe
 from autogram._errors import MixedSamplesError, NonFiniteError
 
 K = TypeVar("K")
 T = TypeVar("T")
-Key = tuple[int, tuple[int, ...], int | None, int]
-Structure = tuple[int, int | None, int]
+Key = tuple[bytes, int | None]
 
-# How many signatures of forward passes to remember layouts for. Batches of varying length have one
-# each; a forgotten one costs two backward passes through the activations.
+# How many graphs to remember layouts for. Batches of varying length have one each; a forgotten one
+# costs a backward pass through the activations.
 REMEMBERED = 512
 
 
@@ -30,18 +33,45 @@ class UnknownLayoutError(Exception):
     """It is not known where the samples of a use lie.
 
     Attributes:
-        use: The use.
+        use: The use, or ``None`` where nothing is known.
         is_needed: Whether it has a cotangent, so that a layout must be found.
     """
 
-    def __init__(self, use: Use, *, is_needed: bool) -> None:
-        super().__init__(use.function)
+    def __init__(self, use: Use | None, *, is_needed: bool) -> None:
+        super().__init__(use and use.function)
         self.use = use
         self.is_needed = is_needed
 
 
+@dataclass
+class Known:
+    """The layouts that were found for one graph."""
+
+    layouts: dict[int, tuple[Layout, ...]]
+    """Of each use, by the number of its tap in the survey."""
+    constants: tuple[tuple[Watch, Tensor], ...]
+    """What they depend on, beside the graph."""
+    is_doubted: bool = False
+    """Whether to look again before they are used."""
+
+    def has_changed(self, survey: Survey) -> Answer | None:
+        """Whether constants have other values than when the layouts were found.
+
+        Returns:
+            The answer, or ``None`` where their shapes or devices tell that they have.
+        """
+        pairs = [(watch.value(survey), value) for watch, value in self.constants]
+        if any(new.shape != old.shape or new.device != old.device for new, old in pairs):
+            return None
+        return Answer([(new != old).any() for new, old in pairs])
+
+    def of_uses(self, survey: Survey) -> Layouts:
+        """The layouts, by use."""
+        return {use: self.layouts.get(number, ()) for use, number in survey.uses.items()}
+
+
 class Places:
-    """What an engine remembers of layouts, refusals and structures. It holds no tensor of a pass.
+    """What an engine remembers of layouts, refusals and proofs. It holds no tensor of a pass.
 
     Args:
         channel: The channel of the engine's taps.
@@ -49,31 +79,56 @@ class Places:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.layouts: dict[Key, Layouts] = {}
-        self.mixed: dict[Key, str] = {}
-        self.structures: dict[Structure, None] = {}
-        self._calls = 0
+        self._known: dict[Key, Known] = {}
+        self._mixed: dict[Key, str] = {}
+        self._proofs: dict[Key, Proof] = {}
 
-    def search(self, objectives: Objectives, tail: Tail) -> Search:
+    def search(self, objectives: Objectives, survey: Survey) -> Search:
         """The search of one call."""
-        # Values can couple samples where no shape changes (a margin that is exceeded, a mixing
-        # weight). Another look at the calls 2, 4, 8, ... costs nothing on average.
-        self._calls += 1
-        is_due = self._calls > 1 and self._calls.bit_count() == 1
-        return Search(self, objectives, tail, is_due)
+        return Search(self, objectives, survey)
 
-    def refuse(self, objectives: Objectives, tail: Tail, reason: str) -> None:
-        """Remembers that the samples of the recordings that are alive are mixed."""
-        for recording in self.channel.recordings:
-            self.remember(self.mixed, key_of(recording, objectives, tail), reason)
+    def recall(self, objectives: Objectives, survey: Survey) -> Known | None:
+        """What was found for this graph."""
+        return self._known.get(_key(objectives, survey))
 
-    def remember(self, memory: dict[K, T], key: K, value: T) -> None:
-        """Adds an entry to a memory, in the place of the oldest if it is full."""
-        memory.pop(key, None)
-        memory[key] = value
-        # The passes of one graph must all fit, or they would push each other out without end.
-        if len(memory) > max(REMEMBERED, len(self.channel.recordings)):
-            del memory[next(iter(memory))]
+    def remember(self, objectives: Objectives, survey: Survey, layouts: Layouts) -> None:
+        """Keeps layouts for the next call, if nothing can change them that is not noticed."""
+        proof = self.proof(objectives, survey)
+        if proof is None or proof.movers or survey.hides_taps:
+            return
+        if proof.silent and objectives.per_sample > 1:
+            return  # a batched pass hides the values that would show that this is over
+        by_number = {survey.uses[use]: found for use, found in layouts.items()}
+        constants = tuple((watch, watch.value(survey).clone()) for watch in proof.watches)
+        _put(self._known, _key(objectives, survey), Known(by_number, constants))
+
+    def doubt(self, objectives: Objectives, survey: Survey) -> None:
+        """Lets the next call for this graph look again."""
+        known = self._known.get(_key(objectives, survey))
+        if known is not None:
+            known.is_doubted = True
+
+    def proof(self, objectives: Objectives, survey: Survey) -> Proof | None:
+        """What the places depend on, if a graph of this structure was looked at."""
+        return self._proofs.get((survey.structure, objectives.batch_dim))
+
+    def prove(self, objectives: Objectives, survey: Survey, proof: Proof) -> None:
+        """Keeps a proof for graphs of the same structure."""
+        _put(self._proofs, (survey.structure, objectives.batch_dim), proof)
+
+    def disprove(self, objectives: Objectives, survey: Survey) -> None:
+        """Forgets a proof."""
+        self._proofs.pop((survey.structure, objectives.batch_dim), None)
+
+    def refuse(self, objectives: Objectives, survey: Survey, reason: str) -> None:
+        """Keeps in mind that the samples are mixed in this graph."""
+        _put(self._mixed, _key(objectives, survey), reason)
+
+    def check(self, objectives: Objectives, survey: Survey) -> None:
+        """Raises if it is known that the samples are mixed in this graph."""
+        reason = self._mixed.get(_key(objectives, survey))
+        if reason is not None:
+            raise MixedSamplesError(reason)
 
 
 class Search:
@@ -81,27 +136,26 @@ class Search:
 
     Where the calls are known and their values or shapes are new, one pass by scales comes first,
     and the pass that asks for layouts is what it is compared with (with several objectives for a
-    sample, another one is). Else the samples are sought by zeros.
+    sample, another one is). Else the samples are sought by zeros. What is irregular is remembered
+    like anything else, if the graph alone decides it.
 
     Args:
         places: What is remembered.
         objectives: The losses with their samples.
-        tail: What lies between the last taps and the losses.
-        is_due: Whether to look again at what is remembered.
+        survey: The graph behind them.
 
     Attributes:
         has_sought: Whether there was anything to seek.
     """
 
-    def __init__(self, places: Places, objectives: Objectives, tail: Tail, is_due: bool) -> None:
+    def __init__(self, places: Places, objectives: Objectives, survey: Survey) -> None:
         self._places = places
         self._objectives = objectives
-        self._tail = tail
-        self._is_due = is_due
-        self._keys: dict[Recording, Key] = {}
-        self._found: dict[Recording, Layouts] = {}
+        self._survey = survey
+        self._found: Layouts | None = None
+        self._has_changed: Answer | None = None
+        self._silence: Silence | None = None
         self._scales: Scales | None = None
-        self._measured: dict[Recording, Layouts] = {}
         self._needed: set[Use] = set()
         self.has_sought = False
 
@@ -110,16 +164,14 @@ class Search:
 
         Raises:
             UnknownLayoutError: It must be sought first.
-            MixedSamplesError: It is known that there is none.
         """
         if not cotangent.numel():
             return None  # an expert without tokens, say
-        of_recording = self._known(use.recording)
-        if of_recording is None and self._scales is not None:
-            of_recording = self._measure(self._scales, use, cotangent[0])
-        if of_recording is None:
+        if self._found is None:
             raise UnknownLayoutError(use, is_needed=False)
-        layouts: Sequence[Layout] = of_recording.get(use.index, ())
+        if self._scales is not None and use not in self._found:
+            self._found[use] = self._measure(self._scales, use, cotangent[0])
+        layouts: Sequence[Layout] = self._found.get(use, ())
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
@@ -134,40 +186,62 @@ class Search:
     @property
     def is_settled(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
-        for recording in self._places.channel.recordings:
-            layouts = self._known(recording) or {}
-            for index in range(recording.count):
-                found = layouts.get(index, ())
-                if len(found) != 1 or isinstance(found[0], Routed):
-                    return False
-        return True
+        found = self._found
+        is_open = self._scales is not None or self._survey.hides_taps or bool(self._silent)
+        if found is None or is_open or (self._has_changed and not self._has_changed.is_there):
+            return False
+        each = (found.get(use, ()) for use in self._survey.uses)
+        return all(len(x) == 1 and isinstance(x[0], Folded) for x in each)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches, in the pass inside of a block, what had no cotangent when it was proven."""
+        self._silence = Silence(self._survey, self._silent)
+        with self._silence.watched():
+            yield
+
+    @property
+    def _silent(self) -> tuple[int, ...]:
+        """The numbers of the nodes to watch: none in a batched pass, which hides values."""
+        proof = self._places.proof(self._objectives, self._survey)
+        return proof.silent if proof is not None and self._objectives.per_sample == 1 else ()
+
+    def begin(self) -> None:
+        """Recalls where the samples were, or looks for them."""
+        known = self._places.recall(self._objectives, self._survey)
+        if known is not None and not known.is_doubted:
+            has_changed = known.has_changed(self._survey)
+            if has_changed is not None and not (has_changed.is_there and has_changed.read()):
+                self._found, self._has_changed = known.of_uses(self._survey), has_changed
+        if self._found is None and self._survey.uses:
+            self.seek(UnknownLayoutError(None, is_needed=False))
 
     def seek(self, unknown: UnknownLayoutError) -> None:
         """Looks for the samples, by passes of its own."""
         self.has_sought = True
-        use, objectives = unknown.use, self._objectives
-        if unknown.is_needed and use in self._needed:
+        objectives = self._objectives
+        use = unknown.use if unknown.is_needed else None
+        if use is not None and use in self._needed:
             raise MixedSamplesError(
                 f"{describe(use)} has a cotangent for single objectives where it has none for some "
                 "of them together, so that it cannot be seen where the samples lie. Pass "
                 "`batch_dim=None` to `Engine`."
             )
-        is_known = self._structure(use.recording) in self._places.structures
-        self._scales = None
-        self._measured.clear()
+        is_known = self._places.proof(objectives, self._survey) is not None
+        self._scales = self._has_changed = None
         try:
-            if unknown.is_needed or not is_known or not bool(objectives.is_finite.all()):
-                self._needed.update([use] if unknown.is_needed else [])
-                self._find(use, is_needed=unknown.is_needed, is_known=False)
+            if use is not None or not is_known or not bool(objectives.is_finite.all()):
+                self._needed.update([use] if use is not None else [])
+                self._find(use, is_known=False)
             elif objectives.per_sample > 1:
-                self._find(use, is_needed=False, is_known=True)
+                self._find(None, is_known=True)
             else:
-                self._scales = Scales(self._places.channel, objectives)
+                self._scales, self._found = Scales(self._places.channel, objectives), {}
         except NonFiniteError:
-            if self._key(use.recording) not in self._places.layouts:
+            known = self._places.recall(objectives, self._survey)
+            if known is None:
                 raise
-            for recording in self._places.channel.recordings:
-                self._found[recording] = self._places.layouts.get(self._key(recording), {})
+            self._found = known.of_uses(self._survey)
 
     def finish(self) -> None:
         """Remembers what the pass has shown.
@@ -175,71 +249,46 @@ class Search:
         Raises:
             UnknownLayoutError: It has not shown all of it.
         """
-        if self._scales is None:
+        if self._has_changed is not None and self._has_changed.read():
+            self._has_changed = None
+            raise UnknownLayoutError(None, is_needed=False)
+        if self._silence is not None and self._silence.is_broken:
+            self._places.disprove(self._objectives, self._survey)
+            if not self.has_sought:
+                raise UnknownLayoutError(None, is_needed=False)
+        if self._scales is None or self._found is None:
             return
-        measured = self._measured.items()
-        shown = {(recording, index) for recording, found in measured for index in found}
         for use in self._scales.uses:
-            if use.recording not in self._found and (use.recording, use.index) not in shown:
+            if use not in self._found:
                 raise UnknownLayoutError(use, is_needed=True)  # all samples add up to zero
-        self._remember(self._measured)
+        self._places.remember(self._objectives, self._survey, self._found)
 
-    def _known(self, recording: Recording) -> Layouts | None:
-        """What is known of a recording without another look."""
-        key = self._key(recording)
-        if key in self._places.mixed:
-            raise MixedSamplesError(self._places.mixed[key])
-        if recording in self._found or self._is_due:
-            return self._found.get(recording)
-        return self._places.layouts.get(key)
+    def _measure(self, scales: Scales, use: Use, cotangent: Tensor) -> tuple[Layout, ...]:
+        """The layouts of a use that this pass and the one before show together."""
+        owners = scales.owners(use, cotangent)
+        if not owners:
+            raise UnknownLayoutError(use, is_needed=True)
+        return fitting_layouts(use, owners, self._objectives.is_finite)
 
-    def _measure(self, scales: Scales, use: Use, cotangent: Tensor) -> Layouts:
-        """The layouts that this pass and the one before show together, up to this use."""
-        layouts = self._measured.setdefault(use.recording, {})
-        if use.index not in layouts:
-            owners = scales.owners(use, cotangent)
-            if not owners:
-                raise UnknownLayoutError(use, is_needed=True)
-            layouts[use.index] = fitting_layouts(use, owners, self._objectives.is_finite)
-        return layouts
-
-    def _find(self, use: Use, *, is_needed: bool, is_known: bool) -> None:
+    def _find(self, wanted: Use | None, *, is_known: bool) -> None:
         """Finds the layouts of all uses, and remembers them."""
-        recording, objectives = use.recording, self._objectives
-        wanted = use if is_needed else None
-        try:
-            found = find_layouts(self._places.channel, objectives, wanted, is_known=is_known)
-        except MixedSamplesError as error:
-            self._places.remember(self._places.mixed, self._key(recording), str(error))
-            raise
-        found = {recording: {}, **found}
-        self._found.update(found)
+        places, objectives, survey = self._places, self._objectives, self._survey
+        spots = None if is_known else Spots(survey)
+        self._found, proof = find_layouts(places.channel, objectives, wanted, spots)
         if bool(objectives.is_finite.all()):  # else true for this call alone
-            self._places.remember(self._places.structures, self._structure(recording), None)
-            self._remember(found)
-
-    def _remember(self, found: Mapping[Recording, Layouts]) -> None:
-        """Remembers regular layouts. Irregular ones are measured each time."""
-        for recording, layouts in found.items():
-            if any(isinstance(layout, Routed) for some in layouts.values() for layout in some):
-                continue
-            key = self._key(recording)
-            known = self._places.layouts.get(key, {})
-            self._places.remember(self._places.layouts, key, {**known, **layouts})
-
-    def _key(self, recording: Recording) -> Key:
-        """What the layouts of a recording may depend on."""
-        key = self._keys.get(recording)
-        if key is None:
-            key = self._keys[recording] = key_of(recording, self._objectives, self._tail)
-        return key
-
-    def _structure(self, recording: Recording) -> Structure:
-        """What a look at other values and shapes may rely on."""
-        return recording.structure, self._objectives.batch_dim, self._tail.structure
+            if proof is not None:
+                places.prove(objectives, survey, proof)
+            places.remember(objectives, survey, self._found)
 
 
-def key_of(recording: Recording, objectives: Objectives, tail: Tail) -> Key:
-    """What the layouts of a recording may depend on."""
-    shape = tuple(objectives.losses.shape)
-    return recording.signature, shape, objectives.batch_dim, tail.fingerprint
+def _key(objectives: Objectives, survey: Survey) -> Key:
+    """What layouts may depend on, but for values."""
+    return survey.key, objectives.batch_dim
+
+
+def _put(memory: dict[K, T], key: K, value: T) -> None:
+    """Adds an entry to a memory, in the place of the oldest if it is full."""
+    memory.pop(key, None)
+    memory[key] = value
+    if len(memory) > REMEMBERED:
+        del memory[next(iter(memory))]

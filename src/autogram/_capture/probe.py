@@ -8,17 +8,18 @@ from torch import Tensor
 from autogram._blocks import Layout, Routed, candidates
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import HIDDEN, not_finite, owners_by_scales, owners_by_zeros
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.proof import Proof, Spot, Spots
+from autogram._capture.recording import Channel
 from autogram._capture.use import Use, describe
 from autogram._errors import MixedSamplesError
 
-Layouts = dict[int, tuple[Layout, ...]]
+Layouts = dict[Use, tuple[Layout, ...]]
 
 
 def find_layouts(
-    channel: Channel, objectives: Objectives, wanted: Use | None, *, is_known: bool
-) -> dict[Recording, Layouts]:
-    """The layouts of all uses that the losses depend on, by recording and index of the use.
+    channel: Channel, objectives: Objectives, wanted: Use | None, spots: Spots | None
+) -> tuple[Layouts, Proof | None]:
+    """The layouts of all uses that the losses depend on, and what they depend on.
 
     Where several are left, they agree on all places that have a cotangent now.
 
@@ -26,28 +27,33 @@ def find_layouts(
         channel: The channel of the taps.
         objectives: The losses with their samples.
         wanted: A use known to have a cotangent, if there is one.
-        is_known: Whether the same calls were looked at before, on other values or shapes. Then
-            two passes are enough.
+        spots: What may move samples, or ``None`` where the same calls were looked at before, on
+            other values or shapes. Then two passes are enough, and there is no proof.
 
     Raises:
         MixedSamplesError: A use has places that belong to several samples.
         NonFiniteError: A cotangent is infinite or not a number.
     """
     is_finite = objectives.is_finite
-    is_known = is_known and bool(is_finite.all())
-    owners = owners_by_scales(channel, objectives) if is_known else None
+    owners = None
+    if spots is None and bool(is_finite.all()):
+        owners = owners_by_scales(channel, objectives)
     if owners is None or not all(owners.values()) or (wanted and wanted not in owners):
-        owners = owners_by_zeros(channel, objectives)
+        owners = owners_by_zeros(channel, objectives, spots)
     if wanted and wanted not in owners:
         raise MixedSamplesError(
             f"{describe(wanted)} has a cotangent for all samples together and none for parts "
             "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
         )
-    layouts: dict[Recording, Layouts] = {}
-    for use, by_dim in owners.items():
-        found = fitting_layouts(use, by_dim, is_finite)
-        layouts.setdefault(use.recording, {})[use.index] = found
-    return layouts
+    layouts: Layouts = {}
+    fitting: dict[Spot, set[int]] = {}
+    for seen, by_dim in owners.items():
+        if isinstance(seen, Spot):
+            regular = _regular_layouts(seen.shape, by_dim, is_finite)
+            fitting[seen] = {layout.dim for layout in regular}
+        else:
+            layouts[seen] = fitting_layouts(seen, by_dim, is_finite)
+    return layouts, None if spots is None else spots.proof(fitting)
 
 
 def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Layout, ...]:
@@ -61,11 +67,7 @@ def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> t
             "replace it by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any "
             "losses, slower)."
         )
-    regular = tuple(
-        layout
-        for layout in candidates(use.shape, tuple(owners), len(is_finite))
-        if _fits(layout, owners[layout.dim], is_finite)
-    )
+    regular = _regular_layouts(use.shape, owners, is_finite)
     # Hidden places are those of some sample, which only a single regular layout can tell.
     if len(regular) != 1 and any(bool((places == HIDDEN).any()) for places in owners.values()):
         raise not_finite(use)
@@ -73,6 +75,17 @@ def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> t
         return regular
     dim = next(iter(owners))
     return (Routed(dim, len(is_finite), owners[dim]),)
+
+
+def _regular_layouts(
+    shape: tuple[int, ...], owners: dict[int, Tensor], is_finite: Tensor
+) -> tuple[Layout, ...]:
+    """The regular layouts of a tensor that fit the owners of its places."""
+    return tuple(
+        layout
+        for layout in candidates(shape, tuple(owners), len(is_finite))
+        if _fits(layout, owners[layout.dim], is_finite)
+    )
 
 
 def _fits(layout: Layout, owners: Tensor, is_finite: Tensor) -> bool:

@@ -16,7 +16,6 @@ from autogram._capture.composite import inlined
 from autogram._capture.containers import exchange, tensors_in
 from autogram._capture.graph import nodes_behind
 from autogram._capture.marks import BATCHED, Marks, Status, Unknown
-from autogram._capture.picking import Values, picked_by_call, picked_from
 from autogram._capture.recording import Channel, Recording, entry_of
 from autogram._capture.tap import is_in_place_tap, is_tap_of
 from autogram._capture.tapper import Tapper
@@ -203,14 +202,8 @@ class Recorder(TorchFunctionMode):
             # One integer, such as the number of an expert, is not one for each sample.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
             self._marks.set(tensor, None if is_number else BATCHED)
-        # The numbers in a call (the training mode of batch normalisation, the shift of a roll) can
-        # decide where samples lie or meet, so layouts are remembered together with them. Other
-        # integers than flags are often sizes: they are left out of the structure.
-        values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
-        numbers = tuple([x for x in values if isinstance(x, int)])
-        flags = tuple([x for x in numbers if isinstance(x, bool)]) if numbers else ()
-        picked = self._picked(call) if call.kind.may_pick else ()
-        self._recording.note(call, (call.function, flags), (numbers, picked))
+        if call.kind.is_noted:
+            self._recording.note(call)
 
     def _mark_constant(self, call: Call, output: Any) -> None:
         """Marks the output of a call that reads constants, where its graph looks otherwise.
@@ -223,14 +216,6 @@ class Recorder(TorchFunctionMode):
                 sources, reaches_tap = self._untapped_parameters(tensor)
                 if not sources and not reaches_tap:
                     self._marks.set(tensor, None)
-
-    def _picked(self, call: Call) -> Values:
-        """The values by which a call picks samples."""
-        described = call.kind.name, call.args, call.kwargs
-        tensors = picked_from(*described)
-        if tensors is not None and all(self._status(x) is not BATCHED for x in tensors):
-            return ()
-        return picked_by_call(*described)
 
     def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
         """Marks the output of a call that reads tracked tensors and constants."""

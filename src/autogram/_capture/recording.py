@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from autogram._capture.batching import NOT_TO_BE_BATCHED
 from autogram._capture.call import Call
-from autogram._capture.tracked import Tracked
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
@@ -104,18 +103,12 @@ class Recording:
     channel: Channel
     names: dict[Tensor, str]
     """The parameters of the modules, by tensor."""
-    reads: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """For each time that a use reads a tracked tensor, the parameters behind it."""
     count: int = 0
+    """How many uses there are."""
     is_batchable: bool = True
     """Whether a backward pass through it may be batched."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """Those in which autocast carried out uses, whatever the dtype of their outputs."""
-    structure: int = 0
-    """A hash of the recorded calls: functions and flags."""
-    signature: int = 0
-    """The same, with numbers, the values of index tensors, and the shapes of outputs."""
-
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
     entries: dict[Entry, frozenset[int]] = field(default_factory=dict)
@@ -126,12 +119,10 @@ class Recording:
     it, too.
     """
 
-    def note(self, call: Call, structure: object, details: object) -> None:
-        """Takes a call on batched tensors into the hashes."""
+    def note(self, call: Call) -> None:
+        """Takes in a call that passes over the recording may not be batched with."""
         if call.kind.name in NOT_TO_BE_BATCHED:
             self.is_batchable = False
-        self.structure = hash((self.structure, structure))
-        self.signature = hash((self.signature, self.structure, details))
         if call.kind.name == "retain_grad":
             self.retained.append(weakref.ref(call.args[0]))
 
@@ -139,11 +130,3 @@ class Recording:
         """Notes which inputs of a module in a checkpoint were computed from parameters alone."""
         before = self.entries.setdefault(entry, derived)
         self.entries[entry] = before & derived  # if they differ, nothing can be said
-
-    def add(self, shape: tuple[int, ...], reads: tuple[Tracked, ...]) -> None:
-        """Counts a use with an output of some shape."""
-        self.count += 1
-        self.signature = hash((self.signature, shape))
-        for tracked in reads:
-            tracked.uses += 1
-            self.reads.append(tracked.sources)

@@ -29,7 +29,6 @@ class Tracked:
     """The version of the tensor that ``region`` is true for."""
     edge: GradientEdge | None = field(default=None, repr=False)
     """Where its autograd graph starts. Set once it is used and has no region."""
-    uses: int = 0
 
 
 def track_parameter(parameter: Tensor) -> Tracked:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.tail import Tail
+from autogram._capture.survey import Survey
 from autogram._capture.tracked import track_parameter
 from autogram._capture.use import FallbackUse, Use
 
@@ -20,9 +20,7 @@ Names = Callable[[], Mapping[Tensor, str]]
 _MOST_NAMED = 8
 
 
-def use_in_tail(
-    channel: Channel, names_of_modules: Names, losses: Tensor, tail: Tail
-) -> FallbackUse | None:
+def use_in_tail(channel: Channel, names_of_modules: Names, survey: Survey) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap.
 
     A penalty on the weights, a call of another method than the forward, a gradient that is
@@ -32,15 +30,15 @@ def use_in_tail(
     Args:
         channel: The channel of the engine.
         names_of_modules: Gives the parameters of the engine's modules.
-        losses: The objectives.
-        tail: What leads to them.
+        survey: The graph behind the losses.
     """
-    if not tail.leaves:
+    losses, leaves = survey.losses, survey.leaves_of_tail
+    if not leaves:
         return None
     names = {p: name for found in channel.recordings for p, name in found.names.items()}
-    if not names.keys() >= set(tail.leaves):  # a look at the modules takes longer
+    if not names.keys() >= set(leaves):  # a look at the modules takes longer
         names = {**names_of_modules(), **names}
-    reads = tuple(track_parameter(p) for p in tail.leaves if p in names)
+    reads = tuple(track_parameter(p) for p in leaves if p in names)
     if not reads:
         return None
     is_batchable = all(recording.is_batchable for recording in channel.recordings)

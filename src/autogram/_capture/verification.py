@@ -22,6 +22,10 @@ Verify = Literal["first", "always", "never"]
 # With TF32, matrix products and convolutions of float32 numbers keep ten bits of each.
 _EPSILON_OF_TF32 = 2.0**-10
 
+# At most so many calls from one check to the next: an ordinary backward pass, about two thirds of
+# a step, is about one percent of them.
+_LONGEST = 64
+
 
 @dataclass
 class Comparison:
@@ -153,7 +157,8 @@ class Schedule:
     """When to verify, and with which vector.
 
     Args:
-        mode: ``"first"`` for the calls 1, 2, 4, 8, ... and whenever the recorded calls are new.
+        mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the recorded
+            calls are new.
         capacity: How many sequences of calls to remember.
     """
 
@@ -161,19 +166,31 @@ class Schedule:
         self._mode = mode
         self._capacity = capacity
         self._calls = 0
-        self._seen: dict[int, None] = {}
+        self._confirmed = 0
+        self._seen: dict[bytes, None] = {}
         # Of its own: the user's random state is not touched.
         self._generator = torch.Generator("cpu").manual_seed(0)
 
-    def next(self, losses: Tensor, signature: int, *, must: bool) -> Check | None:
+    def next(self, losses: Tensor, structure: bytes, *, must: bool) -> Check | None:
         """The check of the next call, if one is due or must be."""
         self._calls += 1
         if self._mode == "first":
-            must |= self._calls.bit_count() == 1 or signature not in self._seen
-            self._seen[signature] = None
+            is_due = self._calls % _LONGEST == 0 or self._calls.bit_count() == 1
+            must |= is_due or structure not in self._seen
+            self._seen[structure] = None
             if len(self._seen) > self._capacity:
                 del self._seen[next(iter(self._seen))]
         return self.check(losses) if must or self._mode == "always" else None
+
+    def confirm(self, check: Check | None) -> None:
+        """Notes that a check of the last call found nothing wrong."""
+        if check is not None:
+            self._confirmed = self._calls
+
+    @property
+    def doubted(self) -> tuple[int, int]:
+        """The calls since the last check that found nothing wrong, the first and the last."""
+        return self._confirmed + 1, self._calls
 
     def check(self, losses: Tensor) -> Check:
         """A check with a new vector.

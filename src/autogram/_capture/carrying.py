@@ -1,0 +1,320 @@
+"""Carrying: where a node of autograd's graph keeps samples apart whatever the values are.
+
+In the backward pass, a node turns the cotangent of its result into those of its inputs. Samples
+that lie along some dimension of the result stay apart, and in order, if the node
+
+- carries this dimension: an element-wise product does so with all of them, a softmax with all but
+  its own, a matrix product with the rows of its first factor. Then no value can move a sample.
+- or if the values happen to be so: a mask that selects the tokens of a sample, a permutation that
+  is the identity, a matrix of weights that is block-diagonal.
+
+This table knows the first. What is not in it counts as the second, so that what is missing here
+costs time, and no exactness.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+# From the node, the number of its input, and the shapes of its result and of that input, to the
+# dimensions of the result that it carries to the input.
+Carries = Callable[[Any, int, Shape, Shape], Iterable[int]]
+
+
+def carried(operation: str, node: Any, place: int, result: Shape, given: Shape) -> set[int]:
+    """The dimensions of a node's result that it carries to one of its inputs.
+
+    Args:
+        operation: What the node differentiates, as in ``"Mul"``.
+        node: The node.
+        place: The number of the input.
+        result: The shape of the result.
+        given: The shape of the input.
+    """
+    find = _find(operation)
+    try:
+        return set() if find is None else set(find(node, place, result, given))
+    except AttributeError:  # a field that nodes of this version of PyTorch do not have
+        return set()
+
+
+def moves_nothing(operation: str, result: Shape, given: Shape) -> bool:
+    """Whether every element of an input gets its cotangent from the result's element in its place.
+
+    Also if the node hides some of them, as a mask or a rectifier does.
+    """
+    return result == given and _is_elementwise(operation)
+
+
+def _all(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """Every dimension: an element of the input has its cotangent from one of the result."""
+    del node, place, given
+    return range(len(result))
+
+
+def _aligned(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """Those along which the input was not broadcast."""
+    del node, place
+    missing = len(result) - len(given)
+    return [d for d in range(max(missing, 0), len(result)) if result[d] == given[d - missing]]
+
+
+def _leading(but: int) -> Carries:
+    """The first ones, but for some of the last, where both have them in equal sizes."""
+
+    def find(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+        del node, place
+        if len(result) != len(given):
+            return ()
+        return [d for d in range(len(given) - but) if result[d] == given[d]]
+
+    return find
+
+
+def _stack(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For functions of a stack of matrices: the dimensions in front of the matrices."""
+    del node, place
+    rank = len(given) - 2
+    is_stack = rank <= len(result) <= rank + 2 and result[:rank] == given[:rank]
+    return range(rank if is_stack else 0)
+
+
+def _first(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """The first one, for the first input."""
+    del node
+    return (0,) if place == 0 and result[:1] == given[:1] else ()
+
+
+def _firsts(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """The first one, for all inputs of as many dimensions."""
+    del node, place
+    return (0,) if result[:1] == given[:1] and len(result) == len(given) else ()
+
+
+def _but_own(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All but those that the call was given as its ``dim``."""
+    del place
+    dims = node._saved_dim
+    own = {_wrapped(d, len(given)) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    return [d for d in range(min(len(result), len(given))) if d not in own]
+
+
+def _into(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For what is written into a tensor: all for the tensor, and ``_but_own`` for the rest."""
+    return (_all if place == 0 else _but_own)(node, place, result, given)
+
+
+def _over(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For what is written over parts of a tensor: all for the tensor."""
+    return _all(node, place, result, given) if place == 0 else ()
+
+
+def _but_last(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All but the last one."""
+    del node, place, given
+    return range(len(result) - 1)
+
+
+def _windows(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All but the one that was unfolded, and the new one behind the others."""
+    del place, given
+    own = _wrapped(node._saved_dimension, len(result) - 1)
+    return [d for d in range(len(result) - 1) if d != own]
+
+
+def _normalized(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """Those in front of the shape that was normalized."""
+    del given
+    return range(len(result) - len(node._saved_normalized_shape)) if place == 0 else ()
+
+
+def _by_channel(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All dimensions in evaluation mode, and channels in training mode."""
+    del given
+    if place:
+        return ()
+    return (1,) if node._saved_training else range(len(result))
+
+
+def _matrices(first: int) -> Carries:
+    """For products of matrices: their stack, rows of the left one, columns of the right one.
+
+    Args:
+        first: The number of the input that is the left matrix.
+    """
+
+    def find(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+        if place < first:  # what is added
+            return _aligned(node, place, result, given)
+        rank = len(result)
+        return [*range(rank - 2), rank - 2 if place == first else rank - 1]
+
+    return find
+
+
+def _rows(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For the product of a matrix and a vector: the rows of the matrix."""
+    del node, result, given
+    return (0,) if place == 0 else ()
+
+
+def _pairs(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For distances of all rows of one matrix to all of another."""
+    del node
+    rank = len(result)
+    return [*range(rank - 2), rank - 2 + place] if rank == len(given) else ()
+
+
+def _indexed(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For ``x[indices]``: the dimensions in front of those that are indexed."""
+    del place, result, given
+    return range(_in_front(node._saved_indices) if not is_packed(node._raw_saved_indices) else 0)
+
+
+def _put(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """For ``x[indices] = y``: all for ``x``, and for ``y`` as if it had been taken out."""
+    if place == 0:
+        return range(len(result))
+    if is_packed(node._raw_saved_indices):
+        return ()
+    indices = node._saved_indices
+    taken = [x for x in indices if x is not None]
+    replaced = sum(x.dim() if x.dtype == torch.bool else 1 for x in taken)
+    added = max(1 if x.dtype == torch.bool else x.dim() for x in taken)
+    is_whole = len(given) == len(result) - replaced + added  # and not broadcast
+    return [d for d in range(_in_front(indices)) if is_whole and given[d] == result[d]]
+
+
+def _in_front(indices: Sequence[Tensor | None]) -> int:
+    """How many dimensions are in front of indexed ones; 0 if these are apart, and come first."""
+    places = [place for place, index in enumerate(indices) if index is not None]
+    return places[0] if len(places) == places[-1] - places[0] + 1 else 0
+
+
+def _strided(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All dimensions, if no two elements of the view are the same element of its base."""
+    del place, given
+    least = 0  # the offset of the last element along the dimensions so far
+    for stride, size in sorted(zip(node._saved_stride, result, strict=True)):
+        if size > 1:
+            if stride <= least:
+                return ()
+            least += stride * (size - 1)
+    return range(len(result))
+
+
+def _trilinear(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """The first one, as long as no factor is expanded along it and it is not summed."""
+    del result, given
+    names = ("_saved_expand1", "_saved_expand2", "_saved_expand3")
+    summed = (*getattr(node, names[place]), *node._saved_sumdim)
+    return () if 0 in summed else (0,)
+
+
+def _wrapped(dim: int, rank: int) -> int:
+    """A dimension that may be negative, also where it was saved as an unsigned number."""
+    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(rank, 1)
+
+
+# The operations, by what they carry. A reduction carries all dimensions of its result.
+_KNOWN: list[tuple[Carries, str]] = [
+    (
+        _all,
+        """
+        View UnsafeView ReshapeAlias Reshape Transpose T Permute Squeeze Unsqueeze Select Slice
+        Alias Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Cat Stack ToCopy Diagonal
+        Flip Roll Rot90 ConstantPadNd ViewAsComplex PixelShuffle PixelUnshuffle
+        ChannelShuffle Tril Triu Real Imag Conj
+        Sum Mean Max Min Median Nanmedian Amax Amin Aminmax Norm LinalgVectorNorm Var Std VarMean
+        StdMean Logsumexp Prod Kthvalue Mode
+        NllLoss NllLoss2D CtcLoss MultiMarginLoss MultilabelMarginLoss
+        """,
+    ),
+    (
+        _aligned,  # element by element, beside those of which PyTorch says so, or broadcast
+        """
+        Expand Repeat Copy CopyBackwards Fill NativeDropout FusedDropout PreluKernel RreluWithNoise
+        LogSigmoid Hardswish MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy
+        BinaryCrossEntropyWithLogits SoftMarginLoss
+        """,
+    ),
+    (
+        _but_own,
+        """
+        Gather Topk Sort Cummax Cummin Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp
+        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C
+        """,
+    ),
+    (_into, "Scatter ScatterAdd IndexAdd IndexCopy"),
+    (_over, "IndexFill MaskedScatter"),
+    (_normalized, "NativeLayerNorm FusedRmsNorm"),
+    (_by_channel, "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
+    (_first, "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
+    (_firsts, "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell"),
+    # The samples are in one of the first two dimensions, and time is in the other.
+    (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
+    (_but_last, "ViewAsReal"),
+    (_windows, "Unfold"),
+    (_strided, "AsStrided"),
+    (_matrices(0), "Mm Bmm"),
+    (_matrices(1), "Addmm Baddbmm"),
+    (_rows, "Mv"),
+    (_pairs, "Cdist"),
+    (_indexed, "Index"),
+    (_put, "IndexPut"),
+    (_trilinear, "Trilinear"),
+]
+_TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}
+_FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
+    (re.compile(r"ScaledDotProduct.*"), _leading(2)),
+    (re.compile(r"Linalg.*|TriangularSolve|Cholesky.*|MatrixExp"), _stack),
+    *((re.compile(rf".*(Pool|Upsample|Pad|Interpolate)\w*{n}D.*"), _leading(n)) for n in (1, 2, 3)),
+]
+
+
+@lru_cache(maxsize=4096)
+def _find(operation: str) -> Carries | None:
+    """What is known of an operation."""
+    known = _TABLE.get(operation)
+    if known is not None:
+        return known
+    if _is_elementwise(operation):
+        return _aligned
+    return next((find for name, find in _FAMILIES if name.fullmatch(operation)), None)
+
+
+@lru_cache(maxsize=4096)
+def _is_elementwise(operation: str) -> bool:
+    """Whether an operation works element by element, for which PyTorch has a tag."""
+    if operation in _TABLE:
+        return _TABLE[operation] is _aligned
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation).lower()
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def is_in_order(index: Tensor, size: int) -> bool:
+    """Whether an index runs through a dimension from its first place to its last."""
+    if index.dim() != 1 or len(index) != size or index.is_floating_point():
+        return False
+    return torch.equal(index.long(), torch.arange(size, device=index.device))
+
+
+def is_packed(saved: Any) -> bool:
+    """Whether to read what was saved runs a hook, which may compute a part of the model again.
+
+    Args:
+        saved: What a field of a node that begins with ``_raw_saved`` has.
+    """
+    entries = saved if isinstance(saved, (tuple, list)) else (saved,)
+    return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
