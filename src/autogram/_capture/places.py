@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from autogram._blocks import Folded, Layout, Routed, agree
+from autogram._blocks import Folded, Placement, agree
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
 from autogram._capture.probe import Layouts, find_layouts, fitting_layouts
@@ -105,7 +105,7 @@ class Search:
         self._needed: set[Use] = set()
         self.has_sought = False
 
-    def layout(self, use: Use, cotangent: Tensor) -> Layout | None:
+    def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero.
 
         Raises:
@@ -119,7 +119,7 @@ class Search:
             of_recording = self._measure(self._scales, use, cotangent[0])
         if of_recording is None:
             raise UnknownLayoutError(use, is_needed=False)
-        layouts: Sequence[Layout] = of_recording.get(use.index, ())
+        layouts: Sequence[Placement] = of_recording.get(use.index, ())
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
@@ -138,7 +138,7 @@ class Search:
             layouts = self._known(recording) or {}
             for index in range(recording.count):
                 found = layouts.get(index, ())
-                if len(found) != 1 or isinstance(found[0], Routed):
+                if len(found) != 1 or not isinstance(found[0], Folded):
                     return False
         return True
 
@@ -221,7 +221,7 @@ class Search:
     def _remember(self, found: Mapping[Recording, Layouts]) -> None:
         """Remembers regular layouts. Irregular ones are measured each time."""
         for recording, layouts in found.items():
-            if any(isinstance(layout, Routed) for some in layouts.values() for layout in some):
+            if not all(isinstance(layout, Folded) for some in layouts.values() for layout in some):
                 continue
             key = self._key(recording)
             known = self._places.layouts.get(key, {})

@@ -5,14 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autogram._blocks import Layout, Routed, candidates
+from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
 from autogram._capture.objectives import Objectives
-from autogram._capture.owners import HIDDEN, not_finite, owners_by_scales, owners_by_zeros
+from autogram._capture.owners import (
+    ELEMENTS,
+    HIDDEN,
+    WHOLE,
+    not_finite,
+    owners_by_scales,
+    owners_by_zeros,
+)
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.use import Use, describe
 from autogram._errors import MixedSamplesError
 
-Layouts = dict[int, tuple[Layout, ...]]
+Layouts = dict[int, tuple[Placement, ...]]
 
 
 def find_layouts(
@@ -50,7 +57,9 @@ def find_layouts(
     return layouts
 
 
-def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Layout, ...]:
+def fitting_layouts(
+    use: Use, owners: dict[int, Tensor], is_finite: Tensor
+) -> tuple[Placement, ...]:
     """The layouts that fit the owners of a use's places, where some samples may be hidden."""
     if not owners:
         raise MixedSamplesError(
@@ -61,21 +70,55 @@ def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> t
             "replace it by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any "
             "losses, slower)."
         )
-    regular = tuple(
-        layout
-        for layout in candidates(use.shape, tuple(owners), len(is_finite))
-        if _fits(layout, owners[layout.dim], is_finite)
-    )
+    batch = len(is_finite)
+    owners = {dim: _revealed(places, is_finite) for dim, places in owners.items()}
+    regular = _regular(use, owners, is_finite)
     # Hidden places are those of some sample, which only a single regular layout can tell.
-    if len(regular) != 1 and any(bool((places == HIDDEN).any()) for places in owners.values()):
-        raise not_finite(use)
-    if regular:
+    if any(bool((places == HIDDEN).any()) for places in owners.values()):
+        if len(regular) != 1:
+            raise not_finite(use)
         return regular
-    dim = next(iter(owners))
-    return (Routed(dim, len(is_finite), owners[dim]),)
+    dim, places = next(iter(owners.items()))
+    if dim == ELEMENTS:
+        return (Scattered(batch, places),)
+    there = places[places >= 0].unique()
+    if not len(there):
+        return ()  # without a cotangent, nothing is known
+    if 2 * len(there) <= batch:
+        # A call for one sample may have places that look like those of all, most of them empty.
+        partial = _partial(use, owners, there, batch)
+        return partial if len(there) == 1 else (*regular, *partial)
+    if regular or dim == WHOLE:
+        return regular
+    return (Routed(dim, batch, places),)
 
 
-def _fits(layout: Layout, owners: Tensor, is_finite: Tensor) -> bool:
+def _regular(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Folded, ...]:
+    """The regular layouts that fit the owners, the likely ones first."""
+    dims = tuple(dim for dim in owners if dim >= 0)
+    found = candidates(use.shape, dims, len(is_finite))
+    return tuple(x for x in found if _fits(x, owners[x.dim], is_finite))
+
+
+def _partial(use: Use, owners: dict[int, Tensor], there: Tensor, batch: int) -> tuple[Partial, ...]:
+    """The layouts of a use that only the samples ``there`` have places in."""
+    subset = Subset(tuple(there.tolist()), batch)
+    owners = {d: torch.where(x < 0, -1, torch.searchsorted(there, x)) for d, x in owners.items()}
+    dim, places = next(iter(owners.items()))
+    if dim == WHOLE:
+        return (Partial(subset, None),)
+    regular = _regular(use, owners, torch.ones(len(there), dtype=torch.bool, device="cpu"))
+    found = () if len(there) == 1 else regular
+    return tuple(Partial(subset, x) for x in found or (Routed(dim, len(there), places),))
+
+
+def _revealed(places: Tensor, is_finite: Tensor) -> Tensor:
+    """Owners, with hidden places given to the sample that hides, where there is but one."""
+    (hidden,) = (~is_finite).nonzero(as_tuple=True)
+    return torch.where(places == HIDDEN, hidden, places) if len(hidden) == 1 else places
+
+
+def _fits(layout: Folded, owners: Tensor, is_finite: Tensor) -> bool:
     """Whether a layout gives every place to its owner, and hidden ones to samples that hide."""
     given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
     fits = torch.where(owners == HIDDEN, ~is_finite[given], (owners < 0) | (owners == given))
