@@ -71,10 +71,12 @@ def fitting_layouts(
             "losses, slower)."
         )
     batch = len(is_finite)
-    owners = {dim: _revealed(places, is_finite) for dim, places in owners.items()}
-    regular = _regular(use, owners, is_finite)
-    # Hidden places are those of some sample, which only a single regular layout can tell.
-    if any(bool((places == HIDDEN).any()) for places in owners.values()):
+    (bad,) = (~is_finite).nonzero(as_tuple=True)
+    if len(bad) == 1:  # what is hidden belongs to this sample
+        owners = {dim: torch.where(x == HIDDEN, bad, x) for dim, x in owners.items()}
+    elif any(bool((places == HIDDEN).any()) for places in owners.values()):
+        # Hidden places are those of some sample, which only a single regular layout can tell.
+        regular = _regular(use, owners, is_finite)
         if len(regular) != 1:
             raise not_finite(use)
         return regular
@@ -84,13 +86,13 @@ def fitting_layouts(
     there = places[places >= 0].unique()
     if not len(there):
         return ()  # without a cotangent, nothing is known
+    if len(there) == 1:
+        return (_of_one(dim, places, int(there), batch),)
+    regular = _regular(use, owners, is_finite)
     if 2 * len(there) <= batch:
-        # A call for one sample may have places that look like those of all, most of them empty.
-        partial = _partial(use, owners, there, batch)
-        return partial if len(there) == 1 else (*regular, *partial)
-    if regular or dim == WHOLE:
-        return regular
-    return (Routed(dim, batch, places),)
+        # Calls for few samples may look like those for all of them, with most places empty.
+        return (*regular, *_of_few(use, owners, there, batch))
+    return regular or (Routed(dim, batch, places),)
 
 
 def _regular(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Folded, ...]:
@@ -100,22 +102,19 @@ def _regular(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Fo
     return tuple(x for x in found if _fits(x, owners[x.dim], is_finite))
 
 
-def _partial(use: Use, owners: dict[int, Tensor], there: Tensor, batch: int) -> tuple[Partial, ...]:
-    """The layouts of a use that only the samples ``there`` have places in."""
+def _of_one(dim: int, places: Tensor, sample: int, batch: int) -> Partial:
+    """The layout of a use that is for one sample."""
+    seen = None if dim == WHOLE else Routed(dim, 1, places.clamp(max=0))
+    return Partial(Subset((sample,), batch), seen)
+
+
+def _of_few(use: Use, owners: dict[int, Tensor], there: Tensor, batch: int) -> tuple[Partial, ...]:
+    """The layouts of a use that is for some samples."""
     subset = Subset(tuple(there.tolist()), batch)
     owners = {d: torch.where(x < 0, -1, torch.searchsorted(there, x)) for d, x in owners.items()}
     dim, places = next(iter(owners.items()))
-    if dim == WHOLE:
-        return (Partial(subset, None),)
     regular = _regular(use, owners, torch.ones(len(there), dtype=torch.bool, device="cpu"))
-    found = () if len(there) == 1 else regular
-    return tuple(Partial(subset, x) for x in found or (Routed(dim, len(there), places),))
-
-
-def _revealed(places: Tensor, is_finite: Tensor) -> Tensor:
-    """Owners, with hidden places given to the sample that hides, where there is but one."""
-    (hidden,) = (~is_finite).nonzero(as_tuple=True)
-    return torch.where(places == HIDDEN, hidden, places) if len(hidden) == 1 else places
+    return tuple(Partial(subset, x) for x in regular or (Routed(dim, len(there), places),))
 
 
 def _fits(layout: Folded, owners: Tensor, is_finite: Tensor) -> bool:
