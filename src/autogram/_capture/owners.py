@@ -87,17 +87,19 @@ def owners_by_zeros(channel: Channel, objectives: Objectives) -> Owners:
             ):
                 unseen = torch.where(is_hidden, HIDDEN, -1)
                 owners[use][dim] = torch.where(is_seen, ones, unseen)
-        if hidden and use in hidden and not owners[use]:
-            raise not_finite(use)
         owners[use] = _coarsened(use, owners[use])
-    digits = every.bit_length()
-    met = {use for use, found in owners.items() if not found}
-    if met and all(_may_be_apart(use, counts[use] / digits) for use in met):
+    met = [use for use, found in owners.items() if not found]
+    mixed = [use for use in met if not _may_be_apart(use, counts[use] / every.bit_length())]
+    if met and not mixed:
         by_element = channel.by_element
-        by_element.update(_name(use) for use in met)
+        by_element.update([_name(use) for use in met])
         owners = owners_by_zeros(channel, objectives)
         by_element.difference_update([_name(use) for use, found in owners.items() if not found])
-    return owners
+        return owners
+    for use in mixed:
+        if hidden and use in hidden:
+            raise not_finite(use)
+    return {**{use: {} for use in mixed}, **owners}  # those first that are mixed for certain
 
 
 def _may_be_apart(use: Use, count: float) -> bool:
