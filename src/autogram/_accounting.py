@@ -45,7 +45,7 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     names, costs = set[str](), dict[str, int]()
     for entry in entries:
         if entry.derived is None:
-            columns.add(entry.region, _block(entry))
+            columns.add(entry.region, _block(entry), entry.subset)
         else:
             flops += _flops_of_rows(entry)
     if any(entry.derived for entry in entries):

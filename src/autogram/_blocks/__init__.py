@@ -5,7 +5,18 @@ from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
 from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.gram import rows
-from autogram._blocks.layout import Folded, Layout, Routed, agree, candidates
+from autogram._blocks.layout import (
+    Folded,
+    Layout,
+    Partial,
+    Piece,
+    Placement,
+    Routed,
+    Scattered,
+    Subset,
+    agree,
+    candidates,
+)
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
@@ -27,11 +38,16 @@ __all__ = [
     "Layout",
     "Lookup",
     "Memory",
+    "Partial",
+    "Piece",
+    "Placement",
     "Plan",
     "Region",
     "Reserve",
     "Routed",
+    "Scattered",
     "Seen",
+    "Subset",
     "agree",
     "assemble",
     "bundled",

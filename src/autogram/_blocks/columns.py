@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import combinations
 from math import prod
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
+from autogram._blocks.gather import Gathering, gather_lookups
 from autogram._blocks.gram import explicit, gram, merge, rows
+from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import (
     Lookup,
     concatenate,
@@ -46,20 +48,36 @@ class Columns:
         self._is_table = parameter.order == (0, 1)
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
+        self._gatherings: dict[Region, Gathering] = {}
+        self._some_lookups: list[tuple[Subset, Lookup]] = []
         self._versions: list[Seen] = []
         self._dtypes: set[torch.dtype] = set()
 
-    def add(self, region: Region, block: Block | Lookup) -> None:
-        """Adds the block of one use, whose tensor dimensions are those of ``region``."""
+    def add(self, region: Region, block: Block | Lookup, subset: Subset | None = None) -> None:
+        """Adds the block of one use, whose tensor dimensions are those of ``region``.
+
+        Args:
+            region: The elements of the parameter that it is for.
+            block: The block.
+            subset: The samples that its rows belong to, if it has not one for each. Such blocks
+                become one, where they can, when the first product needs them.
+        """
         if isinstance(block, Lookup):
             if self._is_table and region.canonical == self._whole:
-                self._lookups.append(block)
+                if subset is None:
+                    self._lookups.append(block)
+                else:
+                    self._some_lookups.append((subset, block))
                 self._mark(block)
                 return
             block = block.block(region.shape)
         assert len(block.parameter) == len(region.shape), (block.equation, region)
-        blocks = self._blocks.setdefault(region.canonical, [])
         block = block.reorder(region.order)
+        if subset is not None:
+            gathering = self._gatherings.setdefault(region.canonical, Gathering())
+            self._mark(gathering.add(subset, block))
+            return
+        blocks = self._blocks.setdefault(region.canonical, [])
         if block.is_sum:
             block = explicit([block])  # smaller, and nothing makes it cheaper later
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
@@ -125,6 +143,7 @@ class Columns:
 
         What a product would bring to one dtype first is none, either.
         """
+        self._complete()
         if len(self._blocks) != 1 or self._lookups or len(self._dtypes) > 1:
             return None
         ((region, blocks),) = self._blocks.items()
@@ -135,6 +154,7 @@ class Columns:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of the rows, or ``None`` if nothing was added."""
+        self._complete()
         dtypes = {block.dtype for blocks in self._blocks.values() for block in blocks}
         dtypes.update(lookup.dtype for lookup in self._lookups)
         return reduce(torch.promote_types, dtypes) if dtypes else None
@@ -309,12 +329,42 @@ class Columns:
         A network may read a parameter in several dtypes.
         """
         self.check()
+        self._complete()
         if len(self._dtypes) > 1:
             dtype = self.dtype
             assert dtype is not None
             converted = self._to(dtype)
             self._blocks, self._lookups = converted._blocks, converted._lookups
             self._mark_all()
+
+    def narrow(self) -> Subset | None:
+        """Leaves out the samples that have no rows here, as far as uses were of some alone.
+
+        Returns:
+            The samples that the rows belong to from now on, or ``None`` for all of them in order.
+        """
+        if self._blocks or self._lookups:
+            return None
+        subsets = [x for gathering in self._gatherings.values() for x in gathering.subsets]
+        subsets += [subset for subset, _ in self._some_lookups]
+        if not subsets:
+            return None
+        samples = sorted({sample for subset in subsets for sample in subset.samples})
+        self._complete(samples)
+        return Subset(tuple(samples), subsets[0].batch)
+
+    def _complete(self, samples: Sequence[int] | None = None) -> None:
+        """Makes blocks of some samples blocks of all, or of those that are given."""
+        if not self._gatherings and not self._some_lookups:
+            return
+        self.check()
+        gatherings, self._gatherings = self._gatherings, {}
+        for region, gathering in gatherings.items():
+            self._blocks.setdefault(region, []).extend(gathering.blocks(samples))
+        if self._some_lookups:
+            self._lookups.append(gather_lookups(self._some_lookups, samples))
+            self._some_lookups = []
+        self._mark_all()
 
     def _mark(self, block: Block | Lookup) -> None:
         """Remembers the dtypes and versions of a block, which changes in place raise."""

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-class Layout(Protocol):
-    """Which sample each place along one dimension of a use's output belongs to."""
+@dataclass(frozen=True)
+class Subset:
+    """Some of the samples, in the order in which the rows of a block are theirs."""
+
+    samples: tuple[int, ...]
+    batch: int
+    """B."""
+
+
+class Piece(NamedTuple):
+    """A part of a use that a rule can make blocks of.
+
+    Attributes:
+        subset: The samples that its rows belong to, or ``None`` for all of them in order.
+        layout: Where they lie, or ``None`` if there is one.
+        cotangent: Their cotangent ``(k, *output)``.
+    """
+
+    subset: Subset | None
+    layout: Layout | None
+    cotangent: Tensor
+
+
+class Placement(Protocol):
+    """Which sample each place of a use's output belongs to."""
+
+    def owners(self, like: Tensor) -> Tensor:
+        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
+        ...
+
+    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
+        """A use with this cotangent ``(k, *output)`` in parts that rules can make blocks of."""
+        ...
+
+
+class Layout(Placement, Protocol):
+    """Which sample each place along one dimension of a use's output belongs to, of all samples."""
 
     @property
     def dim(self) -> int:
@@ -36,10 +71,6 @@ class Layout(Protocol):
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """``tensor`` with dimension ``dim`` unfolded to ``(before, batch, after)``."""
-        ...
-
-    def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         ...
 
 
@@ -78,6 +109,10 @@ class Folded:
         along = torch.arange(size, device=like.device) // self.after % self.batch
         return along.view(-1, *(1,) * (like.dim() - self.dim - 1))
 
+    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
+        """The use as it is."""
+        return (Piece(None, self, cotangent),)
+
     def __str__(self) -> str:
         sizes = [("", self.before), ("samples ", self.batch), ("", self.after)]
         folded = " x ".join(f"{word}{size}" for word, size in sizes if size > 1 or word)
@@ -109,6 +144,10 @@ class Routed:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         return self.samples.to(like.device).view(-1, *(1,) * (like.dim() - self.dim - 1))
 
+    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
+        """The use as it is."""
+        return (Piece(None, self, cotangent),)
+
     @cached_property
     def _places(self) -> Tensor:
         """The places of each sample, ``(batch, most of one sample)``, filled up with -1."""
@@ -125,7 +164,59 @@ class Routed:
         return f"dimension {self.dim} ({len(self.samples)} places of {self.batch} samples, routed)"
 
 
-def agree(layouts: Sequence[Layout], places: Tensor) -> bool:
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Few of the samples: one call of a layer for each sample, or for each group of them."""
+
+    subset: Subset
+    layout: Layout | None
+    """Where these samples lie, numbered anew; ``None`` if all of it belongs to one."""
+
+    def owners(self, like: Tensor) -> Tensor:
+        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
+        samples = torch.tensor((*self.subset.samples, -1), device=like.device)  # the last for none
+        if self.layout is None:
+            return samples[0]
+        return samples[self.layout.owners(like)]
+
+    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
+        """The use as it is, with rows for these samples alone."""
+        layout = self.layout if len(self.subset.samples) > 1 else None
+        return (Piece(self.subset, layout, cotangent),)
+
+    def __str__(self) -> str:
+        count, batch = len(self.subset.samples), self.subset.batch
+        return f"one of {batch} samples" if count == 1 else f"{count} of {batch} samples"
+
+
+@dataclass(frozen=True, eq=False)
+class Scattered:
+    """Samples that have elements of their own, and along no dimension places of their own.
+
+    Sums of views do this: a row of one sample, of which one element goes to another sample.
+    """
+
+    batch: int
+    samples: Tensor
+    """The sample of each element, -1 for none. On the CPU."""
+
+    def owners(self, like: Tensor) -> Tensor:
+        """The sample that each place belongs to, of the shape of ``like``."""
+        return self.samples.to(like.device)
+
+    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
+        """One use for each sample that has elements, in which the others have no cotangent."""
+        owners = self.owners(cotangent[0])
+        for sample in self.samples[self.samples >= 0].unique().tolist():
+            # A selection and not a product, which would spread infinities to other samples.
+            own = torch.where(owners == sample, cotangent, 0)
+            yield Piece(Subset((sample,), self.batch), None, own)
+
+    def __str__(self) -> str:
+        return f"single elements ({self.batch} samples, scattered)"
+
+
+def agree(layouts: Sequence[Placement], places: Tensor) -> bool:
     """Whether some layouts give the same sample to each of the marked places of a tensor."""
     first, *others = (layout.owners(places) for layout in layouts)
     is_without = bool((places & (first < 0)).any())

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Layout, Region, Seen, check_unchanged
+from autogram._blocks import Columns, Piece, Placement, Region, Seen, check_unchanged
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import Sink
@@ -19,7 +19,7 @@ from autogram._capture.tracked import Tracked
 from autogram._capture.use import Arrival, Use, pull_back
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
-LayoutOf = Callable[[Use, Tensor], Layout | None]
+LayoutOf = Callable[[Use, Tensor], Placement | None]
 S = TypeVar("S", bound=Sink)
 
 # Elements of what a tap shows that is taken in at once, and of all that waits together.
@@ -43,7 +43,7 @@ class _Shown(NamedTuple):
     """What a tap has shown."""
 
     use: Use
-    layout: Layout | None
+    layout: Placement | None
     """Where the samples lie, or ``None`` if the cotangent is zero or all is one sample."""
     saved: tuple[Tensor, ...]
     cotangent: Tensor
@@ -164,7 +164,7 @@ class Assembly(Generic[S]):
             self._count(tracked)
 
     def _add(
-        self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor
+        self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
     ) -> None:
         """Adds the blocks of a use to the columns of what it reads."""
         if not use.is_seen:
@@ -172,17 +172,22 @@ class Assembly(Generic[S]):
         # Half precision is for the network: products of gradients are accumulated in float32.
         dtype = torch.promote_types(cotangent.dtype, torch.float32)
         exact = cotangent if cotangent.dtype == dtype else cotangent.to(dtype)
-        blocks = use.contributions(layout, exact, saved, self._limit)
-        for tracked, region, block in blocks:
-            for observer in self._observers:
-                observer.see_block(Arrival(use, layout, cotangent, tracked, region, block))
-            if tracked.region is not None:
-                self._account(tracked.sources[0]).open().add(region, block)
-            else:
-                columns = self._derived.get(tracked)
-                if columns is None:
-                    columns = self._derived[tracked] = Columns(Region.contiguous(tracked.shape))
-                columns.add(region, block)
+        pieces = (Piece(None, None, exact),) if layout is None else layout.pieces(exact)
+        for subset, within, part in pieces:
+            for tracked, region, block in use.contributions(within, part, saved, self._limit):
+                for observer in self._observers:
+                    arrival = Arrival(use, layout, subset, cotangent, tracked, region, block)
+                    observer.see_block(arrival)
+                self._columns(tracked).add(region, block, subset)
+
+    def _columns(self, tracked: Tracked) -> Columns:
+        """What has arrived for a tracked tensor: for its parameter where it is a region of one."""
+        if tracked.region is not None:
+            return self._account(tracked.sources[0]).open()
+        columns = self._derived.get(tracked)
+        if columns is None:
+            columns = self._derived[tracked] = Columns(Region.contiguous(tracked.shape))
+        return columns
 
     def _account(self, parameter: Tensor) -> _Account:
         """The account of a parameter, opened when first asked for."""
@@ -206,12 +211,15 @@ class Assembly(Generic[S]):
 
     def _pull_back(self, tracked: Tracked) -> None:
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
-        rows = self._derived.pop(tracked).dense()
+        columns = self._derived.pop(tracked)
+        subset = columns.narrow()
+        rows = columns.dense()
         is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
         with self._channel.blocking():
             pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
             for parameter, block in pulled:
-                self._account(parameter).open().add(Region.of_parameter(parameter), block)
+                region = Region.of_parameter(parameter)
+                self._account(parameter).open().add(region, block, subset)
 
     def _finish(self, account: _Account) -> None:
         """Gives the columns of a parameter to the sink, if there are any."""

@@ -15,8 +15,10 @@ each place depends on the objectives of one sample alone. Two codes show which:
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,10 +32,15 @@ from autogram._errors import NonFiniteError
 
 # For each use or spot that has a cotangent, for each dimension in which samples can lie and do not
 # meet: the sample of every place, -1 where the cotangent is zero, or HIDDEN where it is not finite
-# and belongs to one of the samples whose objectives are not finite. On the CPU.
+# and belongs to one of the samples whose objectives are not finite. On the CPU. Where samples can
+# lie in no dimension, all of the use is one place, under WHOLE. Where they meet along every
+# dimension and in no element, there is the sample of every element, under ELEMENTS, of the use's
+# shape.
 Owners = dict[Use | Spot, dict[int, Tensor]]
 
 HIDDEN = -2
+WHOLE = -1
+ELEMENTS = -2
 
 ByPlace = dict[Use | Spot, dict[int, Tensor]]  # something for each place along each dimension
 
@@ -64,32 +71,60 @@ def owners_by_zeros(channel: Channel, objectives: Objectives, spots: Spots | Non
     hidden: ByPlace | None = {} if is_finite.any() and not is_finite.all() else None
     with_digit: ByPlace = {}
     without: ByPlace = {}
+    counts = Counter[Use]()
     every = 0
     for digit in range((objectives.samples - 1).bit_length()):
         every |= 1 << digit
         has_digit = (samples >> digit) % 2 == 1
         for chosen, seen in ((has_digit, with_digit), (~has_digit, without)):
-            seen_now = _look(channel, objectives, chosen, _any_nonzero, hidden, spots)
-            for use, found in seen_now.items():
+            looked = _look(channel, objectives, chosen, _any_nonzero, hidden, counts, spots)
+            for use, found in looked.items():
                 before = seen.get(use, {})
                 seen[use] = {d: x.long() << digit | before.get(d, 0) for d, x in found.items()}
     owners: Owners = {}
     for use in {**with_digit, **without, **(hidden or {})}:
         owners[use] = {}
-        for dim in use.dims:
-            none = torch.zeros(use.shape[dim], dtype=torch.long, device="cpu")
-            ones = with_digit.get(use, {}).get(dim, none)
-            zeros = without.get(use, {}).get(dim, none)
+        seen_here = [x.get(use, {}) for x in (with_digit, without, hidden or {})]
+        for dim, places in next((x for x in seen_here if x), {}).items():
+            none = torch.zeros_like(places)
+            ones, zeros, marks = (x.get(dim, none) for x in seen_here)
             is_seen = (ones | zeros) != 0
-            is_hidden = (hidden or {}).get(use, {}).get(dim, none) > 0
+            is_hidden = marks > 0
             if bool(((ones ^ zeros)[is_seen] == every).all()) and not bool(
                 is_finite[ones[is_seen & is_hidden]].any()
             ):
                 unseen = torch.where(is_hidden, HIDDEN, -1)
                 owners[use][dim] = torch.where(is_seen, ones, unseen)
-        if hidden and not isinstance(use, Spot) and use in hidden and not owners[use]:
+        if not isinstance(use, Spot):
+            owners[use] = _coarsened(use, owners[use])
+    met = [use for use, found in owners.items() if not found and not isinstance(use, Spot)]
+    mixed = [use for use in met if not _may_be_apart(use, counts[use] / every.bit_length())]
+    if met and not mixed:
+        by_element = channel.by_element
+        by_element.update([_name(use) for use in met])
+        owners = owners_by_zeros(channel, objectives, spots)
+        still = [x for x, found in owners.items() if not found and not isinstance(x, Spot)]
+        by_element.difference_update([_name(use) for use in still])
+        return owners
+    for use in mixed:
+        if hidden and use in hidden:
             raise not_finite(use)
-    return owners
+    return {**{use: {} for use in mixed}, **owners}  # those first that are mixed for certain
+
+
+def _may_be_apart(use: Use, count: float) -> bool:
+    """Whether the samples of a use that meet along every dimension may do so in no element.
+
+    Args:
+        use: The use.
+        count: How many elements have a cotangent, from some samples and from the others.
+    """
+    return _name(use) not in use.recording.channel.by_element and count <= prod(use.shape)
+
+
+def _name(use: Use) -> tuple[int, str]:
+    """What a use is known again by."""
+    return use.index, use.function
 
 
 class Scales:
@@ -117,7 +152,7 @@ class Scales:
         return {use for use in seen if not isinstance(use, Spot)}
 
     def owners(self, use: Use, cotangent: Tensor) -> dict[int, Tensor]:
-        """The owners of a use's places, by dimension.
+        """The owners of a use's places, by dimension, or of the whole, or of its elements.
 
         A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
         numbers of extreme size, or where an operation adds up in a different order each time.
@@ -137,7 +172,7 @@ class Scales:
                     places += torch.where(places >= 0, unit * digits, 0)
             if places is not None and int(places.max()) < self._samples:
                 owners[dim] = places
-        return owners
+        return _coarsened(use, owners)
 
 
 def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
@@ -165,12 +200,14 @@ def _look(
     weights: Tensor,
     reduce: Callable[[Tensor], Tensor],
     hidden: ByPlace | None = None,
+    counts: Counter[Use] | None = None,
     spots: Spots | None = None,
 ) -> ByPlace:
     """What every place is reduced to, in a pass with a weight for each sample.
 
     Uses without a cotangent are left out. What is not finite is refused, or where ``hidden`` is
-    given, marked there and taken for zero.
+    given, marked there and taken for zero. The elements that have a cotangent are added to
+    ``counts``.
     """
     found: ByPlace = {}
 
@@ -181,12 +218,14 @@ def _look(
             if hidden is None:
                 raise not_finite(use)
             marks = hidden.setdefault(use, {})
-            for d in use.dims:
-                found_here = (~is_finite[0]).movedim(d, 0).reshape(use.shape[d], -1).any(1)
-                marks[d] = marks.get(d, 0) | found_here.long().cpu()
+            for d, found_here in _reduced(use, ~is_finite[0], _any_nonzero).items():
+                marks[d] = marks.get(d, 0) | found_here.long()
             cotangent = torch.where(is_finite, cotangent, 0)
-        if bool((cotangent != 0).any()):
+        count = int((cotangent != 0).sum())
+        if count:
             found[use] = _reduced(use, cotangent[0], reduce)
+            if counts is not None:
+                counts[use] += count
 
     def observe_spot(spot: Spot, cotangent: Tensor) -> None:
         if bool((cotangent != 0).any()):
@@ -201,8 +240,30 @@ def _reduced(
     use: Use | Spot, cotangent: Tensor, reduce: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
     """Every place of a cotangent ``(*output,)`` reduced to one number, along each dimension."""
+    if not isinstance(use, Spot) and _name(use) in use.recording.channel.by_element:
+        return {ELEMENTS: reduce(cotangent.reshape(-1, 1)).cpu()}
+    if not isinstance(use, Spot) and not use.dims:
+        return {WHOLE: reduce(cotangent.reshape(1, -1)).cpu()}
     by_place = (cotangent.movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
     return {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}
+
+
+def _coarsened(use: Use, owners: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The owners along each dimension, where those of elements agree along one."""
+    if ELEMENTS not in owners:
+        return owners
+    elements = owners[ELEMENTS].view(use.shape)
+    if bool((elements == HIDDEN).any()):
+        return {ELEMENTS: elements}
+    if not use.dims and len(elements[elements >= 0].unique()) <= 1:
+        return {WHOLE: elements.amax().view(1)}
+    found = {}
+    for d in use.dims:
+        by_place = elements.movedim(d, 0).reshape(use.shape[d], -1)
+        places = by_place.amax(1)
+        if bool(((by_place == places.unsqueeze(1)) | (by_place < 0)).all()):
+            found[d] = places
+    return found or {ELEMENTS: elements}
 
 
 def not_finite(use: Use) -> NonFiniteError:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from autogram._blocks import Folded, Layout, agree
+from autogram._blocks import Folded, Placement, Routed, agree
 from autogram._capture.answer import Answer
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
@@ -47,7 +47,7 @@ class UnknownLayoutError(Exception):
 class Known:
     """The layouts that were found for one graph."""
 
-    layouts: dict[int, tuple[Layout, ...]]
+    layouts: dict[int, tuple[Placement, ...]]
     """Of each use, by the number of its tap in the survey."""
     constants: tuple[tuple[Watch, Tensor], ...]
     """What they depend on, beside the graph."""
@@ -94,7 +94,8 @@ class Places:
     def remember(self, objectives: Objectives, survey: Survey, layouts: Layouts) -> None:
         """Keeps layouts for the next call, if nothing can change them that is not noticed."""
         proof = self.proof(objectives, survey)
-        if proof is None or proof.movers or survey.hides_taps:
+        is_along = all(isinstance(x, (Folded, Routed)) for some in layouts.values() for x in some)
+        if proof is None or proof.movers or survey.hides_taps or not is_along:
             return
         if proof.silent and objectives.per_sample > 1:
             return  # a batched pass hides the values that would show that this is over
@@ -159,7 +160,7 @@ class Search:
         self._needed: set[Use] = set()
         self.has_sought = False
 
-    def layout(self, use: Use, cotangent: Tensor) -> Layout | None:
+    def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero.
 
         Raises:
@@ -171,7 +172,7 @@ class Search:
             raise UnknownLayoutError(use, is_needed=False)
         if self._scales is not None and use not in self._found:
             self._found[use] = self._measure(self._scales, use, cotangent[0])
-        layouts: Sequence[Layout] = self._found.get(use, ())
+        layouts: Sequence[Placement] = self._found.get(use, ())
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
@@ -263,7 +264,7 @@ class Search:
                 raise UnknownLayoutError(use, is_needed=True)  # all samples add up to zero
         self._places.remember(self._objectives, self._survey, self._found)
 
-    def _measure(self, scales: Scales, use: Use, cotangent: Tensor) -> tuple[Layout, ...]:
+    def _measure(self, scales: Scales, use: Use, cotangent: Tensor) -> tuple[Placement, ...]:
         """The layouts of a use that this pass and the one before show together."""
         owners = scales.owners(use, cotangent)
         if not owners:

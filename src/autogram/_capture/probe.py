@@ -5,15 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autogram._blocks import Layout, Routed, candidates
+from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
 from autogram._capture.objectives import Objectives
-from autogram._capture.owners import HIDDEN, not_finite, owners_by_scales, owners_by_zeros
+from autogram._capture.owners import (
+    ELEMENTS,
+    HIDDEN,
+    WHOLE,
+    not_finite,
+    owners_by_scales,
+    owners_by_zeros,
+)
 from autogram._capture.proof import Proof, Spot, Spots
 from autogram._capture.recording import Channel
 from autogram._capture.use import Use, describe
 from autogram._errors import MixedSamplesError
 
-Layouts = dict[Use, tuple[Layout, ...]]
+Layouts = dict[Use, tuple[Placement, ...]]
 
 
 def find_layouts(
@@ -49,14 +56,16 @@ def find_layouts(
     fitting: dict[Spot, set[int]] = {}
     for seen, by_dim in owners.items():
         if isinstance(seen, Spot):
-            regular = _regular_layouts(seen.shape, by_dim, is_finite)
+            regular = _regular(seen.shape, by_dim, is_finite)
             fitting[seen] = {layout.dim for layout in regular}
         else:
             layouts[seen] = fitting_layouts(seen, by_dim, is_finite)
     return layouts, None if spots is None else spots.proof(fitting)
 
 
-def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> tuple[Layout, ...]:
+def fitting_layouts(
+    use: Use, owners: dict[int, Tensor], is_finite: Tensor
+) -> tuple[Placement, ...]:
     """The layouts that fit the owners of a use's places, where some samples may be hidden."""
     if not owners:
         raise MixedSamplesError(
@@ -67,28 +76,56 @@ def fitting_layouts(use: Use, owners: dict[int, Tensor], is_finite: Tensor) -> t
             "replace it by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any "
             "losses, slower)."
         )
-    regular = _regular_layouts(use.shape, owners, is_finite)
-    # Hidden places are those of some sample, which only a single regular layout can tell.
-    if len(regular) != 1 and any(bool((places == HIDDEN).any()) for places in owners.values()):
-        raise not_finite(use)
-    if regular:
+    batch = len(is_finite)
+    (bad,) = (~is_finite).nonzero(as_tuple=True)
+    if len(bad) == 1:  # what is hidden belongs to this sample
+        owners = {dim: torch.where(x == HIDDEN, bad, x) for dim, x in owners.items()}
+    elif any(bool((places == HIDDEN).any()) for places in owners.values()):
+        # Hidden places are those of some sample, which only a single regular layout can tell.
+        regular = _regular(use.shape, owners, is_finite)
+        if len(regular) != 1:
+            raise not_finite(use)
         return regular
-    dim = next(iter(owners))
-    return (Routed(dim, len(is_finite), owners[dim]),)
+    dim, places = next(iter(owners.items()))
+    if dim == ELEMENTS:
+        return (Scattered(batch, places),)
+    there = places[places >= 0].unique()
+    if not len(there):
+        return ()  # without a cotangent, nothing is known
+    if len(there) == 1:
+        return (_of_one(dim, places, int(there), batch),)
+    regular = _regular(use.shape, owners, is_finite)
+    if 2 * len(there) <= batch:
+        # Calls for few samples may look like those for all of them, with most places empty.
+        return (*regular, *_of_few(use, owners, there, batch))
+    return regular or (Routed(dim, batch, places),)
 
 
-def _regular_layouts(
+def _regular(
     shape: tuple[int, ...], owners: dict[int, Tensor], is_finite: Tensor
-) -> tuple[Layout, ...]:
-    """The regular layouts of a tensor that fit the owners of its places."""
-    return tuple(
-        layout
-        for layout in candidates(shape, tuple(owners), len(is_finite))
-        if _fits(layout, owners[layout.dim], is_finite)
-    )
+) -> tuple[Folded, ...]:
+    """The regular layouts that fit the owners, the likely ones first."""
+    dims = tuple(dim for dim in owners if dim >= 0)
+    found = candidates(shape, dims, len(is_finite))
+    return tuple(x for x in found if _fits(x, owners[x.dim], is_finite))
 
 
-def _fits(layout: Layout, owners: Tensor, is_finite: Tensor) -> bool:
+def _of_one(dim: int, places: Tensor, sample: int, batch: int) -> Partial:
+    """The layout of a use that is for one sample."""
+    seen = None if dim == WHOLE else Routed(dim, 1, places.clamp(max=0))
+    return Partial(Subset((sample,), batch), seen)
+
+
+def _of_few(use: Use, owners: dict[int, Tensor], there: Tensor, batch: int) -> tuple[Partial, ...]:
+    """The layouts of a use that is for some samples."""
+    subset = Subset(tuple(there.tolist()), batch)
+    owners = {d: torch.where(x < 0, -1, torch.searchsorted(there, x)) for d, x in owners.items()}
+    dim, places = next(iter(owners.items()))
+    regular = _regular(use.shape, owners, torch.ones(len(there), dtype=torch.bool, device="cpu"))
+    return tuple(Partial(subset, x) for x in regular or (Routed(dim, len(there), places),))
+
+
+def _fits(layout: Folded, owners: Tensor, is_finite: Tensor) -> bool:
     """Whether a layout gives every place to its owner, and hidden ones to samples that hide."""
     given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
     fits = torch.where(owners == HIDDEN, ~is_finite[given], (owners < 0) | (owners == given))

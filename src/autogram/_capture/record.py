@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autogram._blocks import Lookup, Region
+from autogram._blocks import Lookup, Region, Subset
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
@@ -26,6 +26,8 @@ class Entry:
     rule: str | None
     """The rule, as a place in the source, or ``None`` for the fallback."""
     layout: str | None
+    subset: Subset | None
+    """The samples that its rows belong to, or ``None`` for all of them."""
     sources: tuple[tuple[str, Region], ...]
     """The parameters that it reads, or that what it reads is derived from."""
     derived: tuple[int, tuple[int, ...]] | None
@@ -64,7 +66,7 @@ class Record:
 
     def see_block(self, arrival: Arrival) -> None:
         """Notes a block."""
-        use, layout, cotangent, tracked, region, block = arrival
+        use, layout, subset, cotangent, tracked, region, block = arrival
         names = use.recording.names
         number = self._derived.setdefault(tracked, len(self._derived))
         equation, factors = (
@@ -79,6 +81,7 @@ class Record:
                 use.index,
                 place_of_rule(use),
                 None if layout is None else str(layout),
+                subset,
                 tuple((names[p], Region.of_parameter(p)) for p in tracked.sources),
                 (number, tracked.shape) if tracked.region is None else None,
                 region,

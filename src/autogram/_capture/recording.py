@@ -39,6 +39,8 @@ class Channel:
         is_blocked: Whether taps stop the backward pass, so that what lies between a tensor and
             the nearest taps can be differentiated alone.
         recordings: Those whose graph is still alive.
+        by_element: Uses, by their place and their function, whose samples once had places along no
+            dimension. They are looked at element by element.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Channel:
         self.hidden: int | None = None
         self.is_blocked = False
         self.recordings: WeakSet[Recording] = WeakSet()
+        self.by_element: set[tuple[int, str]] = set()
 
     def was_derived(self, entry: Entry, place: int) -> bool:
         """Whether an input of a module in a checkpoint was computed from parameters alone."""

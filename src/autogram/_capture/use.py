@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._blocks import Block, Layout, Lookup, Region
+from autogram._blocks import Block, Layout, Lookup, Placement, Region, Subset
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.vjp import Inputs, many_vjps
@@ -181,7 +181,9 @@ class Arrival(NamedTuple):
     """A block as it comes in, and what it comes from."""
 
     use: Use
-    layout: Layout | None
+    layout: Placement | None
+    subset: Subset | None
+    """The samples that the rows of the block belong to, or ``None`` for all of them."""
     cotangent: Tensor
     """``(k, *output)``, as the tap was shown it."""
     tracked: Tracked

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autogram._blocks import Folded, candidates
+from autogram._blocks import Folded, Partial, Routed, Scattered, Subset, agree, candidates
 
 
 def test_plain_layout_leaves_a_tensor_alone() -> None:
@@ -54,3 +54,48 @@ def test_no_candidates_in_an_empty_dimension() -> None:
 )
 def test_words(layout: Folded, words: str) -> None:
     assert str(layout) == words
+
+
+def test_pieces_of_a_layout_of_all_samples() -> None:
+    cotangent = torch.randn(2, 3, 4)
+    for layout in (Folded(0, 1, 3, 1), Routed(0, 3, torch.tensor([2, 0, 1]))):
+        ((subset, within, part),) = layout.pieces(cotangent)
+        assert subset is None
+        assert within is layout
+        assert part is cotangent
+
+
+@pytest.mark.parametrize(
+    ("layout", "owners"),
+    [
+        pytest.param(Partial(Subset((4,), 6), None), [4, 4, 4, 4], id="one"),
+        pytest.param(
+            Partial(Subset((4,), 6), Routed(0, 1, torch.tensor([0, -1, 0, -1]))),
+            [4, -1, 4, -1],
+            id="one, with places of which nothing is known",
+        ),
+        pytest.param(Partial(Subset((1, 5), 6), Folded(0, 1, 2, 2)), [1, 1, 5, 5], id="folded"),
+        pytest.param(
+            Partial(Subset((1, 5), 6), Routed(0, 2, torch.tensor([1, -1, 0, 1]))),
+            [5, -1, 1, 5],
+            id="routed",
+        ),
+    ],
+)
+def test_owners_where_there_are_few_samples(layout: Partial, owners: list[int]) -> None:
+    like = torch.zeros(4, 3)
+    expected = torch.tensor(owners).unsqueeze(1).expand(4, 3)
+    assert torch.equal(layout.owners(like).expand(4, 3), expected)
+    seen = expected >= 0
+    assert agree([layout], seen)
+    assert agree([layout], torch.ones(4, 3, dtype=torch.bool)) == bool(seen.all())
+
+
+def test_pieces_of_scattered_samples() -> None:
+    """One for each sample that is there, with its own elements alone."""
+    samples = torch.tensor([[0, 2], [2, -1]])
+    cotangent = torch.randn(3, 2, 2)
+    pieces = list(Scattered(4, samples).pieces(cotangent))
+    assert [piece.subset for piece in pieces] == [Subset((0,), 4), Subset((2,), 4)]
+    for piece, sample in zip(pieces, (0, 2), strict=True):
+        assert torch.equal(piece.cotangent, cotangent * (samples == sample))

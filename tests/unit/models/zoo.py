@@ -11,6 +11,7 @@ from .encoders import BERT, ENCODERS, T5
 from .images import CONVNEXT, IMAGES, MHA, RESNET, SWIN, VIT
 from .specimen import Attention, Batch, Specimen
 from .speech import SPEECH, WAV2VEC2
+from .videos import TIMESFORMER, VIDEOS
 
 __all__ = [
     "ADAPTERS",
@@ -26,6 +27,7 @@ __all__ = [
     "SPECIMENS",
     "SWIN",
     "T5",
+    "TIMESFORMER",
     "VIT",
     "WAV2VEC2",
     "Attention",
@@ -33,4 +35,4 @@ __all__ = [
     "Specimen",
 ]
 
-SPECIMENS: dict[str, Specimen] = DECODERS | ENCODERS | IMAGES | SPEECH | ADAPTERS
+SPECIMENS: dict[str, Specimen] = DECODERS | ENCODERS | IMAGES | VIDEOS | SPEECH | ADAPTERS

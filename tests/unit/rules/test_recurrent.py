@@ -537,15 +537,25 @@ def test_numbers_of_sequences_are_remembered_with_the_places() -> None:
 
 
 def test_samples_along_the_steps() -> None:
-    """They meet inside of the call, and not where it is read."""
+    """They meet inside of the call: its outputs have one sample each, and its inputs several."""
     model = nn.GRU(WIDTH, UNITS)
-    x = batch(B, T, WIDTH)  # the layer takes the first dimension for steps
-    with pytest.raises(MixedSamplesError, match="`gru` with `weight_ih_l0`"):
-        Engine(model, batch_dim=0).compute_gramian(per_sample(model(x)[0]))
-    engine = Engine(model)
-    losses = per_sample(model(x)[0])
+    engine = Engine(model, batch_dim=0)
+    for samples in (B, B, 2, B):
+        x = batch(samples, T, WIDTH)  # the layer takes the first dimension for steps
+        assert_exact(engine, per_sample(model(x)[0]), model)
+
+
+def test_samples_along_the_steps_behind_another_layer() -> None:
+    both = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, UNITS))
+    x = batch(B, T, WIDTH)
+    strict = Engine(both, batch_dim=0)
+    with pytest.raises(MixedSamplesError, match=r"`linear` with `0.weight`"):
+        strict.compute_gramian(per_sample(both(x)[0]))
+    strict.remove()
+    engine = Engine(both)
+    losses = per_sample(both(x)[0])
     with pytest.warns(CoupledObjectivesWarning):
-        assert_exact(engine, losses, model)
+        assert_exact(engine, losses, both)
 
 
 def test_samples_in_one_packed_sequence() -> None:

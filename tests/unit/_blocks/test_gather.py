@@ -1,0 +1,152 @@
+"""Blocks of some samples, made blocks of all."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block, Columns, Lookup, Region, Subset
+from autogram._blocks.gather import Gathering, gather_lookups
+from tests.unit._blocks.blocks import dense, gramian_of
+from tests.unit.checks import assert_close_to_reference
+
+K, B = 2, 5
+ROWS, WIDTH = 3, 4
+
+# Of a call for one sample, and of one for two of them, whose second operand has the samples or not.
+EQUATIONS = [
+    pytest.param("kbo,i->kboi", "kbo,bi->kboi", id="linear"),
+    pytest.param("kbto,ti->kboi", "kbto,bti->kboi", id="linear with positions"),
+    pytest.param("kbtso,tsi->kboi", "kbtso,btsi->kboi", id="linear with two kinds of positions"),
+    pytest.param("kboi->kboi", "kboi->kboi", id="rows"),
+    pytest.param("kbtoi->kboi", "kbtoi->kboi", id="rows to be added up"),
+    pytest.param("kbto,oi->kboi", "kbto,oi->kboi", id="factor without samples"),
+]
+CALLS = [
+    pytest.param([(0,), (1,), (2,), (3,), (4,)], id="one for each, in order"),
+    pytest.param([(3,), (0,), (4,), (2,), (1,)], id="in another order"),
+    pytest.param([(3,), (1,)], id="some without"),
+    pytest.param([(1,), (4,), (1,), (0,)], id="one with two calls"),
+    pytest.param([(2,)] * 9 + [(0,)], id="one with many calls"),
+    pytest.param([(0, 1), (2,), (4, 3), (1,), (0, 1)], id="groups"),
+]
+
+
+def make_block(equations: Sequence[str], samples: int, positions: int) -> Block:
+    """A block of random factors."""
+    equation = equations[samples > 1]
+    sizes = {"k": K, "b": samples, "o": ROWS, "i": WIDTH, "t": positions, "s": 3 - positions % 2}
+    inputs = equation.split("->")[0].split(",")
+    return Block(equation, tuple(torch.randn([sizes[x] for x in labels]) for labels in inputs))
+
+
+def spread(found: Sequence[tuple[Subset, Tensor]]) -> Tensor:
+    """The rows of some samples as rows of all."""
+    total = torch.zeros(K, B, *found[0][1].shape[2:])
+    for subset, rows in found:
+        total = total.index_add(1, torch.tensor(subset.samples), rows)
+    return total
+
+
+@pytest.mark.parametrize("positions", [[2], [1, 4, 2], [30, 1]], ids=str)
+@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize(("single", "group"), EQUATIONS)
+def test_blocks(
+    single: str, group: str, calls: list[tuple[int, ...]], positions: list[int]
+) -> None:
+    gathering, expected = Gathering(), []
+    for i, samples in enumerate(calls):
+        block = make_block((single, group), len(samples), positions[i % len(positions)])
+        gathering.add(Subset(samples, B), block)
+        expected.append((Subset(samples, B), dense(block)))
+    blocks = gathering.blocks()
+    assert_close_to_reference(torch.stack([dense(x) for x in blocks]).sum(0), spread(expected))
+    there = sorted({sample for samples in calls for sample in samples})
+    narrow = torch.stack([dense(x) for x in gathering.blocks(there)]).sum(0)
+    assert_close_to_reference(narrow, spread(expected)[:, there])
+
+
+def test_factors_of_a_loop_are_those_of_a_batch() -> None:
+    """One call for each sample costs the same memory as one for all."""
+    gathering = Gathering()
+    whole = make_block(("", "kbto,bti->kboi"), B, 1)
+    g, x = whole.operands
+    for b in range(B):
+        gathering.add(Subset((b,), B), Block("kbto,ti->kboi", (g[:, b : b + 1], x[b])))
+    (block,) = gathering.blocks()
+    assert block.equation == whole.equation
+    assert all(torch.equal(p, q) for p, q in zip(block.operands, whole.operands, strict=True))
+
+
+def test_rows_of_a_sample_are_added_up_as_they_come() -> None:
+    gathering = Gathering()
+    for _ in range(10):
+        gathering.add(Subset((1,), B), make_block(("kbto,ti->kboi", ""), 1, 40))
+    assert len(gathering.subsets) == 1
+
+
+def test_uneven_calls_are_not_filled_up_beyond_rows() -> None:
+    """One sample with hundreds of calls: its rows are less than zeros for all others."""
+    gathering = Gathering()
+    for b in [0] * 300 + list(range(B)):
+        gathering.add(Subset((b,), B), make_block(("kbo,i->kboi", ""), 1, 1))
+    (block,) = gathering.blocks()
+    assert sum(x.numel() for x in block.operands) == K * B * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_lookups(calls: list[tuple[int, ...]]) -> None:
+    found, expected = [], []
+    for i, samples in enumerate(calls):
+        t, b = 1 + i % 3, len(samples)
+        lookup = Lookup(torch.randint(0, 6, (b, t)), torch.randn(K, b, t, 4))
+        found.append((Subset(samples, B), lookup))
+        expected.append((Subset(samples, B), lookup.rows(6)))
+    assert_close_to_reference(gather_lookups(found).rows(6), spread(expected))
+    there = sorted({sample for samples in calls for sample in samples})
+    narrow = gather_lookups(found, there).rows(6)
+    assert_close_to_reference(narrow, spread(expected)[:, there])
+
+
+def test_columns_of_all_kinds() -> None:
+    """Blocks of all samples, of some, and lookups of either, in one parameter."""
+    table = torch.zeros(6, 4)
+    region, columns, expected = Region.of(table), Columns(Region.of(table)), torch.zeros(K, B, 6, 4)
+    for samples in (None, (1,), (4, 0)):
+        b = B if samples is None else len(samples)
+        block = Block("kbtv,btd->kbvd", (torch.randn(K, b, 2, 6), torch.randn(b, 2, 4)))
+        lookup = Lookup(torch.randint(0, 6, (b, 3)), torch.randn(K, b, 3, 4))
+        subset = None if samples is None else Subset(samples, B)
+        columns.add(region, block, subset)
+        columns.add(region, lookup, subset)
+        rows = dense(block) + lookup.rows(6)
+        expected = expected + (rows if subset is None else spread([(subset, rows)]))
+    assert columns.narrow() is None
+    assert_close_to_reference(columns.gram(2**40), gramian_of(expected))
+
+
+def test_columns_of_some_samples() -> None:
+    weight = torch.zeros(ROWS, WIDTH)
+    columns, expected = Columns(Region.of(weight)), []
+    for samples in ((3,), (1,)):
+        block = make_block(("kbto,ti->kboi", ""), 1, 2)
+        columns.add(Region.of(weight), block, Subset(samples, B))
+        expected.append((Subset(samples, B), dense(block)))
+    subset = columns.narrow()
+    assert subset == Subset((1, 3), B)
+    assert_close_to_reference(columns.dense(), spread(expected)[:, [1, 3]].flatten(2))
+
+
+def test_nothing_to_narrow() -> None:
+    assert Columns(Region.of(torch.zeros(2, 2))).narrow() is None
+
+
+def test_change_in_place_is_seen() -> None:
+    weight = torch.zeros(ROWS, WIDTH)
+    columns = Columns(Region.of(weight))
+    block = make_block(("kbo,i->kboi", ""), 1, 1)
+    columns.add(Region.of(weight), block, Subset((1,), B))
+    block.operands[1].mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        columns.gram(2**40)
