@@ -22,6 +22,7 @@ from autogram._capture import (
     Recordings,
     Unseen,
     Verify,
+    without_autocast,
 )
 from autogram._checks import check_losses, check_modules, check_options
 from autogram._errors import InvalidBatchDimError, RemovedEngineError
@@ -220,14 +221,15 @@ class Engine:
         Args:
             losses: As for :meth:`compute_gramian`.
             weighting: Maps the Gramian ``(m, m)`` to weights, of shape ``(m,)`` or that of the
-                losses: any function, or a weighting of torchjd.
+                losses: any function, or a weighting of torchjd. It is called outside of autocast.
             retain_graph: Whether to keep the graph. If not, it is freed during the pass, but for
                 calls that must look for the samples, several objectives per sample, and leaves
                 outside of the engine; then it goes with the losses. Do not count on a second pass.
             return_gramian: Whether to return the Gramian as well.
 
         Returns:
-            The weights, detached, and the Gramian ``(m, m)`` if asked for.
+            The weights, detached, and the Gramian ``(m, m)`` if asked for, each in at least
+            float32, also under autocast.
 
             Cost: the Gramian, and the weights' gradients, but no second pass through the
             activations. Memory: the cotangents of all activations until the weights are known, and
@@ -254,17 +256,19 @@ class Engine:
         """
         self._check(losses)
         if losses.numel() == 0:
-            weights, gramian = losses.detach().flatten(), self.compute_gramian(losses)
+            gramian = self.compute_gramian(losses)
+            weights = gramian.new_zeros(0)
             return (weights, gramian) if return_gramian else weights
         outside = self._driver.leaves_outside(losses)
         with self._arena.borrowed() as arena, self._reserve.borrowed() as memory:
-            objectives, store = self._driver.columns_and_gramian(
+            objectives, columns, gramian = self._driver.columns_and_gramian(
                 losses, "rows", arena, retain_graph=retain_graph or bool(outside)
             )
-            gramian = store.gramian.arranged(objectives)
-            weights = weighting(gramian).detach()
-            accumulate_grad(objectives, store.columns, weights, self._limit, memory)
-            del store  # before another step may write where its rows are
+            with without_autocast(losses.device):
+                weights = weighting(gramian).detach()
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            accumulate_grad(objectives, columns, weights, self._limit, memory)
+            del columns  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
             torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)

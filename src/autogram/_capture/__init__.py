@@ -1,7 +1,7 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
 from autogram._capture.driver import BatchDim, Driver
-from autogram._capture.exact import exact
+from autogram._capture.exact import exact, without_autocast
 from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
@@ -23,4 +23,5 @@ __all__ = [
     "Verify",
     "exact",
     "retried_with_less",
+    "without_autocast",
 ]
