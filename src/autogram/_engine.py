@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from autogram._accounting import make_report
 from autogram._blocks import Arena, Keep, Reserve
 from autogram._capture import (
-    ELEMENT_BYTES,
     BatchDim,
     Channel,
     Driver,
+    Limit,
     Objectives,
     Recordings,
     Unseen,
@@ -98,12 +98,12 @@ class Engine:
         check_options(batch_dim, verify, unseen)
         self._batch_dim = batch_dim
         self._channel = channel = Channel()
-        self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
+        self._limit = Limit.of_bytes(memory_limit_bytes)
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
         self._driver = Driver(
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
-        self._arena, self._reserve = Arena(), Reserve(self._limit)
+        self._arena, self._reserve = Arena(), Reserve()
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -140,7 +140,8 @@ class Engine:
             FreedGraphError: An earlier backward pass has freed the graph.
             UnsupportedError: A recorded call has no gradient that belongs to an objective.
             RemovedEngineError: The engine was removed.
-            MemoryLimitError: Memory ran out, and again with a smaller limit.
+            MemoryLimitError: Memory ran out, and again with an eighth of the limit. If that is
+                enough, this engine and its Jacobians keep the smaller limit.
 
         References:
             Quinton and Rey 2024, arXiv:2406.16232, section 6 and algorithm 3.
@@ -239,6 +240,8 @@ class Engine:
 
         Raises:
             InvalidOperandError: The weights have another shape.
+            MemoryLimitError: As for :meth:`compute_gramian`; or memory ran out in a pass that had
+                freed a part of the graph.
             InvalidLossesError: As for :meth:`compute_gramian`, and so are the others.
 
         Example:
@@ -260,7 +263,10 @@ class Engine:
             weights = gramian.new_zeros(0)
             return (weights, gramian) if return_gramian else weights
         outside = self._driver.leaves_outside(losses)
-        with self._arena.borrowed() as arena, self._reserve.borrowed() as memory:
+        with (
+            self._arena.borrowed() as arena,
+            self._reserve.borrowed(self._limit.elements) as memory,
+        ):
             objectives, columns, gramian = self._driver.columns_and_gramian(
                 losses, "rows", arena, retain_graph=retain_graph or bool(outside)
             )
@@ -374,7 +380,7 @@ class Engine:
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
-        self._arena, self._reserve = Arena(), Reserve(self._limit)  # lets go of their memory
+        self._arena, self._reserve = Arena(), Reserve()  # lets go of their memory
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

@@ -2,7 +2,7 @@
 
 from autogram._capture.driver import BatchDim, Driver
 from autogram._capture.exact import exact, without_autocast
-from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
@@ -11,11 +11,11 @@ from autogram._capture.unseen import Unseen
 from autogram._capture.verification import Verify
 
 __all__ = [
-    "ELEMENT_BYTES",
     "BatchDim",
     "Channel",
     "Driver",
     "Entry",
+    "Limit",
     "Objectives",
     "Record",
     "Recordings",

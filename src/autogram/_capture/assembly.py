@@ -10,12 +10,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Layout, Region, Seen, check_unchanged
+from autogram._blocks import Block, Columns, Layout, Region, Seen, check_unchanged
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import Sink
 from autogram._capture.tracked import Tracked
-from autogram._capture.use import Arrival, Use, pull_back
+from autogram._capture.use import Arrival, Contribution, Use, pull_back
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Layout | None]
@@ -81,7 +82,7 @@ class Assembly(Generic[S]):
     Args:
         channel: The channel of the taps.
         layout_of: Where the samples lie, or ``None`` if all is one sample.
-        limit: The number of elements that one intermediate result may have.
+        limit: That of the engine.
         sink: What to do with the columns of a parameter.
         observers: Who is told of each block.
     """
@@ -90,7 +91,7 @@ class Assembly(Generic[S]):
         self,
         channel: Channel,
         layout_of: LayoutOf | None,
-        limit: int,
+        limit: Limit,
         sink: S,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -169,8 +170,7 @@ class Assembly(Generic[S]):
         # Half precision is for the network: products of gradients are accumulated in float32.
         dtype = torch.promote_types(cotangent.dtype, torch.float32)
         exact = cotangent if cotangent.dtype == dtype else cotangent.to(dtype)
-        blocks = use.contributions(layout, exact, saved, self._limit)
-        for tracked, region, block in blocks:
+        for tracked, region, block in self._contributions(use, layout, saved, exact):
             for observer in self._observers:
                 observer.see_block(Arrival(use, layout, cotangent, tracked, region, block))
             if tracked.region is not None:
@@ -204,11 +204,23 @@ class Assembly(Generic[S]):
     def _pull_back(self, tracked: Tracked) -> None:
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
         rows = self._derived.pop(tracked).dense()
+        for parameter, block in self._pulled_back(tracked, rows):
+            self._account(parameter).open().add(Region.of_parameter(parameter), block)
+
+    @retried_with_less
+    def _contributions(
+        self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor
+    ) -> list[Contribution]:
+        """The blocks of a use."""
+        return list(use.contributions(layout, cotangent, saved, self._limit.elements))
+
+    @retried_with_less
+    def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
+        """Rows of a derived tensor as blocks of the parameters that it is computed from."""
         is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
         with self._channel.blocking():
-            pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
-            for parameter, block in pulled:
-                self._account(parameter).open().add(Region.of_parameter(parameter), block)
+            limit = self._limit.elements
+            return list(pull_back(tracked, rows, limit, is_batchable=is_batchable))
 
     def _finish(self, account: _Account) -> None:
         """Gives the columns of a parameter to the sink, if there are any."""

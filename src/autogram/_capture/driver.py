@@ -16,7 +16,7 @@ from autogram._capture.assembly import Assembly, LayoutOf, Observer
 from autogram._capture.diagnosis import confirm
 from autogram._capture.exact import exact
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
-from autogram._capture.memory import retried_with_less
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.places import REMEMBERED, Places, UnknownLayoutError, key_of
 from autogram._capture.record import Record
@@ -70,7 +70,7 @@ class Driver:
         channel: The channel of the engine's taps.
         batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
             ``"auto"`` to find out.
-        limit: The number of elements that one intermediate result may have.
+        limit: What the engine and its Jacobians share.
         names: Gives the parameters of the engine's modules, with their names.
         verify: When to compare with an ordinary backward pass.
         unseen: Whether to refuse parameters that are used where nothing is recorded.
@@ -83,7 +83,7 @@ class Driver:
         self,
         channel: Channel,
         batch_dim: BatchDim,
-        limit: int,
+        limit: Limit,
         names: Names,
         verify: Verify = "first",
         unseen: Unseen = "rows",
