@@ -22,6 +22,11 @@ from autogram._capture import (
     Recordings,
     Unseen,
     Verify,
+    is_distributed,
+    is_exchanged,
+    refuse_gradients,
+    refuse_pass,
+    refuse_shards,
     without_autocast,
 )
 from autogram._checks import check_losses, check_modules, check_options
@@ -69,6 +74,7 @@ class Engine:
         InvalidModulesError: No module is given, something else than a module, or one module
             is inside another.
         InvalidOptionError: ``verify`` is none of its values, or ``unseen`` is none of its values.
+        UnsupportedError: Parameters are spread over processes, as by `fully_shard`.
 
     Example:
         >>> import torch
@@ -96,10 +102,12 @@ class Engine:
     ) -> None:
         check_modules(modules)
         check_options(batch_dim, verify, unseen)
+        refuse_shards(modules)
         self._batch_dim = batch_dim
         self._channel = channel = Channel()
         self._limit = Limit.of_bytes(memory_limit_bytes)
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
+        self._recordings = recordings
         self._driver = Driver(
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
@@ -138,7 +146,8 @@ class Engine:
             NonFiniteError: The samples were sought, and a cotangent is not finite, though its
                 objective is, or no objective is.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient that belongs to an objective.
+            UnsupportedError: A recorded call has no gradient that belongs to an objective, or the
+                pass would disturb a wrapper of `torch.distributed`.
             RemovedEngineError: The engine was removed.
             MemoryLimitError: Memory ran out, and again with an eighth of the limit. If that is
                 enough, this engine and its Jacobians keep the smaller limit.
@@ -177,7 +186,8 @@ class Engine:
             return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
         objectives, store = self._driver.columns(losses, keep)
         names = self._channel.names(store.columns)
-        return Jacobian(objectives, store.columns, names, self._limit)
+        exchanged = is_exchanged(self._channel, losses)
+        return Jacobian(objectives, store.columns, names, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -240,6 +250,7 @@ class Engine:
 
         Raises:
             InvalidOperandError: The weights have another shape.
+            UnsupportedError: `DistributedDataParallel` would exchange the gradients.
             MemoryLimitError: As for :meth:`compute_gramian`; or memory ran out in a pass that had
                 freed a part of the graph.
             InvalidLossesError: As for :meth:`compute_gramian`, and so are the others.
@@ -262,6 +273,8 @@ class Engine:
             gramian = self.compute_gramian(losses)
             weights = gramian.new_zeros(0)
             return (weights, gramian) if return_gramian else weights
+        if is_exchanged(self._channel, losses):
+            refuse_gradients("engine.backward")
         outside = self._driver.leaves_outside(losses)
         with (
             self._arena.borrowed() as arena,
@@ -350,6 +363,9 @@ class Engine:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         check_losses(losses)
+        if is_distributed():  # modules may be wrapped after the engine was made
+            refuse_shards(self._recordings.modules)
+            refuse_pass(self._channel, losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
         ):

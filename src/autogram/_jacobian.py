@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, bundled, gram_of_bundle
-from autogram._capture import Limit, Objectives, exact, retried_with_less
+from autogram._capture import Limit, Objectives, exact, refuse_gradients, retried_with_less
 from autogram._errors import InvalidOperandError
 from autogram._gradients import accumulate_grad, weighted_gradients
 from autogram._operands import Direction, direction_of, parameter_of, weights_of
@@ -56,12 +56,15 @@ class Jacobian:
         columns: Mapping[Tensor, Columns],
         names: Mapping[Tensor, str],
         limit: Limit,
+        *,
+        is_exchanged: bool = False,
     ) -> None:
         # Without the graph: it may go while this lives.
         self._objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
         self._columns = {p: columns[p] for p in names if p in columns}
         self._names = dict(names)
         self._limit = limit
+        self._is_exchanged = is_exchanged
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -188,7 +191,10 @@ class Jacobian:
             InvalidOperandError: ``w`` has another shape.
             MemoryLimitError: Memory ran out, and again with a smaller limit. Some parameters have
                 their gradient already.
+            UnsupportedError: `DistributedDataParallel` would exchange the gradients.
         """
+        if self._is_exchanged:
+            refuse_gradients("accumulate_grad")
         accumulate_grad(self._objectives, self._columns, w, self._limit)
 
     @retried_with_less

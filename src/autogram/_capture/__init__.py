@@ -1,5 +1,12 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
+from autogram._capture.distribution import (
+    is_distributed,
+    is_exchanged,
+    refuse_gradients,
+    refuse_pass,
+    refuse_shards,
+)
 from autogram._capture.driver import BatchDim, Driver
 from autogram._capture.exact import exact, without_autocast
 from autogram._capture.memory import Limit, retried_with_less
@@ -22,6 +29,11 @@ __all__ = [
     "Unseen",
     "Verify",
     "exact",
+    "is_distributed",
+    "is_exchanged",
+    "refuse_gradients",
+    "refuse_pass",
+    "refuse_shards",
     "retried_with_less",
     "without_autocast",
 ]

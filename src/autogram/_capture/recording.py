@@ -111,6 +111,8 @@ class Recording:
     """Whether a backward pass through it may be batched."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """Those in which autocast carried out uses, whatever the dtype of their outputs."""
+    is_exchanged: bool = False
+    """Whether DistributedDataParallel exchanges its gradients in an ordinary backward pass."""
     structure: int = 0
     """A hash of the recorded calls: functions and flags."""
     signature: int = 0
