@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autogram._capture.graph import nodes_behind
+from autogram._capture.graph import leaves_behind, nodes_behind
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError
@@ -91,9 +91,16 @@ def refuse_pass(channel: Channel, losses: Tensor) -> None:
 
     Raises:
         UnsupportedError: Between the losses and a use there is a part that is fully sharded, or one
-            of DistributedDataParallel with a static graph, in its first step.
+            of DistributedDataParallel with a static graph, in its first step. Or there are no uses,
+            and parameters that are sharded.
     """
-    for node in _nodes_on_the_way(channel, losses):
+    on_the_way = list(_nodes_on_the_way(channel, losses))
+    if not on_the_way and any(_sharding(leaf) for leaf in leaves_behind(losses)):
+        raise UnsupportedError(
+            "The losses are computed from parameters that are sharded (`FullyShardedDataParallel`, "
+            f"`fully_shard` or tensor parallelism), and no others. {_INSTEAD}"
+        )
+    for node in on_the_way:
         if node.name() == "RegisterPostBackwardFunctionBackward":
             raise UnsupportedError(
                 "The losses are computed through a part that is fully sharded (`fully_shard`), "
