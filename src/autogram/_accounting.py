@@ -51,7 +51,7 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     if any(entry.derived for entry in entries):
         rows = meta(((record.per_sample, record.samples, *region.shape),))[0]
         columns.add(region, rows_block(rows.to(entries[0].dtype)))
-    for considered in columns.plans(entries[0].device, record.limit):
+    for considered in columns.plans(entries[0].device, record.limit.elements):
         best = considered[0]
         names.add(best.method)
         flops += 2 * best.multiplications

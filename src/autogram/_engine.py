@@ -14,14 +14,20 @@ from torch import Tensor, nn
 from autogram._accounting import make_report
 from autogram._blocks import Arena, Keep, Reserve
 from autogram._capture import (
-    ELEMENT_BYTES,
     BatchDim,
     Channel,
     Driver,
+    Limit,
     Objectives,
     Recordings,
     Unseen,
     Verify,
+    is_distributed,
+    is_exchanged,
+    refuse_gradients,
+    refuse_pass,
+    refuse_shards,
+    without_autocast,
 )
 from autogram._checks import check_losses, check_modules, check_options
 from autogram._errors import InvalidBatchDimError, RemovedEngineError
@@ -68,6 +74,7 @@ class Engine:
         InvalidModulesError: No module is given, something else than a module, or one module
             is inside another.
         InvalidOptionError: ``verify`` is none of its values, or ``unseen`` is none of its values.
+        UnsupportedError: Parameters are spread over processes, as by `fully_shard`.
 
     Example:
         >>> import torch
@@ -95,14 +102,16 @@ class Engine:
     ) -> None:
         check_modules(modules)
         check_options(batch_dim, verify, unseen)
+        refuse_shards(modules)
         self._batch_dim = batch_dim
         self._channel = channel = Channel()
-        self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
+        self._limit = Limit.of_bytes(memory_limit_bytes)
         recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
+        self._recordings = recordings
         self._driver = Driver(
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
-        self._arena, self._reserve = Arena(), Reserve(self._limit)
+        self._arena, self._reserve = Arena(), Reserve()
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -138,9 +147,11 @@ class Engine:
             NonFiniteError: The samples were sought, and a cotangent is not finite, though its
                 objective is, or no objective is.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient that belongs to an objective.
+            UnsupportedError: A recorded call has no gradient that belongs to an objective, or the
+                pass would disturb a wrapper of `torch.distributed`.
             RemovedEngineError: The engine was removed.
-            MemoryLimitError: Memory ran out, and again with a smaller limit.
+            MemoryLimitError: Memory ran out, and again with an eighth of the limit. If that is
+                enough, this engine and its Jacobians keep the smaller limit.
 
         References:
             Quinton and Rey 2024, arXiv:2406.16232, section 6 and algorithm 3.
@@ -176,7 +187,8 @@ class Engine:
             return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
         objectives, store = self._driver.columns(losses, keep)
         names = self._channel.names(store.columns)
-        return Jacobian(objectives, store.columns, names, self._limit)
+        exchanged = is_exchanged(self._channel, losses)
+        return Jacobian(objectives, store.columns, names, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -221,14 +233,15 @@ class Engine:
         Args:
             losses: As for :meth:`compute_gramian`.
             weighting: Maps the Gramian ``(m, m)`` to weights, of shape ``(m,)`` or that of the
-                losses: any function, or a weighting of torchjd.
+                losses: any function, or a weighting of torchjd. It is called outside of autocast.
             retain_graph: Whether to keep the graph. If not, it is freed during the pass, but for
                 calls that must look for the samples, several objectives per sample, and leaves
                 outside of the engine; then it goes with the losses. Do not count on a second pass.
             return_gramian: Whether to return the Gramian as well.
 
         Returns:
-            The weights, detached, and the Gramian ``(m, m)`` if asked for.
+            The weights, detached, and the Gramian ``(m, m)`` if asked for, each in at least
+            float32, also under autocast.
 
             Cost: the Gramian, and the weights' gradients, but no second pass through the
             activations. Memory: the cotangents of all activations until the weights are known, and
@@ -238,6 +251,9 @@ class Engine:
 
         Raises:
             InvalidOperandError: The weights have another shape.
+            UnsupportedError: `DistributedDataParallel` would exchange the gradients.
+            MemoryLimitError: As for :meth:`compute_gramian`; or memory ran out in a pass that had
+                freed a part of the graph.
             InvalidLossesError: As for :meth:`compute_gramian`, and so are the others.
 
         Example:
@@ -255,17 +271,24 @@ class Engine:
         """
         self._check(losses)
         if losses.numel() == 0:
-            weights, gramian = losses.detach().flatten(), self.compute_gramian(losses)
+            gramian = self.compute_gramian(losses)
+            weights = gramian.new_zeros(0)
             return (weights, gramian) if return_gramian else weights
+        if is_exchanged(self._channel, losses):
+            refuse_gradients("engine.backward")
         outside = self._driver.leaves_outside(losses)
-        with self._arena.borrowed() as arena, self._reserve.borrowed() as memory:
-            objectives, store = self._driver.columns_and_gramian(
+        with (
+            self._arena.borrowed() as arena,
+            self._reserve.borrowed(self._limit.elements) as memory,
+        ):
+            objectives, columns, gramian = self._driver.columns_and_gramian(
                 losses, "rows", arena, retain_graph=retain_graph or bool(outside)
             )
-            gramian = store.gramian.arranged(objectives)
-            weights = weighting(gramian).detach()
-            accumulate_grad(objectives, store.columns, weights, self._limit, memory)
-            del store  # before another step may write where its rows are
+            with without_autocast(losses.device):
+                weights = weighting(gramian).detach()
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            accumulate_grad(objectives, columns, weights, self._limit, memory)
+            del columns  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
             torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
@@ -341,6 +364,9 @@ class Engine:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         check_losses(losses)
+        if is_distributed():  # modules may be wrapped after the engine was made
+            refuse_shards(self._recordings.modules)
+            refuse_pass(self._channel, losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
         ):
@@ -371,7 +397,7 @@ class Engine:
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
-        self._arena, self._reserve = Arena(), Reserve(self._limit)  # lets go of their memory
+        self._arena, self._reserve = Arena(), Reserve()  # lets go of their memory
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

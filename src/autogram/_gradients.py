@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Memory, weighted_sums
-from autogram._capture import Objectives, exact
-from autogram._errors import InvalidOperandError
+from autogram._capture import Limit, Objectives, exact, retried_with_less
+from autogram._errors import InvalidOperandError, MemoryLimitError
 from autogram._operands import weights_of
 
 
@@ -39,7 +39,7 @@ def accumulate_grad(
     objectives: Objectives,
     columns: Mapping[Tensor, Columns],
     w: Tensor,
-    limit: int,
+    limit: Limit,
     memory: Memory | None = None,
 ) -> None:
     """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
@@ -48,12 +48,13 @@ def accumulate_grad(
         objectives: What the rows belong to.
         columns: Those of each parameter.
         w: ``(m,)``, or of the losses' shape.
-        limit: The number of elements that one intermediate result may have.
+        limit: That of the engine.
         memory: Where to put the gradients.
 
     Raises:
         InvalidOperandError: The weights have another shape.
         ChangedTensorError: What is kept was changed in place. No gradient is.
+        MemoryLimitError: Memory ran out, and again with less. Some gradients are changed.
     """
     for of_parameter in columns.values():
         of_parameter.check()
@@ -64,8 +65,50 @@ def accumulate_grad(
                 f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` takes "
                 "one. Pass one vector, or use `vjp`."
             )
-        for parameter, gradient in weighted_gradients(columns, weights, limit, memory):
-            _accumulate(parameter, gradient)
+        gradients = _Gradients(columns, weights, limit, memory)
+        try:
+            while (found := gradients.next()) is not None:
+                _accumulate(*found)
+        except MemoryLimitError as error:
+            error.add_note("Some gradients are in `.grad` already: clear it before another step.")
+            raise
+
+
+class _Gradients:
+    """Jᵀ w for one parameter after the other, each once, also where memory runs out in between.
+
+    Args:
+        columns: Those of each parameter.
+        weights: ``(k, b)``.
+        limit: That of the engine.
+        memory: Where to put gradients.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[Tensor, Columns],
+        weights: Tensor,
+        limit: Limit,
+        memory: Memory | None,
+    ) -> None:
+        self._left = dict(columns)
+        self._weights = weights
+        self._limit = limit
+        self._memory = memory
+        self._found: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    @retried_with_less
+    def next(self) -> tuple[Tensor, Tensor] | None:
+        """Another parameter and its gradient, or ``None`` behind the last one."""
+        found, self._found = self._found, None
+        if found is None:  # at first, and where memory ran out
+            left, limit = dict(self._left), self._limit.elements
+            found = weighted_gradients(left, self._weights, limit, self._memory)
+        pair = next(found, None)
+        self._found = found
+        if pair is not None:
+            del self._left[pair[0]]
+        return pair
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, bundled, gram_of_bundle
-from autogram._capture import Objectives, exact, retried_with_less
+from autogram._capture import Limit, Objectives, exact, refuse_gradients, retried_with_less
 from autogram._errors import InvalidOperandError
 from autogram._gradients import accumulate_grad, weighted_gradients
 from autogram._operands import Direction, direction_of, parameter_of, weights_of
@@ -55,13 +55,16 @@ class Jacobian:
         objectives: Objectives,
         columns: Mapping[Tensor, Columns],
         names: Mapping[Tensor, str],
-        limit: int,
+        limit: Limit,
+        *,
+        is_exchanged: bool = False,
     ) -> None:
         # Without the graph: it may go while this lives.
         self._objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
         self._columns = {p: columns[p] for p in names if p in columns}
         self._names = dict(names)
         self._limit = limit
+        self._is_exchanged = is_exchanged
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,8 +100,8 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            found = bundled(self._columns.values(), self._limit)
-            parts = (gram_of_bundle(bundle, self._limit) for bundle in found)
+            found = bundled(self._columns.values(), self._limit.elements)
+            parts = (gram_of_bundle(bundle, self._limit.elements) for bundle in found)
             return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
     @retried_with_less
@@ -119,7 +122,7 @@ class Jacobian:
         with self._exact():
             for group, parameters in groups.items():
                 found = [self._columns[p] for p in parameters if p in self._columns]
-                parts = (columns.gram(self._limit) for columns in found)
+                parts = (columns.gram(self._limit.elements) for columns in found)
                 total = self._sum(parts, self._sizes * 2)
                 gramians[group] = self._objectives.arrange_gramian(total)
         return gramians
@@ -136,7 +139,9 @@ class Jacobian:
             Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
         """
         with self._exact():
-            parts = (columns.square_norms(self._limit) for columns in self._columns.values())
+            parts = (
+                columns.square_norms(self._limit.elements) for columns in self._columns.values()
+            )
             return self._arranged(self._sum(parts, self._sizes)).sqrt()
 
     @retried_with_less
@@ -162,7 +167,7 @@ class Jacobian:
         """
         with self._exact():
             weights = weights_of(w, self._objectives)
-            found = dict(weighted_gradients(self._columns, weights, self._limit))
+            found = dict(weighted_gradients(self._columns, weights, self._limit.elements))
             dtype = self.dtype
             gradients = {}
             for parameter, name in self._names.items():
@@ -184,7 +189,12 @@ class Jacobian:
 
         Raises:
             InvalidOperandError: ``w`` has another shape.
+            MemoryLimitError: Memory ran out, and again with a smaller limit. Some parameters have
+                their gradient already.
+            UnsupportedError: `DistributedDataParallel` would exchange the gradients.
         """
+        if self._is_exchanged:
+            refuse_gradients("accumulate_grad")
         accumulate_grad(self._objectives, self._columns, w, self._limit)
 
     @retried_with_less
@@ -204,7 +214,7 @@ class Jacobian:
         with self._exact():
             by_parameter = direction_of(direction, self._names)
             parts = (
-                columns.directional(by_parameter[parameter], self._limit)
+                columns.directional(by_parameter[parameter], self._limit.elements)
                 for parameter, columns in self._columns.items()
                 if parameter in by_parameter
             )
@@ -231,7 +241,7 @@ class Jacobian:
             )
         with self._exact(), other._exact():
             parts = (
-                columns.cross_gram(other._columns[parameter], self._limit)
+                columns.cross_gram(other._columns[parameter], self._limit.elements)
                 for parameter, columns in self._columns.items()
                 if parameter in other._columns
             )

@@ -48,7 +48,7 @@ class Arena:
 
     def restart(self) -> None:
         """Takes everything back: the step begins again."""
-        self._taken = 0
+        self._taken = self._wanted = 0
 
     def take(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """Memory whose content is undefined.

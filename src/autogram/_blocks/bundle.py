@@ -25,7 +25,7 @@ from autogram._blocks.products import weighted_sum
 from autogram._blocks.region import Region
 from autogram._blocks.scratch import Memory
 from autogram._blocks.settled import settled
-from autogram._blocks.storage import restore
+from autogram._blocks.storage import own, restore, strides_of_gradient
 
 # Elements of factors or rows. Contractions of larger ones take longer than the calls around them.
 _SMALL = 2**17
@@ -145,13 +145,17 @@ def weighted_sums(
         weights: ``(k, b)``, or several of them, ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
         memory: Where to put results.
+
+    Returns:
+        Tensors that own their memory, with strides as autograd would give them.
     """
     count = prod(weights.shape[:-2])
     for bundle in _bundles_for_sums(found, count, limit):
         if len(bundle) == 1:
             ((parameter, columns, _),) = bundle
             moved = weights.to(parameter.device)
-            yield parameter, columns.weighted_sum(moved, limit, memory)
+            total = columns.weighted_sum(moved, limit, memory)
+            yield parameter, None if total is None else own([total], [_strides(total, columns)])[0]
             continue
         for _, columns, _ in bundle:
             columns.check()
@@ -159,7 +163,15 @@ def weighted_sums(
         moved = weights.to(blocks[0].operands[0])
         regions = tuple([columns.parameter for columns in together])
         sums = _sums_of_all([*blocks], moved, regions, limit, memory)
-        yield from zip(parameters, sums, strict=True)
+        strides = [_strides(total, of) for total, of in zip(sums, together, strict=True)]
+        yield from zip(parameters, own(sums, strides), strict=True)
+
+
+def _strides(total: Tensor, columns: Columns) -> tuple[int, ...]:
+    """The strides of a weighted sum, ``(*parameter)``, or of several, ``(s, *parameter)``."""
+    strides = strides_of_gradient(columns.parameter)
+    is_stack = total.dim() > len(strides)
+    return (total.numel() // max(1, len(total)), *strides) if is_stack else strides
 
 
 _Member = tuple[Tensor, Columns, Block | None]

@@ -117,24 +117,26 @@ class Columns:
             self._lookups = [concatenate(self._lookups)]
             is_other = True
         taken = 0
-        for blocks in self._blocks.values():
-            if len(blocks) > 1:
-                blocks[:] = merge(blocks)
+        try:
+            for blocks in self._blocks.values():
+                if len(blocks) > 1:
+                    blocks[:] = merge(blocks)
+                    is_other = True
+                if form == "factors" or (len(blocks) == 1 and blocks[0].is_rows):
+                    continue
+                if not forms_rows(blocks):
+                    continue
+                sizes = blocks[0].sizes
+                elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
+                is_larger = elements > sum(x.numel() for block in blocks for x in block.operands)
+                if is_larger and (form == "auto" or elements > room - taken):
+                    continue
+                blocks[:] = [explicit(blocks, memory)]
                 is_other = True
-            if form == "factors" or (len(blocks) == 1 and blocks[0].is_rows):
-                continue
-            if not forms_rows(blocks):
-                continue
-            sizes = blocks[0].sizes
-            elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
-            is_larger = elements > sum(x.numel() for block in blocks for x in block.operands)
-            if is_larger and (form == "auto" or elements > room - taken):
-                continue
-            blocks[:] = [explicit(blocks, memory)]
-            is_other = True
-            taken += elements if is_larger else 0
-        if is_other:
-            self._mark_all()
+                taken += elements if is_larger else 0
+        finally:
+            if is_other:  # also where memory ran out half-way
+                self._mark_all()
         return taken
 
     @property

@@ -31,26 +31,26 @@ class Reserve:
     system; touching it again for the first time takes as long as computing a gradient. So what was
     handed out in a step is kept until the next one, and handed out again if all tensors in it are
     gone by then.
-
-    Args:
-        limit: The number of elements that may be kept.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self) -> None:
         self._is_borrowed = threading.Lock()
-        self._limit = limit
-        self._room = limit
+        self._room = 0
         self._kept: dict[Kind, list[Tensor]] = {}
         self._before: dict[Kind, list[Tensor]] = {}
 
     @contextmanager
-    def borrowed(self) -> Iterator[Memory | None]:
-        """Memory for a step, or ``None`` if another step has it, in this thread or one beside."""
+    def borrowed(self, limit: int) -> Iterator[Memory | None]:
+        """Memory for a step, or ``None`` if another step has it, in this thread or one beside.
+
+        Args:
+            limit: The number of elements that may be kept.
+        """
         if not self._is_borrowed.acquire(blocking=False):
             yield None
             return
         try:
-            self._before, self._kept, self._room = self._kept, {}, self._limit
+            self._before, self._kept, self._room = self._kept, {}, limit
             yield self._take
         finally:
             self._before = {}

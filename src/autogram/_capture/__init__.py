@@ -1,8 +1,15 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
+from autogram._capture.distribution import (
+    is_distributed,
+    is_exchanged,
+    refuse_gradients,
+    refuse_pass,
+    refuse_shards,
+)
 from autogram._capture.driver import BatchDim, Driver
-from autogram._capture.exact import exact
-from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
+from autogram._capture.exact import exact, without_autocast
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
@@ -11,16 +18,22 @@ from autogram._capture.unseen import Unseen
 from autogram._capture.verification import Verify
 
 __all__ = [
-    "ELEMENT_BYTES",
     "BatchDim",
     "Channel",
     "Driver",
     "Entry",
+    "Limit",
     "Objectives",
     "Record",
     "Recordings",
     "Unseen",
     "Verify",
     "exact",
+    "is_distributed",
+    "is_exchanged",
+    "refuse_gradients",
+    "refuse_pass",
+    "refuse_shards",
     "retried_with_less",
+    "without_autocast",
 ]

@@ -10,13 +10,14 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Piece, Placement, Region, Seen, check_unchanged
+from autogram._blocks import Block, Columns, Layout, Piece, Placement, Region, Seen, check_unchanged
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import Sink
 from autogram._capture.survey import Survey
 from autogram._capture.tracked import Tracked
-from autogram._capture.use import Arrival, Use, pull_back
+from autogram._capture.use import Arrival, Contribution, Use, pull_back
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
@@ -82,7 +83,7 @@ class Assembly(Generic[S]):
         channel: The channel of the taps.
         survey: The graph behind the losses.
         layout_of: Where the samples lie, or ``None`` if all is one sample.
-        limit: The number of elements that one intermediate result may have.
+        limit: That of the engine.
         sink: What to do with the columns of a parameter.
         observers: Who is told of each block.
     """
@@ -92,7 +93,7 @@ class Assembly(Generic[S]):
         channel: Channel,
         survey: Survey,
         layout_of: LayoutOf | None,
-        limit: int,
+        limit: Limit,
         sink: S,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -174,7 +175,7 @@ class Assembly(Generic[S]):
         exact = cotangent if cotangent.dtype == dtype else cotangent.to(dtype)
         pieces = (Piece(None, None, exact),) if layout is None else layout.pieces(exact)
         for subset, within, part in pieces:
-            for tracked, region, block in use.contributions(within, part, saved, self._limit):
+            for tracked, region, block in self._contributions(use, within, saved, part):
                 for observer in self._observers:
                     arrival = Arrival(use, layout, subset, cotangent, tracked, region, block)
                     observer.see_block(arrival)
@@ -213,13 +214,23 @@ class Assembly(Generic[S]):
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
         columns = self._derived.pop(tracked)
         subset = columns.narrow()
-        rows = columns.dense()
+        for parameter, block in self._pulled_back(tracked, columns.dense()):
+            self._account(parameter).open().add(Region.of_parameter(parameter), block, subset)
+
+    @retried_with_less
+    def _contributions(
+        self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor
+    ) -> list[Contribution]:
+        """The blocks of a use."""
+        return list(use.contributions(layout, cotangent, saved, self._limit.elements))
+
+    @retried_with_less
+    def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
+        """Rows of a derived tensor as blocks of the parameters that it is computed from."""
         is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
         with self._channel.blocking():
-            pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
-            for parameter, block in pulled:
-                region = Region.of_parameter(parameter)
-                self._account(parameter).open().add(region, block, subset)
+            limit = self._limit.elements
+            return list(pull_back(tracked, rows, limit, is_batchable=is_batchable))
 
     def _finish(self, account: _Account) -> None:
         """Gives the columns of a parameter to the sink, if there are any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Literal, TypeVar
@@ -11,12 +11,12 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Arena, Keep
+from autogram._blocks import Arena, Columns, Keep
 from autogram._capture.assembly import Assembly, LayoutOf, Observer
 from autogram._capture.diagnosis import confirm
 from autogram._capture.exact import exact
 from autogram._capture.graph import explaining_freed_graphs, leaves_behind
-from autogram._capture.memory import retried_with_less
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.places import REMEMBERED, Places, Search, UnknownLayoutError
 from autogram._capture.record import Record
@@ -70,7 +70,7 @@ class Driver:
         channel: The channel of the engine's taps.
         batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
             ``"auto"`` to find out.
-        limit: The number of elements that one intermediate result may have.
+        limit: What the engine and its Jacobians share.
         names: Gives the parameters of the engine's modules, with their names.
         verify: When to compare with an ordinary backward pass.
         unseen: Whether to refuse parameters that are used where nothing is recorded.
@@ -83,7 +83,7 @@ class Driver:
         self,
         channel: Channel,
         batch_dim: BatchDim,
-        limit: int,
+        limit: Limit,
         names: Names,
         verify: Verify = "first",
         unseen: Unseen = "rows",
@@ -136,8 +136,8 @@ class Driver:
     @retried_with_less
     def columns_and_gramian(
         self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
-    ) -> tuple[Objectives, StoreWithGramian]:
-        """The columns of J and the Gramian, from one pass.
+    ) -> tuple[Objectives, Mapping[Tensor, Columns], Tensor]:
+        """The columns of J, the objectives that their rows belong to, and the Gramian.
 
         Args:
             losses: The losses.
@@ -151,7 +151,8 @@ class Driver:
         """
         with exact(losses.device):
             make_sink = partial(StoreWithGramian, form, self._limit, arena=arena)
-            return self._collect(losses, make_sink, retain_graph=retain_graph)
+            objectives, store = self._collect(losses, make_sink, retain_graph=retain_graph)
+            return objectives, store.columns, store.gramian.arranged(objectives)
 
     def leaves_outside(self, losses: Tensor) -> list[Tensor]:
         """The leaves that losses depend on, less the parameters of the engine's modules."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -30,4 +30,16 @@ def _outside_of_modes(device: torch.device) -> Iterator[None]:
         modes.enter_context(torch.no_grad())
         if torch._C._is_any_autocast_enabled():
             modes.enter_context(torch.autocast(device.type, enabled=False))
+        yield
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Lets what is inside compute in the dtypes that it is given, on a device and on the CPU."""
+    return _without_autocast(device) if torch._C._is_any_autocast_enabled() else nullcontext()
+
+
+@contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    """The same where autocast is on."""
+    with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
         yield

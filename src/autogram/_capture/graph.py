@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -62,3 +63,17 @@ def leaves_behind(tensor: Tensor) -> list[Tensor]:
             if recording is not None:
                 anchors.add(id(recording.channel.anchor))
     return [leaf for leaf in leaves if id(leaf) not in anchors]
+
+
+def dtypes_behind(tensor: Tensor) -> set[torch.dtype]:
+    """The dtypes in which a tensor was computed, as every node behind it knows its results.
+
+    A cast inside of a call is seen, too: a softmax with a dtype, or a norm in float32. Leaves are
+    left out, as they are not computed. What a custom autograd Function or a compiled part does
+    inside is not seen.
+    """
+    dtypes = {tensor.dtype}
+    for node in nodes_behind(tensor):
+        if not hasattr(node, "variable"):
+            dtypes.update([result.dtype for result in getattr(node, "_input_metadata", ())])
+    return {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from autogram._errors import MemoryLimitError
+from autogram._errors import FreedGraphError, MemoryLimitError
 
 # Limits count elements; most contractions run in float32.
 ELEMENT_BYTES = 4
@@ -16,10 +17,36 @@ ELEMENT_BYTES = 4
 _SMALLER = 8
 
 
+@dataclass
+class Limit:
+    """How many elements one intermediate result may have, for one engine and all that it makes.
+
+    Where memory runs out once, it would run out again elsewhere, and at the next step: what is
+    found out in one place holds in all.
+    """
+
+    elements: int
+
+    @classmethod
+    def of_bytes(cls, count: int) -> Limit:
+        """The limit that a user gives."""
+        return cls(max(1, count // ELEMENT_BYTES))
+
+    @property
+    def bytes(self) -> int:
+        """What so many elements take."""
+        return self.elements * ELEMENT_BYTES
+
+    @property
+    def smaller(self) -> Limit:
+        """What to try next."""
+        return Limit(max(1, self.elements // _SMALLER))
+
+
 class Limited(Protocol):
     """What computes in parts of at most so many elements."""
 
-    _limit: int
+    _limit: Limit
 
 
 P = ParamSpec("P")
@@ -30,10 +57,11 @@ L = TypeVar("L", bound=Limited)
 def retried_with_less(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
     """The method, which runs once more, with an eighth of its limit, if memory runs out.
 
-    The smaller limit stays: at the next step, memory would run out again.
+    The smaller limit stays, unless it is not enough either. A method that is retried may be a part
+    of another: what has failed twice inside is not tried again outside.
 
     Raises:
-        MemoryLimitError: It was not enough.
+        MemoryLimitError: It was not enough, or the first attempt has freed the graph on its way.
     """
 
     @wraps(method)
@@ -41,22 +69,31 @@ def retried_with_less(method: Callable[Concatenate[L, P], T]) -> Callable[Concat
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or isinstance(error, MemoryLimitError):
                 raise
+            message = str(error)
         # Outside of the handler, where nothing keeps the tensors of the first attempt.
-        before, self._limit = self._limit, max(1, self._limit // _SMALLER)
+        before, less = Limit(self._limit.elements), self._limit.smaller
+        self._limit.elements = less.elements
         try:
             return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            tried, self._limit = self._limit, before
-            if not is_out_of_memory(error):
-                raise
+        except FreedGraphError as error:
             raise MemoryLimitError(
-                f"Memory ran out with a limit of {before * ELEMENT_BYTES:,} bytes for one "
-                f"intermediate result, and again with {tried * ELEMENT_BYTES:,}. Pass "
-                f"`memory_limit_bytes={max(1, tried // _SMALLER) * ELEMENT_BYTES}` to `Engine`, or "
-                "make the batch smaller: the activations and their gradients need memory that no "
-                f"limit changes. PyTorch says: {error}"
+                "Memory ran out in a pass that frees the graph on its way, so that it cannot begin "
+                f"again. One intermediate result may have {less.bytes:,} bytes from now on, "
+                f"instead of {before.bytes:,}: run the step again, with a new forward pass. To "
+                f"have it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
+            ) from error
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or isinstance(error, MemoryLimitError):
+                raise
+            self._limit.elements = before.elements
+            raise MemoryLimitError(
+                f"Memory ran out with a limit of {before.bytes:,} bytes for one intermediate "
+                f"result, and again with {less.bytes:,}. Pass `memory_limit_bytes="
+                f"{less.smaller.bytes}` to `Engine`, or make the batch smaller: the activations "
+                "and their gradients need memory that no limit changes. PyTorch says: "
+                f"{error}"
             ) from error
 
     return cast("Callable[Concatenate[L, P], T]", run)  # `wraps` is typed with a named argument

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autogram._blocks import Lookup, Region, Subset
+from autogram._capture.memory import Limit
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import Tracked
@@ -45,8 +46,8 @@ class Entry:
 class Record:
     """What one pass did. It observes assemblies, and holds no tensor."""
 
-    limit: int
-    """The number of elements that one intermediate result may have."""
+    limit: Limit
+    """That of the engine, as it is now."""
     samples: int = 0
     per_sample: int = 0
     entries: list[Entry] = field(default_factory=list)

@@ -41,6 +41,10 @@ class Recorder(TorchFunctionMode):
         self.checkpoints = Checkpoints()
         channel.recordings.add(self._recording)
 
+    def note_exchange(self) -> None:
+        """Notes that gradients of this forward are exchanged between processes."""
+        self._recording.is_exchanged = True
+
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks what the outermost module is given."""
         tensors = self._given(inputs)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autogram._capture.distribution import will_exchange
 from autogram._capture.recorder import Recorder
 from autogram._capture.recording import Channel
 
@@ -47,6 +48,8 @@ class Recordings(threading.local):
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
             self._frame = sys._getframe(2)  # that of the module's call, behind the hook's
+        if self._recorder is not None and will_exchange():
+            self._recorder.note_exchange()
 
     def end(self, module: nn.Module, output: Any) -> Any:
         """Leaves a module, also if its forward raised."""
@@ -86,6 +89,11 @@ class Recordings(threading.local):
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the engine that are alive."""
+        return [module for module in (root() for root in self._modules) if module is not None]
 
     def parameters(self) -> dict[Tensor, str]:
         """The parameters as they are now, and those that `functional_call` has put aside.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Arena, Bundles, Columns, Keep, gram_of_bundle
+from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.verification import Check
 
@@ -27,28 +28,33 @@ class GramianSum:
     one, so that what is wrong has a name.
 
     Args:
-        limit: The number of elements that one intermediate result may have.
+        limit: That of the engine.
         check: The verification of this pass, if there is one.
     """
 
-    def __init__(self, limit: int, check: Check | None = None) -> None:
+    def __init__(self, limit: Limit, check: Check | None = None) -> None:
         self._limit = limit
         self._check = check
-        self._bundles = Bundles(limit)
+        self._bundles = Bundles(limit.elements)
         self._total: Tensor | None = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Adds the Gramian of the columns to the total, or keeps them for a bundle."""
         part = None
         if self._check is not None:
-            part = columns.gram(self._limit)
+            part = self._gram([columns])
             if part is not None:
                 self._check.see_gramian(parameter, part)
         ready = self._bundles.add(columns)
         if ready == [columns] and part is not None:
             self._add(part)
         elif ready:
-            self._add(gram_of_bundle(ready, self._limit))
+            self._add(self._gram(ready))
+
+    @retried_with_less
+    def _gram(self, bundle: list[Columns]) -> Tensor | None:
+        """The sum of the Gramians of some columns."""
+        return gram_of_bundle(bundle, self._limit.elements)
 
     def _add(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns."""
@@ -60,7 +66,7 @@ class GramianSum:
     def arranged(self, objectives: Objectives) -> Tensor:
         """The Gramian, ``(m, m)``, in the row-major order of the losses."""
         for bundle in self._bundles.rest():
-            self._add(gram_of_bundle(bundle, self._limit))
+            self._add(self._gram(bundle))
         if self._total is None:
             m = objectives.losses.numel()
             dtype = torch.promote_types(objectives.losses.dtype, torch.float32)
@@ -73,8 +79,7 @@ class Store:
 
     Args:
         form: Whether to keep factors or rows.
-        limit: The number of elements that one intermediate result may have, and that rows may have
-            together where they are larger than factors.
+        limit: That of the engine. Rows that are larger than factors may have as much together.
         check: The verification of this pass, if there is one.
         arena: Where to put rows. What an earlier store has put there is lost.
 
@@ -83,7 +88,7 @@ class Store:
     """
 
     def __init__(
-        self, form: Keep, limit: int, check: Check | None = None, arena: Arena | None = None
+        self, form: Keep, limit: Limit, check: Check | None = None, arena: Arena | None = None
     ) -> None:
         self._check = check
         self._form: Keep = form
@@ -91,16 +96,27 @@ class Store:
         if arena is not None:
             arena.restart()
             self._memory = arena.take
-        self._limit = self._room = limit
+        self._limit = limit
+        self._taken = 0
         self.columns: dict[Tensor, Columns] = {}
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Keeps the columns."""
         assert parameter not in self.columns
-        self._room -= columns.keep(self._form, self._room, self._memory)
+        self._taken += self._keep(columns)
         self.columns[parameter] = columns
         if self._check is not None:
-            self._check.see_columns(parameter, columns, self._limit)
+            self._show(self._check, parameter, columns)
+
+    @retried_with_less
+    def _keep(self, columns: Columns) -> int:
+        """Prepares columns for several products, and returns how much room they take."""
+        return columns.keep(self._form, self._limit.elements - self._taken, self._memory)
+
+    @retried_with_less
+    def _show(self, check: Check, parameter: Tensor, columns: Columns) -> None:
+        """Shows columns to a check."""
+        check.see_columns(parameter, columns, self._limit.elements)
 
 
 class StoreWithGramian(Store):
@@ -111,7 +127,7 @@ class StoreWithGramian(Store):
     """
 
     def __init__(
-        self, form: Keep, limit: int, check: Check | None = None, arena: Arena | None = None
+        self, form: Keep, limit: Limit, check: Check | None = None, arena: Arena | None = None
     ) -> None:
         super().__init__(form, limit, check, arena)
         self.gramian = GramianSum(limit)

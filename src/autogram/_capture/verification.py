@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture.graph import explaining_freed_graphs
+from autogram._capture.graph import dtypes_behind, explaining_freed_graphs
 from autogram._capture.objectives import Objectives
 from autogram._capture.recording import Channel
 from autogram._capture.use import Arrival, Use
@@ -73,7 +73,7 @@ class Check:
         self.losses = losses
         self.vector = vector
         self.comparisons: dict[Tensor, Comparison] = {}
-        self.epsilon = _epsilon(losses, losses.dtype)
+        self.epsilon = max(_epsilon(losses, dtype) for dtype in dtypes_behind(losses))
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:

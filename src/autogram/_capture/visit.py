@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autogram._capture.batching import batched
 from autogram._capture.graph import explaining_freed_graphs
+from autogram._capture.memory import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
 from autogram._capture.use import Use
 from autogram._errors import AutogramError
@@ -57,10 +58,12 @@ def visit(
             receiver = start()
             with channel.visiting(receiver, hidden=len(cotangents)):
                 _differentiate(channel, losses, cotangents, is_batched=True)
-        except (AutogramError, torch.OutOfMemoryError):
+        except AutogramError:
             raise
-        except RuntimeError:
-            pass  # an operation on the path cannot be batched (`.item()`, NumPy, …)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            # An operation on the path cannot be batched (`.item()`, NumPy, …)
         else:
             return receiver
     receiver = start()

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from autogram._capture.batching import batched
+from autogram._capture.memory import is_out_of_memory
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
 
@@ -28,10 +29,10 @@ def many_vjps(
     if is_batchable and cotangents.shape[0] > 1:
         try:
             return _vmapped(output, inputs, cotangents)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            pass  # an operation without a batching rule: one cotangent after the other
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            # An operation without a batching rule: one cotangent after the other.
     single = [_vjp(output, inputs, g) for g in cotangents]
     return [_stack(found) for found in zip(*single, strict=True)]
 

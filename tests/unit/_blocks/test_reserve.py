@@ -24,12 +24,12 @@ def take(memory: Memory | None, shape: tuple[int, ...] = SHAPE, like: Tensor = L
 
 def in_a_step(keeper: Reserve) -> Tensor:
     """What one step takes."""
-    with keeper.borrowed() as memory:
+    with keeper.borrowed(LIMIT) as memory:
         return take(memory)
 
 
 def test_again_when_it_is_dropped() -> None:
-    keeper = Reserve(LIMIT)
+    keeper = Reserve()
     first = in_a_step(keeper)
     place = first.data_ptr()
     del first
@@ -63,7 +63,7 @@ HOLDERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_not_while_it_is_held(name: str) -> None:
-    keeper = Reserve(LIMIT)
+    keeper = Reserve()
     first = in_a_step(keeper)
     place = first.data_ptr()
     holder = HOLDERS[name](first)
@@ -76,17 +76,17 @@ def test_not_while_it_is_held(name: str) -> None:
 
 
 def test_not_twice_in_a_step() -> None:
-    keeper = Reserve(LIMIT)
+    keeper = Reserve()
     for _ in range(2):
-        with keeper.borrowed() as memory:
+        with keeper.borrowed(LIMIT) as memory:
             places = {take(memory).data_ptr() for _ in range(3)}  # each is dropped at once
         assert len(places) == 3
 
 
 def test_other_shapes_and_dtypes_are_apart() -> None:
-    keeper = Reserve(LIMIT)
+    keeper = Reserve()
     for _ in range(2):
-        with keeper.borrowed() as memory:
+        with keeper.borrowed(LIMIT) as memory:
             single, double = take(memory), take(memory, like=LIKE.double())
             column = take(memory, (15,))
         assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
@@ -95,20 +95,20 @@ def test_other_shapes_and_dtypes_are_apart() -> None:
 
 
 def test_kept_for_one_step() -> None:
-    keeper = Reserve(LIMIT)
+    keeper = Reserve()
     kept = StorageWeakRef(in_a_step(keeper).untyped_storage())
     assert not kept.expired()
-    with keeper.borrowed():
+    with keeper.borrowed(LIMIT):
         pass
-    with keeper.borrowed():
+    with keeper.borrowed(LIMIT):
         pass
     assert kept.expired()
 
 
 def test_no_more_than_the_limit() -> None:
-    keeper = Reserve(2 * 15 + 14)
+    keeper = Reserve()
     for _ in range(2):
-        with keeper.borrowed() as memory:
+        with keeper.borrowed(2 * 15 + 14) as memory:
             take(memory)
             take(memory)
             assert memory is not None
@@ -117,7 +117,7 @@ def test_no_more_than_the_limit() -> None:
 
 def test_changed_storages_are_left_alone() -> None:
     for change in (lambda x: x.resize_(20), lambda x: x.share_memory_()):
-        keeper = Reserve(LIMIT)
+        keeper = Reserve()
         first = in_a_step(keeper)
         change(first)
         place = first.data_ptr()
@@ -128,14 +128,14 @@ def test_changed_storages_are_left_alone() -> None:
 
 
 def test_none_for_another_step() -> None:
-    keeper = Reserve(LIMIT)
-    with keeper.borrowed() as memory, keeper.borrowed() as other:
+    keeper = Reserve()
+    with keeper.borrowed(LIMIT) as memory, keeper.borrowed(LIMIT) as other:
         assert memory is not None
         assert other is None
 
 
 def test_none_where_it_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Reserve(LIMIT).borrowed() as memory:
+    with Reserve().borrowed(LIMIT) as memory:
         assert memory is not None
         assert memory(SHAPE, LIKE.to("meta")) is None
         monkeypatch.setattr(reserve, "_LARGE", 61)
@@ -145,6 +145,6 @@ def test_none_where_it_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_none_where_uses_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reserve, "_count_uses", None)
-    with Reserve(LIMIT).borrowed() as memory:
+    with Reserve().borrowed(LIMIT) as memory:
         assert memory is not None
         assert memory(SHAPE, LIKE) is None

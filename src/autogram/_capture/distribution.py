@@ -1,0 +1,198 @@
+"""Wrappers that spread a model over processes: which passes are exact, and which are refused.
+
+A pass of an engine is a local one. DistributedDataParallel exchanges gradients in the hooks of an
+ordinary backward pass, which Gramians do not need and which weighted gradients would miss. Shards
+of parameters are no parameters of a Jacobian.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autogram._capture.graph import leaves_behind, nodes_behind
+from autogram._capture.recording import Channel, Recording
+from autogram._capture.tap import is_tap_of
+from autogram._errors import UnsupportedError
+
+_TWO_PASSES = (
+    "`engine.compute_gramian(losses)`, and then an ordinary backward pass of the losses with the "
+    "weights"
+)
+_INSTEAD = (
+    "Wrap the model in `DistributedDataParallel`, of which each process has all parameters, and "
+    f"make two passes: {_TWO_PASSES}."
+)
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of a group."""
+    distributed = torch.distributed
+    return bool(distributed.is_available() and distributed.is_initialized())
+
+
+def will_exchange() -> bool:
+    """Whether DistributedDataParallel will exchange the gradients of the forward that runs now.
+
+    It will not inside of its ``no_sync``, nor in a group of one process.
+    """
+    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return (
+        wrapper is not None
+        and wrapper.require_backward_grad_sync
+        and wrapper.process_group.size() > 1
+    )
+
+
+def refuse_shards(modules: Iterable[nn.Module]) -> None:
+    """Refuses modules whose parameters are spread over processes or devices.
+
+    Raises:
+        UnsupportedError: By FullyShardedDataParallel, `fully_shard`, tensor parallelism, or
+            DataParallel on several devices.
+    """
+    modules = list(modules)
+    for module in modules:
+        for name, inner in module.named_modules():
+            place = f"`{name}`" if name else f"The {type(inner).__name__}"
+            if isinstance(inner, DataParallel) and len(inner.device_ids) > 1:
+                raise UnsupportedError(
+                    f"{place} is wrapped in `DataParallel` on {len(inner.device_ids)} devices, "
+                    "which runs copies of the module in threads. Give it one device, or use "
+                    f"`DistributedDataParallel` with two passes: {_TWO_PASSES}."
+                )
+            if _is_fully_sharded(inner.__class__):
+                raise UnsupportedError(
+                    f"{place} is fully sharded (`FullyShardedDataParallel` or `fully_shard`), so "
+                    f"that its parameters are there for a moment and in parts. {_INSTEAD}"
+                )
+        for name, parameter in module.named_parameters():
+            if how := _sharding(parameter):
+                raise UnsupportedError(
+                    f"`{name}` is a {how}, of which each process has a part. {_INSTEAD}"
+                )
+    inside = {id(inner) for module in modules for inner in module.modules()}
+    for outer in _fully_sharded_modules():
+        if any(id(inner) in inside for inner in outer.modules()):
+            raise UnsupportedError(
+                f"The engine's modules are inside a {type(outer).__name__} that is fully sharded "
+                f"(`fully_shard`), so that their parameters are there for a moment. {_INSTEAD}"
+            )
+
+
+def refuse_pass(channel: Channel, losses: Tensor) -> None:
+    """Refuses to pass through what takes any pass for the ordinary one.
+
+    Raises:
+        UnsupportedError: Between the losses and a use there is a part that is fully sharded, or one
+            of DistributedDataParallel with a static graph, in its first step. Or there are no uses,
+            and parameters that are sharded.
+    """
+    on_the_way = list(_nodes_on_the_way(channel, losses))
+    if not on_the_way and any(_sharding(leaf) for leaf in leaves_behind(losses)):
+        raise UnsupportedError(
+            "The losses are computed from parameters that are sharded (`FullyShardedDataParallel`, "
+            f"`fully_shard` or tensor parallelism), and no others. {_INSTEAD}"
+        )
+    for node in on_the_way:
+        if node.name() == "RegisterPostBackwardFunctionBackward":
+            raise UnsupportedError(
+                "The losses are computed through a part that is fully sharded (`fully_shard`), "
+                "which would free its parameters when the engine's own pass has gone through it. "
+                f"{_INSTEAD}"
+            )
+        wrapper = getattr(node, "ddp_weakref", None)
+        wrapper = wrapper() if callable(wrapper) else None
+        if wrapper is not None and wrapper.static_graph:
+            raise UnsupportedError(
+                "The losses are computed by a `DistributedDataParallel` with `static_graph=True`, "
+                "which learns from its first backward pass when to exchange gradients, and would "
+                "take the engine's own pass for that one: it would never exchange any. Pass "
+                "`static_graph=False`."
+            )
+
+
+def refuse_gradients(call: str) -> None:
+    """Refuses to write gradients that are to be exchanged.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"`{call}` writes gradients of this process alone, and `DistributedDataParallel` exchanges "
+        "those of ordinary backward passes: the processes would have different parameters after "
+        f"the step. Make two passes: {_TWO_PASSES}, on the losses of each process. Inside of "
+        "`no_sync()`, where nothing is exchanged, this call is exact."
+    )
+
+
+def is_exchanged(channel: Channel, losses: Tensor) -> bool:
+    """Whether DistributedDataParallel exchanges gradients in an ordinary pass of some losses.
+
+    Where parameters are read and no use is recorded, as in a model that was compiled as a whole, it
+    cannot be known, and is assumed.
+    """
+    if not is_distributed() or torch.distributed.get_world_size() == 1:
+        return False
+    found = _recordings_behind(channel, losses)
+    return not found or any(recording.is_exchanged for recording in found)
+
+
+def _recordings_behind(channel: Channel, losses: Tensor) -> list[Recording]:
+    """The recordings of the uses that losses depend on, with repetitions."""
+    return [node.use.recording for node in nodes_behind(losses) if is_tap_of(channel, node)]
+
+
+def _nodes_on_the_way(channel: Channel, losses: Tensor) -> Iterator[Any]:
+    """The nodes between losses and taps, which an engine's pass runs."""
+    users: dict[Any, list[Any]] = {}
+    pending: list[Any] = []
+    for node in nodes_behind(losses):
+        if is_tap_of(channel, node):
+            pending.append(node)
+        for following, _ in node.next_functions:
+            users.setdefault(following, []).append(node)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for user in users.get(node, ()):
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+
+
+@lru_cache(maxsize=1024)
+def _is_fully_sharded(kind: type) -> bool:
+    """Whether modules of a class are sharded. Known by name, as PyTorch may lack the class."""
+    names = {"FSDPModule", "FullyShardedDataParallel"}
+    return any(
+        of.__name__ in names and of.__module__.startswith("torch.distributed.")
+        for of in kind.__mro__
+    )
+
+
+def _sharding(parameter: Tensor) -> str | None:
+    """What a parameter is if a process has a part of it."""
+    if getattr(parameter, "_fsdp_flattened", False):
+        return "parameter of `FullyShardedDataParallel`"
+    return "`DTensor`" if _is_dtensor(parameter) else None
+
+
+def _is_dtensor(parameter: Tensor) -> bool:
+    """Whether a parameter is distributed. Where nobody has imported that, none is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def _fully_sharded_modules() -> list[nn.Module]:
+    """The modules that `fully_shard` was called with, which PyTorch has a list of."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    known = getattr(states, "_module_state_mapping", ())
+    return [module for module in known if _is_fully_sharded(module.__class__)]
