@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from autogram._blocks import Folded, Placement, Routed, agree
+from autogram._blocks import Folded, Placement, agree
 from autogram._capture.answer import Answer
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
@@ -51,6 +51,8 @@ class Known:
     """Of each use, by the number of its tap in the survey."""
     constants: tuple[tuple[Watch, Tensor], ...]
     """What they depend on, beside the graph."""
+    silent: tuple[int, ...]
+    """The numbers of the nodes that had no cotangent."""
     is_doubted: bool = False
     """Whether to look again before they are used."""
 
@@ -94,14 +96,14 @@ class Places:
     def remember(self, objectives: Objectives, survey: Survey, layouts: Layouts) -> None:
         """Keeps layouts for the next call, if nothing can change them that is not noticed."""
         proof = self.proof(objectives, survey)
-        is_along = all(isinstance(x, (Folded, Routed)) for some in layouts.values() for x in some)
-        if proof is None or proof.movers or survey.hides_taps or not is_along:
+        is_regular = all(isinstance(x, Folded) for some in layouts.values() for x in some)
+        if proof is None or proof.movers or survey.hides_taps or not is_regular:
             return
         if proof.silent and objectives.per_sample > 1:
             return  # a batched pass hides the values that would show that this is over
         by_number = {survey.uses[use]: found for use, found in layouts.items()}
         constants = tuple((watch, watch.value(survey).clone()) for watch in proof.watches)
-        _put(self._known, _key(objectives, survey), Known(by_number, constants))
+        _put(self._known, _key(objectives, survey), Known(by_number, constants, proof.silent))
 
     def doubt(self, objectives: Objectives, survey: Survey) -> None:
         """Lets the next call for this graph look again."""
@@ -137,8 +139,7 @@ class Search:
 
     Where the calls are known and their values or shapes are new, one pass by scales comes first,
     and the pass that asks for layouts is what it is compared with (with several objectives for a
-    sample, another one is). Else the samples are sought by zeros. What is irregular is remembered
-    like anything else, if the graph alone decides it.
+    sample, another one is). Else the samples are sought by zeros.
 
     Args:
         places: What is remembered.
@@ -155,6 +156,7 @@ class Search:
         self._survey = survey
         self._found: Layouts | None = None
         self._has_changed: Answer | None = None
+        self._silent: tuple[int, ...] = ()
         self._silence: Silence | None = None
         self._scales: Scales | None = None
         self._needed: set[Use] = set()
@@ -201,12 +203,6 @@ class Search:
         with self._silence.watched():
             yield
 
-    @property
-    def _silent(self) -> tuple[int, ...]:
-        """The numbers of the nodes to watch: none in a batched pass, which hides values."""
-        proof = self._places.proof(self._objectives, self._survey)
-        return proof.silent if proof is not None and self._objectives.per_sample == 1 else ()
-
     def begin(self) -> None:
         """Recalls where the samples were, or looks for them."""
         known = self._places.recall(self._objectives, self._survey)
@@ -214,6 +210,7 @@ class Search:
             has_changed = known.has_changed(self._survey)
             if has_changed is not None and not (has_changed.is_there and has_changed.read()):
                 self._found, self._has_changed = known.of_uses(self._survey), has_changed
+                self._silent = known.silent
         if self._found is None and self._survey.uses:
             self.seek(UnknownLayoutError(None, is_needed=False))
 
@@ -228,16 +225,18 @@ class Search:
                 "of them together, so that it cannot be seen where the samples lie. Pass "
                 "`batch_dim=None` to `Engine`."
             )
-        is_known = self._places.proof(objectives, self._survey) is not None
+        proof = self._places.proof(objectives, self._survey)
         self._scales = self._has_changed = None
+        self._silent = ()
         try:
-            if use is not None or not is_known or not bool(objectives.is_finite.all()):
+            if use is not None or proof is None or not bool(objectives.is_finite.all()):
                 self._needed.update([use] if use is not None else [])
                 self._find(use, is_known=False)
             elif objectives.per_sample > 1:
                 self._find(None, is_known=True)
             else:
                 self._scales, self._found = Scales(self._places.channel, objectives), {}
+                self._silent = proof.silent
         except NonFiniteError:
             known = self._places.recall(objectives, self._survey)
             if known is None:

@@ -1,20 +1,24 @@
 """Proofs: which values decide where the samples lie, so that the rest of a step may change.
 
-While samples are sought by zeros, every node of the graph is watched that could move them. Where
-each such node carries the dimension in which samples lie (see :mod:`autogram._capture.carrying`),
-no value can move a sample, and what was found holds for any step with the same graph. Where one
-does not, the values that it saved decide: constants are compared at each call, and with anything
-else, the samples are sought at each call.
+While samples are sought by zeros, the cotangents of all nodes are looked at that the pass goes
+through. By definition, the samples lie along one dimension of the losses. A proof goes from there
+to the taps, node by node. It holds if
 
-Samples lie along one dimension of the losses, by definition. From node to node follows that the
-only dimension that fits what is seen is the right one. Where several fit, all of them must be
-carried. A node whose cotangent is zero shows nothing, and moves nothing as long as it is zero,
-which is looked at in each call.
+- in the result of each node, samples lie in regular places along some dimension. Where several
+  dimensions fit what is seen, what is said of one must be true of all;
+- each node carries that dimension to its inputs (see :mod:`autogram._capture.carrying`), so that
+  no value can move a sample;
+- the parts of which a cotangent is the sum have their samples in the same dimension as the sum.
+
+Where a node does not carry the dimension, the values that it saved decide: constants are compared
+at each call. With anything else, there is no proof, and the samples are sought at each call. A node
+whose cotangent is zero shows nothing, and moves nothing as long as it is zero, which is looked at
+in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,22 +28,26 @@ from torch import Tensor
 
 from autogram._capture.answer import Answer
 from autogram._capture.carrying import Shape, carried, is_in_order, is_packed, moves_nothing
-from autogram._capture.survey import Survey, kind_of_node
+from autogram._capture.survey import NodeKind, Survey, kind_of_node
 
 # Elements of a constant that is compared at each call; a larger one is taken for one that changes.
 _LARGEST = 2**22
 
 
 class Spot(NamedTuple):
-    """One result of a node that may move samples."""
+    """A place in the graph where a pass shows a cotangent."""
 
     node: int
     """The number of the node in the survey."""
     place: int
-    """The number of the result."""
+    """The number of a result of the node, or of an input."""
+    is_input: bool
     shape: Shape
-    dims: tuple[int, ...]
-    """The dimensions that matter: none where the node carries each of them."""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions in which samples may lie."""
+        return tuple(range(len(self.shape)))
 
 
 class Watch(NamedTuple):
@@ -105,7 +113,7 @@ class Silence:
 
 
 class Spots:
-    """The nodes of a graph that may move samples, watched during the passes of a search.
+    """The nodes of a graph that a pass to its taps goes through, watched during a search.
 
     Args:
         survey: The graph.
@@ -113,28 +121,23 @@ class Spots:
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
-        self._inputs = _inputs_with_taps(survey)
-        self._reached: set[Spot] = set()
-        self._spots: dict[int, list[Spot]] = {}
-        for number, inputs in self._inputs.items():
-            found = _spots_of(survey, number, inputs)
-            if found:
-                self._spots[number] = found
+        self._edges = _edges_to_taps(survey)
+        self._reached: set[int] = set()
 
     @contextmanager
     def shown_to(self, observe: Callable[[Spot, Tensor], None]) -> Iterator[None]:
         """Shows the cotangents of all spots in the passes inside of a block."""
         handles = []
         try:
-            for number, spots in self._spots.items():
-                show = _Show(spots, self._reached, observe)
-                handles.append(self._survey.nodes[number].register_prehook(show))
+            for number, edges in self._edges.items():
+                show = _Show(number, edges, self._reached, observe)
+                handles.append(self._survey.nodes[number].register_hook(show))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def proof(self, fitting: dict[Spot, set[int]]) -> Proof:
+    def proof(self, fitting: Mapping[Spot, set[int]]) -> Proof:
         """What follows from the dimensions in which samples may lie.
 
         Args:
@@ -142,34 +145,40 @@ class Spots:
         """
         watches: dict[Watch, None] = {}
         movers: set[str] = set()
-        for number, spots in self._spots.items():
-            for spot in spots:
-                dims = fitting.get(spot)
-                if dims is None:
-                    continue
-                for place, given in self._inputs[number]:
-                    if self._carries(spot, dims, place, given):
-                        continue
-                    decided_by = self._deciding(spot, dims, given)
-                    watches.update(dict.fromkeys(decided_by or ()))
-                    if decided_by is None:
-                        movers.add(kind_of_node(self._survey.nodes[number].__class__).operation)
-        seen = {spot.node for spot in fitting}
-        silent = {spot.node for spot in self._reached} - seen
+        for spot, dims in fitting.items():
+            if spot.is_input:
+                continue
+            decided_by = self._deciding(spot, dims, fitting)
+            watches.update(dict.fromkeys(decided_by or ()))
+            if decided_by is None:
+                movers.add(self._kind(spot.node).operation)
+        silent = self._reached - {spot.node for spot in fitting}
         return Proof(tuple(watches), frozenset(movers), tuple(sorted(silent)))
 
-    def _carries(self, spot: Spot, dims: set[int], place: int, given: Shape) -> bool:
-        """Whether no value can move samples from a result's dimensions to other places."""
-        node = self._survey.nodes[spot.node]
-        operation = kind_of_node(node.__class__).operation
-        if not spot.dims or moves_nothing(operation, spot.shape, given):
-            return True
-        return bool(dims) and dims <= carried(operation, node, place, spot.shape, given)
+    def _deciding(
+        self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int]]
+    ) -> list[Watch] | None:
+        """The constants by which a node moves samples of a result, or ``None`` if more decides."""
+        node, operation = self._survey.nodes[spot.node], self._kind(spot.node).operation
+        watches: list[Watch] = []
+        for edge in self._edges[spot.node]:
+            arrived = dims if edge.moves_nothing else fitting.get(edge.spot(spot.node))
+            total = fitting.get(edge.target)
+            if not dims or (arrived is not None and total is not None and arrived != total):
+                return None
+            if edge.moves_nothing or dims <= carried(
+                operation, node, edge.place, spot.shape, edge.target.shape
+            ):
+                continue
+            constants = self._constants(spot.node, dims, edge.target.shape)
+            if constants is None:
+                return None
+            watches += constants
+        return watches
 
-    def _deciding(self, spot: Spot, dims: set[int], given: Shape) -> list[Watch] | None:
-        """The constants by which a node moves samples, or ``None`` if anything else decides."""
-        node = self._survey.nodes[spot.node]
-        kind = kind_of_node(node.__class__)
+    def _constants(self, number: int, dims: set[int], given: Shape) -> list[Watch] | None:
+        """What a node saved, or ``None`` if it is not constant, or not to be compared."""
+        node, kind = self._survey.nodes[number], self._kind(number)
         saved = [(x, getattr(node, f"_raw{x}")) for x in kind.tensors]
         if kind.is_function or not saved or any(is_packed(raw) for _, raw in saved):
             return None
@@ -177,34 +186,63 @@ class Spots:
         for field, _ in saved:
             found = getattr(node, field)
             if isinstance(found, Tensor):
-                watches.append(Watch(spot.node, field, None))
+                watches.append(Watch(number, field, None))
             elif found is not None:
-                entries = [Watch(spot.node, field, i) for i, x in enumerate(found) if x is not None]
+                entries = [Watch(number, field, i) for i, x in enumerate(found) if x is not None]
                 watches += entries[: _count_of_deciding(found, dims, given)]
         values = [watch.value(self._survey) for watch in watches]
         return watches if all(_can_be_compared(x) for x in values) else None
 
+    def _kind(self, number: int) -> NodeKind:
+        """The kind of a node."""
+        return kind_of_node(self._survey.nodes[number].__class__)
+
+
+class _Edge(NamedTuple):
+    """How a node leads to another that has taps behind it."""
+
+    place: int
+    """The number of the input."""
+    target: Spot
+    """The result of the other node."""
+    moves_nothing: bool
+    """Whether each element has its cotangent from the element in its place."""
+
+    def spot(self, number: int) -> Spot:
+        """What arrives by this way, from a node of some number."""
+        return Spot(number, self.place, True, self.target.shape)
+
 
 class _Show:
-    """A hook on a node that shows the cotangents of its spots."""
+    """A hook on a node that shows its cotangents."""
 
     def __init__(
-        self, spots: list[Spot], reached: set[Spot], observe: Callable[[Spot, Tensor], None]
+        self,
+        number: int,
+        edges: Sequence[_Edge],
+        reached: set[int],
+        observe: Callable[[Spot, Tensor], None],
     ) -> None:
-        self._spots = spots
+        self._number = number
+        self._edges = edges
         self._reached = reached
         self._observe = observe
 
-    def __call__(self, cotangents: tuple[Tensor | None, ...]) -> None:
-        for spot in self._spots:
-            cotangent = cotangents[spot.place]
+    def __call__(
+        self, inputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]
+    ) -> None:
+        for place, cotangent in enumerate(results):
             if cotangent is not None and cotangent.numel():
-                self._reached.add(spot)
-                self._observe(spot, cotangent)
+                self._reached.add(self._number)
+                self._observe(Spot(self._number, place, False, tuple(cotangent.shape)), cotangent)
+        for edge in self._edges:
+            cotangent = None if edge.moves_nothing else inputs[edge.place]
+            if cotangent is not None and cotangent.numel():
+                self._observe(edge.spot(self._number), cotangent)
 
 
-def _inputs_with_taps(survey: Survey) -> dict[int, list[tuple[int, Shape]]]:
-    """For each node with taps behind it, by which of its inputs, and of which shapes these are."""
+def _edges_to_taps(survey: Survey) -> dict[int, list[_Edge]]:
+    """For each node with taps behind it, or that is one, how it leads to others such."""
     numbers = {node: number for number, node in enumerate(survey.nodes)}
     followers: dict[int, list[int]] = {}
     for number, node in enumerate(survey.nodes):
@@ -220,29 +258,24 @@ def _inputs_with_taps(survey: Survey) -> dict[int, list[tuple[int, Shape]]]:
                 pending.append(number)
     return {
         number: [
-            (place, tuple(following._input_metadata[entry].shape))
-            for place, (following, entry) in enumerate(survey.nodes[number].next_functions)
+            _edge(survey, number, place, numbers[following], result)
+            for place, (following, result) in enumerate(survey.nodes[number].next_functions)
             if following is not None and numbers[following] in reaching
         ]
         for number in sorted(reaching)
     }
 
 
-def _spots_of(survey: Survey, number: int, inputs: list[tuple[int, Shape]]) -> list[Spot]:
-    """The spots of one node, if it could move samples to the inputs that have taps behind them."""
-    node = survey.nodes[number]
-    operation = kind_of_node(node.__class__).operation
-    if getattr(node, "use", None) is not None:
-        return []  # a tap, of any engine
-    spots = []
-    for place, metadata in enumerate(node._input_metadata):
-        shape = tuple(metadata.shape)
-        dims = tuple(range(len(shape)))
-        carries = [carried(operation, node, x, shape, given) >= set(dims) for x, given in inputs]
-        moves = [not moves_nothing(operation, shape, given) for _, given in inputs]
-        if any(moves):
-            spots.append(Spot(number, place, shape, () if dims and all(carries) else dims))
-    return spots
+def _edge(survey: Survey, number: int, place: int, following: int, result: int) -> _Edge:
+    """The way from a node to another."""
+    node, other = survey.nodes[number], survey.nodes[following]
+    given = tuple(other._input_metadata[result].shape)
+    shapes = {tuple(metadata.shape) for metadata in node._input_metadata}
+    is_tap = getattr(node, "use", None) is not None  # of any engine
+    stays = shapes == {given} and (
+        is_tap or moves_nothing(kind_of_node(node.__class__).operation, given, given)
+    )
+    return _Edge(place, Spot(following, result, False, given), stays)
 
 
 def _count_of_deciding(indices: tuple[Tensor | None, ...], dims: set[int], given: Shape) -> int:
