@@ -287,8 +287,7 @@ class Driver:
             objectives.losses,
             objectives.cotangents(),
             start,
-            is_batchable=tail.is_batchable
-            and all(recording.is_batchable for recording in self._channel.recordings),
+            is_batchable=all(recording.is_batchable for recording in self._channel.recordings),
             retain_graph=retain_graph,
         )
         if not assembly.has_arrivals:

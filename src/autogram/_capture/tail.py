@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from autogram._capture.batching import WRONG_NODES
 from autogram._capture.graph import nodes_behind
 from autogram._capture.picking import picked_by_node
 from autogram._capture.recording import Channel
@@ -26,8 +25,6 @@ class Tail:
     """A hash of the operations."""
     fingerprint: int
     """The same, with numbers such as the sizes of a view, and index tensors that pick samples."""
-    is_batchable: bool
-    """Whether a backward pass through it may be batched."""
     leaves: tuple[Tensor, ...]
     """Tensors that the losses reach past every tap, such as parameters in a penalty."""
 
@@ -48,7 +45,6 @@ class Tail:
         return cls(
             hash(tuple(names)),
             hash((*names, *details)),
-            WRONG_NODES.isdisjoint(name for name, _ in names),
             tuple(leaves),
         )
 

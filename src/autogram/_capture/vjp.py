@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.batching import batched
+from autogram._capture.graph import is_any_tap, nodes_from
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
 
@@ -31,8 +32,9 @@ def many_vjps(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            pass  # an operation without a batching rule: one cotangent after the other
-    single = [_vjp(output, inputs, g) for g in cotangents]
+            pass  # an operation without a batching rule, or with a wrong one: one by one
+    # Each in memory of its own: the backward pass of `as_strided_scatter` reads from the start of it.
+    single = [_vjp(output, inputs, g.clone()) for g in cotangents]
     return [_stack(found) for found in zip(*single, strict=True)]
 
 
@@ -45,7 +47,9 @@ def _vmapped(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[T
         used[:] = [i for i, x in enumerate(found) if x is not None]
         return tuple(x for x in found if x is not None)  # vmap takes no None
 
-    by_input = dict(zip(used, batched(differentiate, cotangents), strict=True))
+    ends = {x.node if isinstance(x, GradientEdge) else get_gradient_edge(x).node for x in inputs}
+    nodes = nodes_from(output.node, lambda node: node in ends or is_any_tap(node))
+    by_input = dict(zip(used, batched(differentiate, cotangents, nodes), strict=True))
     return [by_input.get(i) for i in range(len(inputs))]
 
 
