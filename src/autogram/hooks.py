@@ -13,7 +13,6 @@ from sys import getrefcount
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 

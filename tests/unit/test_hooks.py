@@ -241,7 +241,7 @@ def test_managers_are_nested() -> None:
 
 
 def test_after_is_called_at_an_interrupt() -> None:
-    """Unlike those of PyTorch, which are left out where a forward is interrupted by the keyboard."""
+    """Unlike those of PyTorch, which are left out where the keyboard interrupts a forward."""
 
     class Interrupted(nn.Module):
         def forward(self) -> None:

@@ -458,6 +458,15 @@ class TestChanges:
     ) -> None:
         assert_works_after(change, is_first=is_first)
 
+    def test_hooks_on_modules_are_recorded(self) -> None:
+        """What they read is seen, also if they come after the engine."""
+        model = mlp()
+        engine = Engine(model, batch_dim=0, unseen="error")
+        register_parameter(model)
+        model.register_forward_pre_hook(lambda module, args: (args[0] + module[0].bias[:3],))
+        for _ in range(2):
+            assert_works(engine, model, batch(4, 3))
+
     @pytest.mark.parametrize("change", [replace_parameter, assign_state, replace_module])
     def test_losses_from_before_the_change(self, change: Callable[[nn.Sequential], None]) -> None:
         """Their Gramian is that of the parameters that they were computed with."""

@@ -106,6 +106,8 @@ class Recording:
     """The parameters of the modules, by tensor."""
     reads: list[tuple[Tensor, ...]] = field(default_factory=list)
     """For each time that a use reads a tracked tensor, the parameters behind it."""
+    sizes: frozenset[int] = frozenset()
+    """Those of the inputs of the outermost module, in dimensions in which the samples may lie."""
     count: int = 0
     is_batchable: bool = True
     """Whether a backward pass through it may be batched."""

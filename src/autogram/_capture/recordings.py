@@ -115,5 +115,5 @@ class Recordings(threading.local):
 
 
 def _is_transformed() -> bool:
-    """Whether `torch.func` or `torch.jit.trace` sees the calls, and makes something else of them."""
+    """Whether `torch.func` or `torch.jit.trace` makes something else of the calls."""
     return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None

@@ -33,7 +33,7 @@ def many_vjps(
             raise
         except RuntimeError:
             pass  # an operation without a batching rule, or with a wrong one: one by one
-    # Each in memory of its own: the backward pass of `as_strided_scatter` reads from the start of it.
+    # Each in memory of its own, from the start of which `as_strided_scatter` would read it.
     single = [_vjp(output, inputs, g.clone()) for g in cotangents]
     return [_stack(found) for found in zip(*single, strict=True)]
 
