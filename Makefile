@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit fuzz speed docs models format clean
+.PHONY: help demo test lint types unit fuzz batching speed docs models format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,9 @@ unit: $(VENV)/.test  ## Run the unit tests with coverage
 
 fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks with plain autograd, others each time
 	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/test_properties.py
+
+batching: $(VENV)/.test  ## Compare PyTorch's batched backward passes with a loop, for every operator
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt.batching
 
 speed: $(VENV)/.test  ## Measure a training step, beside torchjd's engine
 	$(BIN)/python -m tests.speed $(SPEED_ARGS)

@@ -38,13 +38,19 @@ def config_weights(gramian: Tensor) -> Tensor:
     """The weights of ConFIG, with equal preferences, from the Gramian ``(m, m)``.
 
     With U the rows divided by their norms and C = U U^T, the direction is d = U^+ 1 = U^T C^+ 1,
-    and its length the sum of the rows' projections on it.
+    and its length the sum of the rows' projections on it. A row of zeros, that of a sample whose
+    loss is zero, counts for nothing. Nor does a row that is too small for its square to be exact.
     """
-    norms = gramian.diagonal().sqrt()
-    cosines = gramian / torch.outer(norms, norms)
-    c = torch.linalg.pinv(cosines, hermitian=True).sum(1)
-    length = norms @ cosines @ c / (c @ cosines @ c)
-    weights: Tensor = length * c / norms
+    squares = gramian.diagonal()
+    finfo = torch.finfo(gramian.dtype)
+    weights = torch.zeros_like(squares)
+    some = (squares > finfo.tiny / finfo.eps).nonzero().squeeze(1)
+    if len(some):
+        norms = squares[some].sqrt()
+        cosines = gramian[some][:, some] / torch.outer(norms, norms)
+        c = torch.linalg.pinv(cosines, hermitian=True).sum(1)
+        length = norms @ cosines @ c / (c @ cosines @ c)
+        weights[some] = length * c / norms
     return weights
 
 

@@ -97,6 +97,7 @@ def _flops_of_rows(entry: Entry) -> int:
     block = _block(entry)
     if isinstance(block, Lookup):
         return prod(entry.shapes[1])
+    block = block.reorder(entry.region.order)  # an index of size one stands in no operand
     return 2 * find_path(block.equation, block.shapes).multiplications
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,12 @@ from autogram._errors import (
     InvalidBatchDimError,
     InvalidLossesError,
     InvalidModulesError,
+    InvalidOperandError,
     InvalidOptionError,
 )
+
+# Weightings of torchjd that are written for matrices, and look at the number of rows alone.
+_FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
 
 
 def check_modules(modules: tuple[nn.Module, ...]) -> None:
@@ -89,3 +93,71 @@ def check_losses(losses: Tensor) -> None:
             "The losses do not require a gradient: they were detached, computed with gradients "
             "disabled, or from frozen parameters alone. Keep their graph."
         )
+
+
+def check_weighting(weighting: Any) -> None:
+    """Refuses what is no function of a Gramian."""
+    if isinstance(weighting, Tensor):
+        raise InvalidOperandError(
+            "The weighting is a tensor, and must be a function of the Gramian. Weights that are "
+            "known need none. Call `losses.backward(weights)`."
+        )
+    if not callable(weighting):
+        raise InvalidOperandError(
+            f"The weighting is a {type(weighting).__name__}. Pass a function that maps the Gramian "
+            "`(m, m)` to weights `(m,)`."
+        )
+    name, kinds = type(weighting).__name__, _kinds_in_torchjd(weighting)
+    if "GramianWeightedAggregator" in kinds:
+        raise InvalidOperandError(
+            f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
+            f"asks for weights. Pass its weighting, `{name}().gramian_weighting`."
+        )
+    if "Aggregator" in kinds:
+        raise InvalidOperandError(
+            f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
+            "asks for weights. Give it the rows, `engine.jacobian(losses).rows(slice(None))`, or "
+            "pass a weighting of Gramians, such as `UPGradWeighting()`."
+        )
+    _check_is_of_gramians(weighting, kinds)
+
+
+def _check_is_of_gramians(weighting: Any, kinds: set[str]) -> None:
+    """Refuses a weighting of torchjd that takes the rows of J, also inside of another."""
+    name = type(weighting).__name__
+    of_rows = getattr(getattr(weighting, "fn", None), "__name__", "") == "compute_gramian"
+    if "_Composition" in kinds and of_rows:
+        raise InvalidOperandError(
+            "The weighting makes a Gramian of what it is given, and the engine gives it one. Leave "
+            "out `compute_gramian`; of an aggregator, pass `gramian_weighting`."
+        )
+    if "_MatrixWeighting" in kinds and name not in _FOR_ANYTHING:
+        raise InvalidOperandError(
+            f"`{name}` takes the rows of J, and the engine has the Gramian. Compute the weights "
+            "from `engine.jacobian(losses).rows(slice(None))`, and call "
+            "`losses.backward(weights)`; or pass a weighting of Gramians, such as "
+            "`UPGradWeighting()`."
+        )
+    inner = getattr(weighting, "weighting", None)
+    if kinds and inner is not None and not of_rows:
+        _check_is_of_gramians(inner, _kinds_in_torchjd(inner))
+
+
+def _kinds_in_torchjd(value: Any) -> set[str]:
+    """The names of the classes of torchjd that a value is of. torchjd need not be there."""
+    return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
+
+
+def check_weights(weights: Any) -> Tensor:
+    """Refuses what is no vector of weights."""
+    if not isinstance(weights, Tensor):
+        raise InvalidOperandError(
+            f"The weighting returned a {type(weights).__name__}. Return a tensor of weights from "
+            "it, `(m,)` or of the shape of the losses."
+        )
+    return weights.detach()
+
+
+def is_reduced(losses: Tensor, batch_dim: BatchDim) -> bool:
+    """Whether losses are one number where those of samples are expected."""
+    return losses.dim() == 0 and batch_dim is not None

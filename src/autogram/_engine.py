@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,19 @@ from autogram._capture import (
     refuse_shards,
     without_autocast,
 )
-from autogram._checks import check_losses, check_modules, check_options
-from autogram._errors import InvalidBatchDimError, RemovedEngineError
+from autogram._checks import (
+    check_losses,
+    check_modules,
+    check_options,
+    check_weighting,
+    check_weights,
+    is_reduced,
+)
+from autogram._errors import (
+    CoupledObjectivesWarning,
+    InvalidBatchDimError,
+    RemovedEngineError,
+)
 from autogram._gradients import accumulate_grad
 from autogram._hooking import hook_all, take_off
 from autogram._jacobian import Jacobian
@@ -56,9 +68,9 @@ class Engine:
         modules: The modules whose trainable parameters J is taken with respect to. None may be
             inside another.
         batch_dim: The dimension of the losses that counts the samples. ``None`` treats the whole
-            batch as one sample: right for any losses, slower for many of them. ``"auto"`` takes
-            dimension 0, and where the objectives turn out not to be per-sample, treats them as
-            coupled and warns once.
+            batch as one sample: right for any losses, such as several of one batch or a single one,
+            slower for many of them. ``"auto"`` takes dimension 0, and where the objectives turn out
+            not to be per-sample, treats them as coupled and warns once.
         memory_limit_bytes: The size that one intermediate result of a contraction should not
             exceed. Larger ones are computed in parts. A single row of the Jacobian for one
             parameter is the least that is held.
@@ -112,6 +124,7 @@ class Engine:
             channel, batch_dim, self._limit, recordings.parameters, verify, unseen
         )
         self._arena, self._reserve = Arena(), Reserve()
+        self._has_warned = False
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -250,7 +263,8 @@ class Engine:
             dropped: as much as the memory limit of each.
 
         Raises:
-            InvalidOperandError: The weights have another shape.
+            InvalidOperandError: The weights have another shape, or the weighting is no function of
+                a Gramian: it is an aggregator, a weighting of rows, or a tensor.
             UnsupportedError: `DistributedDataParallel` would exchange the gradients.
             MemoryLimitError: As for :meth:`compute_gramian`; or memory ran out in a pass that had
                 freed a part of the graph.
@@ -270,6 +284,7 @@ class Engine:
             Cost, 2022, arXiv:2210.00038: the weighted gradient from kept cotangents.
         """
         self._check(losses)
+        check_weighting(weighting)
         if losses.numel() == 0:
             gramian = self.compute_gramian(losses)
             weights = gramian.new_zeros(0)
@@ -285,7 +300,7 @@ class Engine:
                 losses, "rows", arena, retain_graph=retain_graph or bool(outside)
             )
             with without_autocast(losses.device):
-                weights = weighting(gramian).detach()
+                weights = check_weights(weighting(gramian))
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
             accumulate_grad(objectives, columns, weights, self._limit, memory)
             del columns  # before another step may write where its rows are
@@ -375,13 +390,22 @@ class Engine:
                 f"{tuple(losses.shape)}. Keep one loss per sample (`reduction='none'`), or pass "
                 "`batch_dim=None` to `Engine`."
             )
+        if is_reduced(losses, self._batch_dim) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "The losses are one number, so that the Gramian is 1 x 1. Keep one loss for each "
+                "sample (`reduction='none'`, and no `.mean()`). If a single objective is meant, "
+                "pass `batch_dim=None` to `Engine`.",
+                CoupledObjectivesWarning,
+                stacklevel=3,
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Lets the modules run inside of a block as if the engine was not there.
 
-        Forward passes of this thread record nothing, and so cost nothing more than without an
-        engine. Those from before the block are kept, and their losses may be used inside.
+        Forward passes of this thread record nothing, and cost less than a microsecond more for each
+        module. Those from before the block are kept, and their losses may be used inside.
 
         Example:
             >>> import torch

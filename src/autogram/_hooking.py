@@ -21,7 +21,7 @@ def hook_all(modules: Iterable[nn.Module], recordings: Recordings) -> HookManage
     for root in modules:
         for module in root.modules():
             if module is root or _can_be_hooked(module):
-                hooks.hook(module, recordings.begin, recordings.end)
+                hooks.hook(module, recordings.begin, recordings.end, only_with_gradients=True)
     return hooks
 
 

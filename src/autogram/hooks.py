@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from sys import getrefcount
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch import is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, Any], Any]
@@ -23,11 +27,14 @@ class _Switch(threading.local):
 
 
 class HookManager:
-    """Forward hooks on any number of modules.
+    """Functions to call before and after the forward passes of any number of modules.
 
     All are switched together, for a thread or for a block of code, and removed together: by
     :meth:`remove`, or at the end of a ``with`` block. A copy or a pickle of a hooked module has
-    hooks that do nothing, and so has a module inside of what `torch.compile` has compiled.
+    none, and they do nothing for a module inside of what `torch.compile` has compiled.
+
+    They run around the hooks that PyTorch registers on a module, and are none of them: any such
+    hook costs each call of the module more than a microsecond, also if it does nothing.
 
     Example:
         >>> from torch import nn
@@ -45,7 +52,7 @@ class HookManager:
     """
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[tuple[_Hooked, _Hook]] = []
         self._switch = _Switch()
 
     @property
@@ -56,27 +63,36 @@ class HookManager:
     @property
     def has_hooks(self) -> bool:
         """Whether any hook was registered and not removed since."""
-        return bool(self._handles)
+        return bool(self._hooks)
 
     def hook(
-        self, module: nn.Module, before: Before | None = None, after: After | None = None
+        self,
+        module: nn.Module,
+        before: Before | None = None,
+        after: After | None = None,
+        *,
+        only_with_gradients: bool = False,
     ) -> None:
         """Registers functions to call before and after a module's forward.
+
+        Of several on one module, the last is the innermost.
 
         Args:
             module: The module.
             before: Called with the module, its positional and its keyword arguments.
             after: Called with the module and its output, which a returned value other than
                 ``None`` replaces. It is also called, with ``None``, when the forward raises.
+            only_with_gradients: Whether to call them only if gradients are enabled where the module
+                is called.
         """
-        if before is not None:
-            run_before = _RunBefore(self._switch, before)
-            handle = module.register_forward_pre_hook(run_before, with_kwargs=True)
-            self._handles.append(handle)
-        if after is not None:
-            run_after = _RunAfter(self._switch, after)
-            handle = module.register_forward_hook(run_after, always_call=True)
-            self._handles.append(handle)
+        hooked = _hooked(module)
+        if hooked is None:
+            if vars(module).get(_NAME) is not None:
+                return  # compiled: hooks on it do nothing
+            hooked = _attach(module, _enter)
+        hook = _Hook(self._switch, before, after, only_with_gradients)
+        hooked.set((*hooked.hooks, hook))
+        self._hooks.append((hooked, hook))
 
     def activate(self) -> None:
         """Lets the hooks run in this thread, as they do at first."""
@@ -100,9 +116,9 @@ class HookManager:
 
     def remove(self) -> None:
         """Takes all hooks off the modules. Others may be registered afterwards."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooked, hook in self._hooks:
+            hooked.set(tuple(other for other in hooked.hooks if other is not hook))
+        self._hooks.clear()
 
     @contextmanager
     def _switched(self, *, on: bool) -> Iterator[None]:
@@ -125,39 +141,125 @@ class HookManager:
         self.remove()
 
 
-# What a hook becomes in a copy of its module, which belongs to no manager: a function of any
-# arguments that returns nothing. From the standard library, so that a saved model can be read where
-# autogram is not installed.
-_NOTHING = getattr, (nullcontext(), "__exit__")
+@dataclass(eq=False, slots=True)
+class _Hook:
+    """What to call before and after the forward of one module."""
+
+    switch: _Switch
+    before: Before | None
+    after: After | None
+    only_with_gradients: bool
+
+    @property
+    def is_active(self) -> bool:
+        """Whether to call it now."""
+        return (not self.only_with_gradients or is_grad_enabled()) and self.switch.is_on
 
 
-class _RunBefore:
-    """A hook that runs while its manager is active. A copy or a pickle of it does nothing."""
+@dataclass(eq=False, slots=True)
+class _Hooked:
+    """A module with hooks.
 
-    def __init__(self, switch: _Switch, function: Before) -> None:
-        self._switch = switch
-        self._function = function
+    Attributes:
+        hooks: Those of all managers, from the outermost to the innermost.
+        only_with_gradients: Whether all of them are.
+    """
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_dynamo_compiling() and self._switch.is_on:
-            self._function(module, args, kwargs)
+    module: Callable[[], nn.Module | None]
+    entrance: weakref.ref[_Entrance] = field(init=False)
+    hooks: tuple[_Hook, ...] = ()
+    only_with_gradients: bool = True
+
+    def set(self, hooks: tuple[_Hook, ...]) -> None:
+        """Replaces the hooks. Without any, the module is as it was before the first."""
+        self.hooks = hooks
+        self.only_with_gradients = all(hook.only_with_gradients for hook in hooks)
+        module = self.module()
+        if not hooks:
+            if module is not None and _hooked(module) is self:
+                del vars(module)[_NAME]
+            self.module = _no_module  # what still comes in is called by another
+
+
+def _no_module() -> None:
+    """A reference to a module that is gone."""
+
+
+# What a module has under this name is called in the place of its forward and of the hooks that
+# PyTorch knows. `nn.Module.compile` puts what it compiles there. Copies and pickles leave it out.
+_NAME = "_compiled_call_impl"
+_CALLER = nn.Module._wrapped_call_impl.__code__  # who does so
+
+
+class _Entrance(partial[Any]):
+    """Calls a module with its hooks. In C, because each call of the module comes here."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _NOTHING
+        return type(None), ()  # for modules that are copied with all that they have
 
 
-class _RunAfter:
-    """The same after the forward."""
+def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
+    """Lets a function be called in the place of a module, with what is known of its hooks first."""
+    hooked = _Hooked(weakref.ref(module))
+    vars(module)[_NAME] = entrance = _Entrance(function, hooked)
+    hooked.entrance = weakref.ref(entrance)
+    return hooked
 
-    def __init__(self, switch: _Switch, function: After) -> None:
-        self._switch = switch
-        self._function = function
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        del args
-        if torch.compiler.is_dynamo_compiling() or not self._switch.is_on:
-            return None
-        return self._function(module, output)
+def _hooked(module: nn.Module) -> _Hooked | None:
+    """What is known of a module's hooks, if it has any."""
+    entrance = vars(module).get(_NAME)
+    return entrance.args[0] if isinstance(entrance, _Entrance) else None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NOTHING
+
+def _count_references() -> int:
+    """How many references an entrance has while it is called, if its module alone has it."""
+    module = nn.Identity()
+    _attach(module, lambda hooked: getrefcount(hooked.entrance()))
+    references: int = module()
+    return references
+
+
+_REFERENCES = _count_references()
+
+
+def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module, with its hooks if there is something for them to do."""
+    module: Any = hooked.module()
+    if is_dynamo_compiling():
+        return module._call_impl(*args, **kwargs)
+    if module is None or getrefcount(hooked.entrance()) > _REFERENCES:
+        # Somebody else has it, perhaps a copy with all that the module has, as `nn.DataParallel`
+        # makes them. To ask the caller each time would take as long as all the rest.
+        frame = sys._getframe(1)
+        if frame.f_code is _CALLER:
+            module = frame.f_locals["self"]
+    if is_grad_enabled() or not hooked.only_with_gradients:
+        for hook in hooked.hooks:
+            if hook.switch.is_on:
+                return _run(module, hooked.hooks, args, kwargs)
+    return module._call_impl(*args, **kwargs)
+
+
+def _run(
+    module: nn.Module, hooks: Sequence[_Hook], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a module between those of its hooks that are active."""
+    hooks = [hook for hook in hooks if hook.is_active]
+    entered: list[_Hook] = []
+    output, is_done = None, False
+    try:
+        for hook in hooks:
+            entered.append(hook)
+            if hook.before is not None:
+                hook.before(module, args, kwargs)
+        output = module._call_impl(*args, **kwargs)
+        is_done = True
+    finally:
+        while entered:
+            after = entered.pop().after
+            if after is not None:
+                replaced = after(module, output)
+                if is_done and replaced is not None:
+                    output = replaced
+    return output

@@ -51,7 +51,7 @@ PER_SAMPLE = Objectives("(B,)", lambda output: features(output, 1).squeeze(1))
 SEVERAL = Objectives("(B, K)", lambda output: features(output, 3))
 SECOND = Objectives("(K, B)", lambda output: features(output, 2).T, batch_dim=1)
 TABLE = Objectives("(B, 2, 2)", lambda output: features(output, 4).unflatten(1, (2, 2)))
-SCALAR = Objectives("()", lambda output: features(output, 1).sum())
+SCALAR = Objectives("()", lambda output: features(output, 1).sum(), batch_dim=None)
 COUPLED = Objectives("coupled", _mixed, batch_dim=None)
 UNCOUPLED = Objectives("coupled (B,)", PER_SAMPLE.of, batch_dim=None)
 

@@ -14,7 +14,6 @@ from tests.unit.engines import assert_exact, batch, mlp, per_sample
 
 B = 4
 PLACES = [
-    Objectives("() and a batch_dim", lambda y: features(y, 1).sum(), 0),
     Objectives("(B,) from the end", lambda y: features(y, 1).squeeze(1), -1),
     Objectives("(B, K) from the end", lambda y: features(y, 3), -2),
     Objectives("(K, B) from the end", lambda y: features(y, 3).T, -1),

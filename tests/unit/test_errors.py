@@ -108,7 +108,7 @@ class TestModules:
 
 def assert_no_hooks(model: nn.Module) -> None:
     """Assert that an engine that was refused has left nothing."""
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(m._compiled_call_impl for m in model.modules())
 
 
 class TestBatchDim:

@@ -118,3 +118,17 @@ def test_config_needs_the_gramian_alone(problem) -> None:
     _, _, _, jacobian = problem
     weights = config_weights(jacobian @ jacobian.T)
     assert_close_to_reference(weights @ jacobian, ConFIG()(jacobian))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-160, 1e-170], ids=["zeros", "tiny", "tinier"])
+def test_config_of_a_sample_that_is_learnt(problem, size: float) -> None:
+    """Its loss is zero, and so is its gradient; or the square of its gradient underflows."""
+    _, _, _, jacobian = problem
+    jacobian[2] *= size
+    weights = config_weights(jacobian @ jacobian.T)
+    jacobian[2] = 0
+    assert_close_to_reference(weights @ jacobian, ConFIG()(jacobian))
+
+
+def test_config_where_all_is_learnt() -> None:
+    assert config_weights(torch.zeros(3, 3)).equal(torch.zeros(3))

@@ -13,7 +13,14 @@ from autogram._blocks import bundle, columns
 from autogram._blocks.gram import gram
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
-from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
+from tests.unit.engines import (
+    assert_exact,
+    assert_nothing_is_left,
+    assert_works,
+    batch,
+    mlp,
+    per_sample,
+)
 
 
 class Sequence(nn.Module):
@@ -184,8 +191,8 @@ class TestInterrupted:
         assert_exact(engine, kept, model)
         assert_works(engine, model, batch(4, 3))
 
-    def test_in_the_forward_pass(self, losses: str) -> None:
-        """PyTorch runs no hook then; the next pass, or the next call, notices."""
+    def test_in_the_forward_pass(self, losses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And between the hooks, where only the next pass, or the next call, notices."""
         model, of = mlp(), LOSSES[losses]
         engine = Engine(model, batch_dim=0)
         before = of(model(batch(4, 3)))
@@ -193,6 +200,12 @@ class TestInterrupted:
         with pytest.raises(KeyboardInterrupt):
             model(batch(4, 3))
         handle.remove()
+        assert_nothing_is_left(model.parameters())
+        assert_exact(engine, before, model)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._hooks._hooks[1][1], "after", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch(4, 3))
         assert_exact(engine, before, model)
         assert_exact(engine, of(model(batch(4, 3))), model)
         assert_works(engine, model, batch(4, 3))
@@ -312,7 +325,7 @@ class TestSizes:
 
     def test_a_single_loss(self, batch_dim: Any) -> None:
         model = mlp()
-        if batch_dim != 0:
+        if batch_dim is None:  # or it is taken for a mistake
             engine = Engine(model, batch_dim=batch_dim)
             assert_exact(engine, per_sample(model(batch(4, 3))).sum(), model)
         engine = Engine(model, batch_dim=batch_dim)

@@ -1,5 +1,7 @@
 """Hooks that are registered, switched and removed together."""
 
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -172,3 +174,166 @@ def test_after_is_called_when_the_forward_raises() -> None:
     with pytest.raises(ValueError, match="half-way"):
         model()
     assert seen == [("Failing", None), ("Sequential", None)]
+
+
+def test_only_with_gradients() -> None:
+    """Where the module is called: inside of a block without them they may be enabled again."""
+    seen = []
+    model, manager = nn.Identity(), HookManager()
+    manager.hook(
+        model,
+        lambda *_: seen.append("before"),
+        lambda *_: seen.append("after"),
+        only_with_gradients=True,
+    )
+    manager.hook(model, lambda *_: seen.append("always"))
+    with torch.no_grad():
+        model(torch.ones(2))
+        assert seen == ["always"]
+        with torch.enable_grad():
+            model(torch.ones(2))
+    assert seen == ["always", "before", "always", "after"]
+    with torch.inference_mode():
+        model(torch.ones(2))
+    assert seen[4:] == ["always"]
+
+
+def test_after_is_called_where_before_was() -> None:
+    """Also if the forward switches gradients off or on, and leaves them so."""
+
+    class Switching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_grad_enabled(not torch.is_grad_enabled())
+            return x
+
+    seen = []
+    model, manager = Switching(), HookManager()
+    manager.hook(
+        model,
+        lambda *_: seen.append("before"),
+        lambda *_: seen.append("after"),
+        only_with_gradients=True,
+    )
+    model(torch.ones(2))
+    assert seen == ["before", "after"]
+    model(torch.ones(2))
+    assert torch.is_grad_enabled()
+    assert seen == ["before", "after"]
+
+
+def test_managers_are_nested() -> None:
+    """The last is the innermost, whichever is removed first; hooks of PyTorch are inside of all."""
+    seen = []
+    model, managers = nn.Identity(), [HookManager() for _ in range(3)]
+    model.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    for i, manager in enumerate(managers):
+        manager.hook(
+            model,
+            lambda *_, i=i: seen.append(f"before {i}"),
+            lambda *_, i=i: seen.append(f"after {i}"),
+        )
+    managers[1].remove()
+    model(torch.ones(2))
+    assert seen == ["before 0", "before 2", "pre", "after 2", "after 0"]
+    managers[0].remove()
+    managers[2].remove()
+    assert vars(model).keys() == vars(nn.Identity()).keys()
+
+
+def test_after_is_called_at_an_interrupt() -> None:
+    """Unlike those of PyTorch, which are left out where the keyboard interrupts a forward."""
+
+    class Interrupted(nn.Module):
+        def forward(self) -> None:
+            raise KeyboardInterrupt
+
+    seen = []
+    model, manager = Interrupted(), HookManager()
+    manager.hook(model, after=lambda _, output: seen.append(output))
+    with pytest.raises(KeyboardInterrupt):
+        model()
+    assert seen == [None]
+
+
+def test_arguments_of_any_name() -> None:
+    """What the forward calls its arguments does not matter to hooks."""
+
+    class Model(nn.Module):
+        def forward(self, *, self_: int, hooked: int, module: int) -> tuple[int, ...]:
+            return self_, hooked, module
+
+    seen: list[Any] = []
+    model, manager = Model(), HookManager()
+    manager.hook(model, lambda _, args, kwargs: seen.append((args, kwargs)))
+    arguments = {"self_": 1, "hooked": 2, "module": 3}
+    assert model(**arguments) == (1, 2, 3)
+    assert seen == [((), arguments)]
+
+
+class WithOwnState(nn.Identity):
+    """A module that is copied with all that it has."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+@pytest.mark.parametrize("make", [nn.Identity, WithOwnState])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_have_none(make: type[nn.Module], copied: Any) -> None:
+    seen = []
+    model, manager = make(), HookManager()
+    manager.hook(model, lambda m, *_: seen.append(m))
+    twin = copied(model)
+    twin(torch.ones(2))
+    assert seen == []
+    manager.hook(twin, lambda m, *_: seen.append(m))
+    twin(torch.ones(2))
+    assert seen == [twin]
+
+
+def test_what_shares_all_with_a_module() -> None:
+    """A shallow copy that takes the hooks with it is called itself, and so until they go."""
+    seen = []
+    model, manager = WithOwnState(), HookManager()
+    manager.hook(model, lambda m, *_: seen.append(m))
+    twin = copy.copy(model)
+    twin.forward = lambda x: 2 * x
+    assert torch.equal(twin(torch.ones(2)), torch.full((2,), 2.0))
+    assert seen == [twin]
+    manager.remove()
+    assert torch.equal(twin(torch.ones(2)), torch.full((2,), 2.0))
+    assert seen == [twin]
+
+
+def test_replicas_in_threads() -> None:
+    """As `nn.DataParallel` makes them, on devices that this machine need not have."""
+    seen = []
+    model, manager = nn.Linear(2, 2), HookManager()
+    manager.hook(model, lambda m, *_: seen.append(m))
+    replica = model._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.zeros(2, 2), torch.ones(2)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(replica(torch.randn(3, 2))))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], torch.ones(3, 2))
+    assert seen == [replica]
+    model(torch.ones(2))
+    assert seen == [replica, model]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_compiled_modules(is_first: bool) -> None:
+    """What `nn.Module.compile` sets is called, and stays when the hooks go."""
+    seen = []
+    model, manager = nn.Linear(2, 2), HookManager()
+    if is_first:
+        model.compile(backend="eager")
+    manager.hook(model, lambda *_: seen.append("before"))
+    if not is_first:
+        model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    model(torch.ones(2))
+    manager.remove()
+    assert seen == []
+    assert model._compiled_call_impl is compiled

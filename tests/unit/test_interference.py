@@ -330,6 +330,20 @@ class TestCompile:
         assert_works(engine, model, x)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_without_a_break() -> None:
+    """`fullgraph` refuses whatever the compiler cannot see through."""
+    model = mlp()
+    engine = Engine(model, batch_dim=0)
+    x = batch(4, 3)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    around = torch.compile(lambda x: model(x).sin(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x).sin(), around(x))
+    with torch.no_grad():
+        assert torch.equal(compiled(x).sin(), around(x))
+    assert_works(engine, model, x)
+
+
 class FunctionMode(TorchFunctionMode):
     """A mode that counts calls."""
 

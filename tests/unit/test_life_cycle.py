@@ -5,6 +5,8 @@ import gc
 import io
 import multiprocessing
 import pickle
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +26,8 @@ from tests.unit.engines import per_sample as losses_of
 def hooks_of(model: nn.Module) -> list[object]:
     """Everything that was hooked onto the modules of a model."""
     names = [name for name in vars(model) if "hooks" in name and not name.startswith("_is")]
-    return [hook for m in model.modules() for name in names for hook in vars(m)[name] or ()]
+    hooks = [hook for m in model.modules() for name in names for hook in vars(m)[name] or ()]
+    return hooks + [m for m in model.modules() if m._compiled_call_impl is not None]
 
 
 def has_taps(tensor: Tensor) -> bool:
@@ -158,6 +161,18 @@ class TestPaused:
             losses = losses_of(model(batch(4, 3)))
         assert_exact(other, losses, model)
 
+    def test_another_thread_goes_on(self) -> None:
+        """One evaluates while another trains."""
+        model = mlp()
+        engine = Engine(model, batch_dim=0)
+        found: list[Tensor] = []
+        with engine.paused():
+            thread = threading.Thread(target=lambda: found.append(model(batch(4, 3))))
+            thread.start()
+            thread.join()
+            assert not has_taps(model(batch(4, 3)))
+        assert_exact(engine, losses_of(found[0]), model)
+
     def test_a_checkpointed_pass_runs_again_without_the_engine(self) -> None:
         """A backward pass inside of the block, where its second run is not recorded either."""
         model = mlp()
@@ -165,6 +180,118 @@ class TestPaused:
         with engine.paused():
             checkpoint(model, batch(4, 3), use_reentrant=False).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+class TestGradientMode:
+    """Modules are recorded where they are called with gradients enabled, whatever is around."""
+
+    def test_a_part_with_gradients_in_a_model_without(self) -> None:
+        """A frozen trunk that is written so."""
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.trunk, self.head = mlp(), nn.Linear(2, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.trunk(x)
+                with torch.enable_grad():
+                    return self.head(y)
+
+        model = Model()
+        engine = Engine(model, batch_dim=0)
+        for _ in range(3):
+            with torch.no_grad():
+                output = model(batch(4, 3))
+            assert has_taps(output)
+            assert_exact(engine, losses_of(output), model.head)
+
+    def test_a_part_without_in_a_model_with(self) -> None:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.trunk, self.head = mlp(), nn.Linear(2, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.no_grad():
+                    y = self.trunk(x)
+                return self.head(y) + self.trunk[2](self.trunk[0](x).tanh())
+
+        model = Model()
+        engine = Engine(model, batch_dim=0)
+        for _ in range(3):
+            assert_works(engine, model, batch(4, 3))
+
+    def test_steps_between_evaluations(self) -> None:
+        """Also where a checkpoint runs again after one."""
+        model = mlp()
+        engine = Engine(model, batch_dim=0)
+        for _ in range(3):
+            losses = losses_of(checkpoint(model, batch(4, 3), use_reentrant=False))
+            with torch.no_grad():
+                model(batch(4, 3))
+            assert_exact(engine, losses, model)
+
+
+class TestCost:
+    """What an engine costs where it has nothing to do."""
+
+    @pytest.mark.parametrize("context", ["no_grad", "inference_mode", "paused"])
+    def test_calls_of_python(self, context: str) -> None:
+        """Two for each module. PyTorch takes many for a hook of its own, which does nothing."""
+        model, plain = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(20))) for _ in range(2))
+        engine = Engine(model)
+        around = engine.paused if context == "paused" else getattr(torch, context)
+        x = batch(3, 2)
+        with around():
+            assert calls_of_python(model, x) <= calls_of_python(plain, x) + 2 * 21
+        assert hooks_of(model) == list(model.modules())  # and none of PyTorch's
+
+    def test_calls_of_python_of_a_pytorch_hook(self) -> None:
+        """The count can fail."""
+        model = nn.Linear(2, 2)
+        before = calls_of_python(model, batch(3, 2))
+        model.register_forward_pre_hook(lambda *_: None)
+        assert calls_of_python(model, batch(3, 2)) >= before + 2
+
+
+def calls_of_python(model: nn.Module, x: Tensor) -> int:
+    """How many functions of Python run in a forward pass."""
+    calls: list[str] = []
+    sys.setprofile(lambda _, event, __: calls.append(event))
+    try:
+        model(x)
+    finally:
+        sys.setprofile(None)
+    return calls.count("call")
+
+
+class TestTorchScript:
+    """`torch.jit` takes a model with an engine as one without."""
+
+    @pytest.mark.parametrize("is_paused", [True, False], ids=["paused", "active"])
+    @pytest.mark.parametrize(
+        "convert",
+        [
+            pytest.param(lambda model, _: torch.jit.script(model), id="script"),
+            pytest.param(lambda model, x: torch.jit.trace(model, x), id="trace"),
+            pytest.param(lambda model, _: torch.jit.freeze(torch.jit.script(model)), id="freeze"),
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:`torch.jit")
+    def test_of_a_model(self, convert: Callable[..., nn.Module], is_paused: bool) -> None:
+        model, x = mlp().eval(), batch(4, 3)
+        engine = Engine(model, batch_dim=0)
+        with engine.paused() if is_paused else nullcontext():
+            converted = convert(model, x)
+        with engine.paused():
+            expected = model(x).detach()
+        assert_close_to_reference(converted(x).detach(), expected)
+        assert not has_taps(converted(x))
+        file = io.BytesIO()
+        torch.jit.save(converted, file)
+        assert b"autogram" not in file.getvalue()
+        assert_works(engine, model, x)
 
 
 def averaged(model: nn.Module) -> nn.Module:
@@ -330,6 +457,15 @@ class TestChanges:
         self, change: Callable[[nn.Sequential], None], is_first: bool
     ) -> None:
         assert_works_after(change, is_first=is_first)
+
+    def test_hooks_on_modules_are_recorded(self) -> None:
+        """What they read is seen, also if they come after the engine."""
+        model = mlp()
+        engine = Engine(model, batch_dim=0, unseen="error")
+        register_parameter(model)
+        model.register_forward_pre_hook(lambda module, args: (args[0] + module[0].bias[:3],))
+        for _ in range(2):
+            assert_works(engine, model, batch(4, 3))
 
     @pytest.mark.parametrize("change", [replace_parameter, assign_state, replace_module])
     def test_losses_from_before_the_change(self, change: Callable[[nn.Sequential], None]) -> None:

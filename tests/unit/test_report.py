@@ -1,10 +1,12 @@
 """The report on the last Gramian: numbers by hand, words, and nothing that is kept alive."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autogram import Engine
@@ -15,6 +17,7 @@ from autogram._report import ParameterReport, Report
 from autogram.rules import Recipe, product
 from autogram.rules._registry import _RULES
 from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.networks import call
 
 
 def report_on(model: nn.Module, *inputs: Tensor, calls: int = 1, **options: Any) -> Report:
@@ -140,6 +143,33 @@ def test_a_derived_tensor() -> None:
     assert of.flops > 0
     assert "linear (derived)" in str(report)
     assert "pull rows back" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        pytest.param(lambda x, p: x + (2 * p)[None], (3,), id="new dimension"),
+        pytest.param(lambda x, p: x[:, None] + (2 * p)[None, None], (3,), id="two of them"),
+        pytest.param(
+            lambda x, p: x + F.embedding(torch.arange(3)[None], p)[..., 0], (5, 2), id="positions"
+        ),
+        pytest.param(
+            lambda x, p: x.unsqueeze(2) + F.embedding(torch.arange(3)[None], p), (5, 2), id="table"
+        ),
+        pytest.param(lambda x, p: torch.addcmul(x, x, (2 * p)[None]), (3,), id="fallback"),
+        pytest.param(lambda x, p: x * p.exp(), (), id="number"),
+        pytest.param(lambda x, p: F.embedding((x > 0).long(), 2 * p)[..., 0], (2, 1), id="lookup"),
+    ],
+)
+@pytest.mark.parametrize("batch_dim", [0, None])
+def test_derived_tensors_with_dimensions_of_size_one(
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], batch_dim: int | None
+) -> None:
+    model = call(function, shape)()
+    of = report_on(model, batch(4, 3), batch_dim=batch_dim).parameters
+    assert len(of) == 1
+    assert of[0].uses[0].is_derived
+    assert of[0].flops > 0
 
 
 class Interpolating(nn.Module):

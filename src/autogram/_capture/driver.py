@@ -210,12 +210,12 @@ class Driver:
                 if self._batch_dim != "auto":
                     raise
                 self._places.refuse(objectives, survey, str(error))
-                self._warn(error)
+                self._warn(error, objectives)
             except VerificationError as error:
                 if self._batch_dim != "auto" or not error.is_of_samples or error.is_late:
                     raise
                 self._places.refuse(objectives, survey, str(error))
-                self._warn(error)
+                self._warn(error, objectives)
         objectives = Objectives(objectives.losses, None)
         sink = self._assemble(objectives, survey, None, job, job.retain_graph)
         self._confirm(objectives, sink, job)
@@ -306,8 +306,7 @@ class Driver:
             objectives.losses,
             objectives.cotangents(),
             start,
-            is_batchable=survey.is_batchable
-            and all(recording.is_batchable for recording in self._channel.recordings),
+            is_batchable=all(recording.is_batchable for recording in self._channel.recordings),
             retain_graph=retain_graph,
         )
         if not assembly.has_arrivals:
@@ -320,13 +319,21 @@ class Driver:
         self._unseen = assembly.unseen
         return assembly.complete()
 
-    def _warn(self, error: AutogramError) -> None:
+    def _warn(self, error: AutogramError, objectives: Objectives) -> None:
         """Tells the user, once, that the whole batch is treated as one sample."""
         if self._has_warned:
             return
         self._has_warned = True
-        message = (
-            f"The objectives are treated as coupled, which is exact and slower. {error} To treat "
-            "them so without this warning, also pass `batch_dim=None`."
-        )
+        sizes = {n for recording in self._channel.recordings for n in recording.sizes}
+        if sizes and objectives.samples not in sizes:
+            message = (
+                f"There are {objectives.samples} losses, and no input of the modules has as many "
+                "samples: each loss depends on the whole batch, as those of several tasks do. They "
+                "are treated so, which is exact. Say so by `batch_dim=None` to `Engine`."
+            )
+        else:
+            message = (
+                f"The objectives are treated as coupled, which is exact and slower. {error} To "
+                "treat them so without this warning, also pass `batch_dim=None`."
+            )
         warnings.warn(message, CoupledObjectivesWarning, stacklevel=_USER_LEVEL)

@@ -37,8 +37,13 @@ def explaining_freed_graphs() -> Iterator[None]:
 
 def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Each node that a tensor depends on, once, up to those that are an end, if any is."""
+    return nodes_from(tensor.grad_fn, is_end)
+
+
+def nodes_from(start: Any, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """A node, and each node that it leads to, once, up to those that are an end, if any is."""
     seen: set[Any] = {None}
-    pending: list[Any] = [tensor.grad_fn]
+    pending: list[Any] = [start]
     while pending:
         node = pending.pop()
         if node in seen:
@@ -48,6 +53,11 @@ def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) ->
         if is_end is None or not is_end(node):
             for following, _ in node.next_functions:
                 pending.append(following)
+
+
+def is_any_tap(node: Any) -> bool:
+    """Whether a node is a tap of some engine."""
+    return isinstance(node, BackwardCFunction) and getattr(node, "use", None) is not None
 
 
 def leaves_behind(tensor: Tensor) -> list[Tensor]:

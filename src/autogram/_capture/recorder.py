@@ -50,6 +50,7 @@ class Recorder(TorchFunctionMode):
         tensors = self._given(inputs)
         sizes = [t.shape[0] for t in tensors if t.dim() > 0 and not t.is_nested]
         size = next((n for n in sizes if n != 1), 1)
+        self._recording.sizes = frozenset(n for t in tensors for n in _sizes(t))
         for place, tensor in enumerate(tensors):
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
@@ -229,6 +230,14 @@ class Recorder(TorchFunctionMode):
             base = None if tensor._base is None else self._status(tensor._base)
             known = base if isinstance(base, Tracked) else None
             self._marks.set(tensor, track_derived(tensor, origins, known, call.kind.is_cast))
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    """The sizes of the dimensions of an input in which the samples may lie."""
+    if tensor.is_nested:
+        return ()
+    has_features_alone = tensor.dim() == 2 and tensor.is_floating_point()
+    return tuple(tensor.shape[: 1 if has_features_alone else 2])
 
 
 def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:

@@ -106,6 +106,8 @@ class Recording:
     channel: Channel
     names: dict[Tensor, str]
     """The parameters of the modules, by tensor."""
+    sizes: frozenset[int] = frozenset()
+    """Those of the inputs of the outermost module, in dimensions in which the samples may lie."""
     count: int = 0
     """How many uses there are."""
     is_batchable: bool = True

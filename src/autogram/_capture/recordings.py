@@ -21,7 +21,7 @@ class Recordings(threading.local):
 
     The first module that is entered opens it, and closes it when it is left. Modules inside find
     it open. With gradients disabled nothing is opened, and nothing inside of a `torch.func`
-    transform, whose results belong to the transform.
+    transform, whose results belong to the transform, or while `torch.jit.trace` runs.
     """
 
     def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
@@ -42,12 +42,12 @@ class Recordings(threading.local):
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
-        elif torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        elif torch.is_grad_enabled() and not _is_transformed():
             recorder = Recorder(self._channel, self.parameters())
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
-            self._frame = sys._getframe(2)  # that of the module's call, behind the hook's
+            self._frame = sys._getframe(1)  # which lasts as long as the module's call
         if self._recorder is not None and will_exchange():
             self._recorder.note_exchange()
 
@@ -80,8 +80,9 @@ class Recordings(threading.local):
     def _was_abandoned(self, module: nn.Module) -> bool:
         """Whether the call that opened the recording has ended without closing it.
 
-        PyTorch calls no hook when a forward is left by a keyboard interrupt. The next pass enters
-        one of the engine's modules, or the module that was left: only then is it worth a look.
+        A keyboard interrupt may strike between the hooks of a module and its forward. The next pass
+        enters one of the engine's modules, or the module that was left: only then is it worth a
+        look.
         """
         if module is not self._outermost and id(module) not in self._roots:
             return False
@@ -119,3 +120,8 @@ class Recordings(threading.local):
                 for name, parameter in module.named_parameters(prefix=prefix):
                     names.setdefault(parameter, name)
         return names
+
+
+def _is_transformed() -> bool:
+    """Whether `torch.func` or `torch.jit.trace` makes something else of the calls."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.batching import WRONG_NODES
 from autogram._capture.recording import Channel
 from autogram._capture.use import Use
 
@@ -96,7 +95,6 @@ class Survey:
     hides_taps: bool
     leaves: list[Tensor]
     leaves_of_tail: list[Tensor]
-    is_batchable: bool
     key: bytes
     structure: bytes
 
@@ -116,7 +114,6 @@ class Survey:
         structure: list[Any] = [losses.output_nr]
         sizes: list[Any] = [tuple(losses.shape)]
         hides_taps = False
-        names = set()
         position, in_tail, leaves_of_tail = 0, True, 0
 
         def follow(node: Any) -> None:
@@ -148,7 +145,6 @@ class Survey:
             else:
                 use = node_use(channel, node) if kind.is_function else None
                 if use is None:
-                    names.add(kind.name)
                     if kind.arguments:
                         structure.extend([_plain(read(node)) for read in kind.arguments])
                     if kind.sizes:
@@ -171,7 +167,6 @@ class Survey:
             hides_taps,
             leaves,
             leaves[:leaves_of_tail],
-            WRONG_NODES.isdisjoint(names),
             _digest([structure, sizes]),
             _digest(structure),
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.batching import batched
-from autogram._capture.graph import explaining_freed_graphs
+from autogram._capture.graph import explaining_freed_graphs, nodes_behind
 from autogram._capture.memory import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
 from autogram._capture.use import Use
@@ -30,7 +30,7 @@ def visit(
     """Shows a receiver the cotangent of every use.
 
     No gradient of a parameter is computed on the way. Several cotangents go through one batched
-    pass; where an operation has no batching rule, they go one by one.
+    pass; where an operation has no batching rule, or a wrong one, they go one by one.
 
     Args:
         channel: The channel of the taps.
@@ -82,7 +82,8 @@ def _visit_one_by_one(
             shown.setdefault(use, (saved, {}))[1][k] = g[0]
 
         with channel.visiting(collect):
-            _differentiate(channel, losses, cotangent)
+            # In memory of its own, from the start of which `as_strided_scatter` would read it.
+            _differentiate(channel, losses, cotangent.clone())
     for use, (saved, found) in shown.items():
         zero = torch.zeros_like(next(iter(found.values())))
         receiver(use, saved, torch.stack([found.get(k, zero) for k in range(len(cotangents))]))
@@ -105,6 +106,6 @@ def _differentiate(
 
     with explaining_freed_graphs():
         if is_batched:
-            batched(differentiate, cotangent)
+            batched(differentiate, cotangent, nodes_behind(losses))
         else:
             differentiate(cotangent)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.batching import batched
+from autogram._capture.graph import is_any_tap, nodes_from
 from autogram._capture.memory import is_out_of_memory
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
@@ -32,8 +33,9 @@ def many_vjps(
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            # An operation without a batching rule: one cotangent after the other.
-    single = [_vjp(output, inputs, g) for g in cotangents]
+            # An operation without a batching rule, or with a wrong one: one by one.
+    # Each in memory of its own, from the start of which `as_strided_scatter` would read it.
+    single = [_vjp(output, inputs, g.clone()) for g in cotangents]
     return [_stack(found) for found in zip(*single, strict=True)]
 
 
@@ -46,7 +48,9 @@ def _vmapped(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[T
         used[:] = [i for i, x in enumerate(found) if x is not None]
         return tuple(x for x in found if x is not None)  # vmap takes no None
 
-    by_input = dict(zip(used, batched(differentiate, cotangents), strict=True))
+    ends = {x.node if isinstance(x, GradientEdge) else get_gradient_edge(x).node for x in inputs}
+    nodes = nodes_from(output.node, lambda node: node in ends or is_any_tap(node))
+    by_input = dict(zip(used, batched(differentiate, cotangents, nodes), strict=True))
     return [by_input.get(i) for i in range(len(inputs))]
 
 

@@ -32,6 +32,10 @@ def test_gramian_equals_autograd(name: str, attention: Attention, batch_size: in
     losses = specimen.compute_losses(model, specimen.make_batch(batch_size))
     assert_exact(engine, losses, model)
     assert_nothing_is_left(model.parameters())
+    report = engine.report()
+    assert report.flops > 0
+    assert {of.name for of in report.parameters}.isdisjoint(report.uncovered)
+    assert all(of.name in str(report) for of in report.parameters)
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
