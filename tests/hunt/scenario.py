@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ class Scenario:
         self, pair: Pair, place: str, samples: int, passing: Passing, per_sample: int
     ) -> None:
         self.pair, self.place, self.per_sample = pair, place, per_sample
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         self._shapes: list[list[tuple[int, ...]]] = []
         self._placements = [self._placement(argument, samples) for argument in pair.arguments]
         widths = self._widths() if place in ("model", "twice") else ()
@@ -163,7 +163,7 @@ class Scenario:
 
     def losses(self, step: Step) -> Tensor:
         """The losses of a step."""
-        torch.manual_seed(step.data)
+        torch.default_generator.manual_seed(step.data)
         x = inputs(self.pair, step.data)
         if self.place == "twice":
             first, second = (
