@@ -74,24 +74,30 @@ class Sample:
         return self.call(*args, **kwargs)
 
 
-def pairs() -> Iterator[Pair]:
-    """All pairs, operator by operator."""
+def pairs(only: str = "", part: int = 0, parts: int = 1) -> Iterator[Pair]:
+    """All pairs of the operators whose names begin so, or of a part of these operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
-    for operator in op_db:
+    for operator in op_db[part::parts]:
         if not operator.supports_autograd or torch.float64 not in operator.dtypes:
             continue
-        if operator.name not in RANDOM:
+        name = _name(operator)
+        is_wanted = name.startswith(only) or only.startswith(f"{name}:")
+        if is_wanted and operator.name not in RANDOM:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found = list(_pairs_of(operator))
             yield from found
 
 
+def _name(operator: Any) -> str:
+    return f"{operator.name} {operator.variant_test_name}".strip().replace("/", " ")
+
+
 def _pairs_of(operator: Any) -> Iterator[Pair]:
     """The pairs of an operator: samples beside each other in each group of equal shapes."""
-    name = f"{operator.name} {operator.variant_test_name}".strip().replace("/", " ")
+    name = _name(operator)
     groups: dict[Hashable, dict[Hashable, Sample]] = {}
     for sample in _samples(operator):
         group = groups.setdefault(sample.key, {})

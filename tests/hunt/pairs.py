@@ -48,6 +48,19 @@ class Pair:
         """Whether there is a tensor in an argument."""
         return any(isinstance(x, Tensor) for x in tree_flatten(self.arguments)[0])
 
+    @property
+    def is_by_values(self) -> bool:
+        """Whether only the values of floating-point tensors differ between the arguments."""
+        kept = {
+            repr([x.shape if _is_floating(x) else x for x in tree_flatten(argument)[0]])
+            for argument in self.arguments
+        }
+        return len(kept) == 1
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
 
 def tensors_of(argument: Any) -> list[Tensor]:
     """The tensors in an argument."""

@@ -161,10 +161,10 @@ class Scenario:
             return [Step((i, other[k % 7] * (count - 1)), data[k % 7]) for k, i in enumerate(order)]
         return [Step((i,), data[k % 7]) for k, i in enumerate(order)]
 
-    def losses(self, step: Step) -> Tensor:
-        """The losses of a step."""
+    def losses(self, step: Step, scale: float = 1.0) -> Tensor:
+        """The losses of a step, of inputs that are scaled."""
         torch.default_generator.manual_seed(step.data)
-        x = inputs(self.pair, step.data)
+        x = inputs(self.pair, step.data) * scale
         if self.place == "twice":
             first, second = (
                 self._losses(x if k == 0 else x.cos(), i) for k, i in enumerate(step.arguments)

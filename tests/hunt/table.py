@@ -23,11 +23,19 @@ EVEN = [3, 3, 3, 3]
 RAGGED = [[2, 4, 3, 3], [5, 1, 4, 2]]
 
 
-def pairs() -> list[Pair]:
-    """All pairs, and for several later arguments a series through all of them."""
+def pairs(only: str = "") -> list[Pair]:
+    """All pairs of the operators whose names begin so.
+
+    Where there are several later arguments, one more pair goes through all of them.
+    """
     families = (moving, joining, indexing, scattering, writing, selecting, reducing, products)
     later = (constants, segments, attention, recurrent, spatial, control)
-    return [pair for family in (*families, *later) for pair in family()]
+    found = [pair for family in (*families, *later) for pair in family()]
+    return [
+        pair
+        for pair in found
+        if pair.operator.startswith(only) or only.startswith(f"{pair.operator}:")
+    ]
 
 
 def _pairs(

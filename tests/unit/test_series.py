@@ -243,14 +243,21 @@ SELECTIONS: dict[str, Operator] = {
     "cummax": lambda h, d: h.cummax(d)[0],
     "gather": lambda h, d: h.gather(d, h.argsort(d, descending=True)),
     "take_along_dim": lambda h, d: h.take_along_dim(h.argsort(d, descending=True), d),
-    "index": lambda h, _: h[h.flatten(1).sum(1).argsort(descending=True)],
-    "index_select": lambda h, _: h.index_select(0, h.flatten(1).sum(1).topk(2).indices),
+    "index": lambda h, _: h[_scores(h).argsort(descending=True)],
+    "index_select": lambda h, _: h.index_select(0, _scores(h).topk(2).indices),
     "masked_select": lambda h, _: h.masked_select(h > h.detach().flatten().median()),
-    "mask": lambda h, _: h[h.detach().flatten(1).sum(1) > h.detach().flatten(1).sum(1).median()],
+    "mask": lambda h, _: h[_scores(h) > _scores(h).median()],
     "where": lambda h, _: torch.where(h > h.roll(1, 0), h, h.roll(1, 0)),
     "maximum": lambda h, _: torch.maximum(h, h.roll(1, 0)),
 }
-# What of several steps' losses lies in which order.
+
+
+def _scores(h: Tensor) -> Tensor:
+    """One number for each sample."""
+    return h.detach().reshape(len(h), -1).sum(1)
+
+
+# What puts the samples in one order after the other.
 ORDERS = [OFFSETS[order] for order in (ORDER, BACK, SWAPPED, [2, 0, 3, 1])]
 
 
@@ -278,8 +285,7 @@ def test_losses_selected_by_value(name: str, batch_dim: Any, fused: bool) -> Non
     model, x = mlp(3, 4), irregular(4, 3)
 
     def losses_of(offsets: Tensor) -> Tensor:
-        losses = per_sample(model(x)) + offsets
-        return select(losses.unsqueeze(1), 0).flatten()
+        return select(per_sample(model(x)) + offsets, 0).flatten()
 
     assert_series_is_exact(losses_of, [model], ORDERS, batch_dim=batch_dim, fused=fused)
 
@@ -365,9 +371,7 @@ GIVEN = pytest.mark.parametrize("given", [False, True], ids=["made in the pass",
 @GIVEN
 @pytest.mark.parametrize("is_tail", [False, True], ids=["model", "tail"])
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_samples(
-    name: str, is_tail: bool, given: bool, batch_dim: Any, fused: bool
-) -> None:
+def test_packed_samples(name: str, is_tail: bool, given: bool, batch_dim: Any, fused: bool) -> None:
     """Samples one behind the other in one tensor, of equal lengths first."""
     operator = PACKED[name]
 
@@ -408,10 +412,12 @@ MASKED: dict[str, Operator] = {
     "permutation by einsum": lambda h, m: torch.einsum(
         "st,tbc->sbc", torch.eye(4)[ORDER if _is_full(m) else BACK], h
     ),
-    "permutation by bmm": lambda h, m: torch.eye(4)[ORDER if _is_full(m) else BACK]
-    .expand(4, 4, 4)
-    .bmm(h.transpose(0, 1))
-    .transpose(0, 1),
+    "permutation by bmm": lambda h, m: (
+        torch.eye(4)[ORDER if _is_full(m) else BACK]
+        .expand(4, 4, 4)
+        .bmm(h.transpose(0, 1))
+        .transpose(0, 1)
+    ),
 }
 
 
