@@ -1,9 +1,10 @@
 # Everything is installed into .venv, from the pins in constraints.txt. `make help` lists the targets.
 
 PYTHON ?= $(or $(shell command -v python3.11),python3)
-# Arguments of the demo, for instance `make demo DEMO_ARGS=--short`, and of the benchmark.
+# Arguments of the demo, for instance `make demo DEMO_ARGS=--short`, of the benchmark and the hunt.
 DEMO_ARGS ?=
 SPEED_ARGS ?=
+HUNT_ARGS ?=
 # Processes that share the unit tests; each computes on one thread.
 JOBS ?= 2
 # How many random networks `make fuzz` tries.
@@ -18,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit fuzz batching speed docs models format clean
+.PHONY: help demo test lint types unit fuzz hunt batching speed docs models format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -40,6 +41,9 @@ unit: $(VENV)/.test  ## Run the unit tests with coverage
 
 fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks with plain autograd, others each time
 	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/test_properties.py
+
+hunt: $(VENV)/.test  ## Look for silent errors in series of steps whose arguments change
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt $(HUNT_ARGS)
 
 batching: $(VENV)/.test  ## Compare PyTorch's batched backward passes with a loop, for every operator
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt.batching

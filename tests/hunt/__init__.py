@@ -1,1 +1,5 @@
-"""Hunts for mistakes, run by hand: what they find becomes tests and tables."""
+"""Hunts for silent errors, run by hand: what they find becomes tests and tables.
+
+``make hunt`` runs operators in series of steps in which their arguments change, of which
+``tests/unit/test_hunt.py`` runs a fixed part; ``make batching`` compares batched backward passes.
+"""

@@ -1,19 +1,9 @@
 """PyTorch's own sample inputs of its operators."""
 
-import sys
-import types
-import unittest
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-try:
-    import expecttest  # noqa: F401
-except ImportError:  # PyTorch's module asks for it, and nothing here uses it
-    sys.modules["expecttest"] = types.ModuleType("expecttest")
-    sys.modules["expecttest"].TestCase = unittest.TestCase
-
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
