@@ -19,6 +19,7 @@ from autogram._capture import (
     Channel,
     Driver,
     Objectives,
+    Parameters,
     Recordings,
     Unseen,
     Verify,
@@ -96,12 +97,11 @@ class Engine:
         check_modules(modules)
         check_options(batch_dim, verify, unseen)
         self._batch_dim = batch_dim
-        self._channel = channel = Channel()
+        references = tuple(weakref.ref(module) for module in modules)
+        self._channel = channel = Channel(Parameters(references))
         self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
-        recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
-        self._driver = Driver(
-            channel, batch_dim, self._limit, recordings.parameters, verify, unseen
-        )
+        recordings = Recordings(channel, references)
+        self._driver = Driver(channel, batch_dim, self._limit, verify, unseen)
         self._arena, self._reserve = Arena(), Reserve(self._limit)
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)

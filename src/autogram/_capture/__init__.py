@@ -4,6 +4,7 @@ from autogram._capture.driver import BatchDim, Driver
 from autogram._capture.exact import exact
 from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
 from autogram._capture.objectives import Objectives
+from autogram._capture.parameters import Parameters
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
@@ -17,6 +18,7 @@ __all__ = [
     "Driver",
     "Entry",
     "Objectives",
+    "Parameters",
     "Record",
     "Recordings",
     "Unseen",

@@ -205,10 +205,9 @@ class Assembly(Generic[S]):
         """Moves the blocks of a derived tensor to the parameters that it is computed from."""
         rows = self._derived.pop(tracked).dense()
         is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
-        with self._channel.blocking():
-            pulled = pull_back(tracked, rows, self._limit, is_batchable=is_batchable)
-            for parameter, block in pulled:
-                self._account(parameter).open().add(Region.of_parameter(parameter), block)
+        pulled = pull_back(self._channel, tracked, rows, self._limit, is_batchable=is_batchable)
+        for parameter, block in pulled:
+            self._account(parameter).open().add(Region.of_parameter(parameter), block)
 
     def _finish(self, account: _Account) -> None:
         """Gives the columns of a parameter to the sink, if there are any."""

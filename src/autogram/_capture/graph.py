@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from autogram._errors import FreedGraphError, UnsupportedError
 
@@ -34,10 +35,12 @@ def explaining_freed_graphs() -> Iterator[None]:
         ) from error
 
 
-def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+def nodes_behind(
+    tensor: Tensor | GradientEdge, is_end: Callable[[Any], bool] | None = None
+) -> Iterator[Any]:
     """Each node that a tensor depends on, once, up to those that are an end, if any is."""
     seen: set[Any] = {None}
-    pending: list[Any] = [tensor.grad_fn]
+    pending: list[Any] = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node]
     while pending:
         node = pending.pop()
         if node in seen:
@@ -49,7 +52,7 @@ def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) ->
                 pending.append(following)
 
 
-def leaves_behind(tensor: Tensor) -> list[Tensor]:
+def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
     anchors: set[int] = set()
     leaves: list[Tensor] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
@@ -15,14 +15,11 @@ from autogram._capture.tracked import track_parameter
 from autogram._capture.use import FallbackUse, Use
 
 Unseen = Literal["rows", "error"]
-Names = Callable[[], Mapping[Tensor, str]]
 
 _MOST_NAMED = 8
 
 
-def use_in_tail(
-    channel: Channel, names_of_modules: Names, losses: Tensor, tail: Tail
-) -> FallbackUse | None:
+def use_in_tail(channel: Channel, losses: Tensor, tail: Tail) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap.
 
     A penalty on the weights, a call of another method than the forward, a gradient that is
@@ -31,15 +28,12 @@ def use_in_tail(
 
     Args:
         channel: The channel of the engine.
-        names_of_modules: Gives the parameters of the engine's modules.
         losses: The objectives.
         tail: What leads to them.
     """
     if not tail.leaves:
         return None
-    names = {p: name for found in channel.recordings for p, name in found.names.items()}
-    if not names.keys() >= set(tail.leaves):  # a look at the modules takes longer
-        names = {**names_of_modules(), **names}
+    names = channel.parameters(tail.leaves)
     reads = tuple(track_parameter(p) for p in tail.leaves if p in names)
     if not reads:
         return None

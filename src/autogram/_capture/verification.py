@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture.graph import explaining_freed_graphs
+from autogram._capture.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.objectives import Objectives
+from autogram._capture.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.use import Arrival, Use
 
@@ -110,15 +111,16 @@ class Check:
         Returns:
             One comparison for each trainable parameter of the engine's modules.
         """
-        names = {p: name for found in channel.recordings for p, name in found.names.items()}
-        names |= {p: c.name for p, c in self.comparisons.items()}  # from before any recording
+        names = channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad]
-        with _without_hooks(parameters), channel.visiting(None), explaining_freed_graphs():
-            gradients = torch.autograd.grad(
-                [self.losses], parameters, [self.vector], retain_graph=True, allow_unused=True
-            )
+        with explaining_freed_graphs():
+            # Also of what is none of the engine's: a pass inside of this one shows itself there.
+            others = [leaf for leaf in leaves_behind(self.losses) if leaf not in names]
+        leaves = parameters + others
+        with _without_hooks(leaves):
+            gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
         compared = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=False):
             comparison = self.comparisons.get(parameter, Comparison(""))
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
