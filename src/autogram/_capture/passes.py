@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.nested import Aside, watching
@@ -88,10 +88,12 @@ class Pass:
             UnsupportedError: A pass inside of it adds to the gradients of parameters.
         """
         if isinstance(output, Tensor):
-            with torch.enable_grad():  # a new node: no other pass comes along
-                output = get_gradient_edge(output.view_as(output))
+            with torch.enable_grad():
+                output = output.view_as(output)  # with a new node, where no other pass comes along
+        node = output.grad_fn if isinstance(output, Tensor) else output.node
+        assert node is not None
+        handle = node.register_prehook(self._begin)
         retained = self._retained()
-        handle = output.node.register_prehook(self._begin)
         try:
             with watching(running_pass), explaining_freed_graphs():
                 found: tuple[Tensor | None, ...] = torch.autograd.grad(
