@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, overload
 
@@ -18,6 +19,7 @@ from autogram._capture import (
     BatchDim,
     Channel,
     Driver,
+    Drivers,
     Objectives,
     Parameters,
     Recordings,
@@ -101,7 +103,7 @@ class Engine:
         self._channel = channel = Channel(Parameters(references))
         self._limit = max(1, memory_limit_bytes // ELEMENT_BYTES)
         recordings = Recordings(channel, references)
-        self._driver = Driver(channel, batch_dim, self._limit, verify, unseen)
+        self._drivers = Drivers(partial(Driver, channel, batch_dim, self._limit, verify, unseen))
         self._arena, self._reserve = Arena(), Reserve(self._limit)
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
@@ -148,7 +150,8 @@ class Engine:
         if losses.numel() == 0:
             dtype = torch.promote_types(losses.dtype, torch.float32)
             return losses.new_zeros(0, 0, dtype=dtype)
-        return self._driver.gramian(losses)
+        with self._drivers.one() as driver:
+            return driver.gramian(losses)
 
     def jacobian(self, losses: Tensor, *, keep: Keep = "auto") -> Jacobian:
         """The Jacobian of the losses, as an operator that keeps factors and not rows.
@@ -173,7 +176,8 @@ class Engine:
         self._check(losses)
         if losses.numel() == 0:
             return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
-        objectives, store = self._driver.columns(losses, keep)
+        with self._drivers.one() as driver:
+            objectives, store = driver.columns(losses, keep)
         names = self._channel.names(store.columns)
         return Jacobian(objectives, store.columns, names, self._limit)
 
@@ -256,11 +260,12 @@ class Engine:
         if losses.numel() == 0:
             weights, gramian = losses.detach().flatten(), self.compute_gramian(losses)
             return (weights, gramian) if return_gramian else weights
-        outside = self._driver.leaves_outside(losses)
         with self._arena.borrowed() as arena, self._reserve.borrowed() as memory:
-            objectives, store = self._driver.columns_and_gramian(
-                losses, "rows", arena, retain_graph=retain_graph or bool(outside)
-            )
+            with self._drivers.one() as driver:
+                outside = driver.leaves_outside(losses)
+                objectives, store = driver.columns_and_gramian(
+                    losses, "rows", arena, retain_graph=retain_graph or bool(outside)
+                )
             gramian = store.gramian.arranged(objectives)
             weights = weighting(gramian).detach()
             accumulate_grad(objectives, store.columns, weights, self._limit, memory)
@@ -303,7 +308,8 @@ class Engine:
         """
         self._check(losses)
         if losses.numel():
-            self._driver.gramian(losses, verify=True)
+            with self._drivers.one() as driver:
+                driver.gramian(losses, verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how.
@@ -327,7 +333,7 @@ class Engine:
             >>> engine.report().parameters[0].plan
             'factors'
         """
-        return make_report(self._driver.record)
+        return make_report(self._drivers.last.record)
 
     def __str__(self) -> str:
         return str(self.report())

@@ -1,6 +1,7 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
 from autogram._capture.driver import BatchDim, Driver
+from autogram._capture.drivers import Drivers
 from autogram._capture.exact import exact
 from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
 from autogram._capture.objectives import Objectives
@@ -16,6 +17,7 @@ __all__ = [
     "BatchDim",
     "Channel",
     "Driver",
+    "Drivers",
     "Entry",
     "Objectives",
     "Parameters",
