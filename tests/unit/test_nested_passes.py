@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.variable import Variable
@@ -564,3 +565,49 @@ def test_what_a_nested_pass_uses_is_exact_by_fallback_with_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.compute_gramian(per_sample(model(batch(4, 3))))
+
+
+def test_a_step_inside_of_a_pass_is_refused() -> None:
+    """A hook that takes a step with the same engine, or with another one."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    engine = Engine(model, batch_dim=0)
+    for of, stepping in ((model, engine), (other, Engine(other))):
+        inner = per_sample(of(batch(3, 3)))
+        checks = fill(model), fill(other)
+
+        def step(g: Tensor, inner: Tensor = inner, stepping: Engine = stepping) -> None:
+            del g
+            with torch.enable_grad():
+                stepping.backward(inner, lambda gramian: gramian.diagonal(), retain_graph=True)
+
+        losses = per_sample(model(batch(4, 3)))
+        losses.register_hook(step)
+        with pytest.raises(UnsupportedError, match=r"hook.*Add them outside"):
+            engine.compute_gramian(losses)
+        for check in checks:
+            check()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_reformer(call: str) -> None:
+    """Its layers are reversible, and hide their parameters."""
+    config = transformers.ReformerConfig(
+        attention_head_size=4,
+        attn_layers=["local", "local"],
+        axial_pos_embds=False,
+        feed_forward_size=8,
+        hidden_size=8,
+        local_attn_chunk_length=4,
+        max_position_embeddings=8,
+        num_attention_heads=2,
+        vocab_size=20,
+    )
+    model = transformers.ReformerModel(config).to(torch.get_default_dtype())
+    engine = Engine(model, batch_dim=0)
+    check = fill(model)
+    losses = per_sample(model(torch.randint(20, (3, 8))).last_hidden_state)
+    with pytest.raises(
+        UnsupportedError, match=r"`encoder\.layers\.0\.attention.*reversible layers"
+    ):
+        CALLS[call](engine, losses)
+    check()

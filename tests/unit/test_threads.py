@@ -1,7 +1,8 @@
 """One engine, or one model, in several threads: every call is exact."""
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,6 +23,15 @@ EACH = [
     pytest.param(per_sample, id="(B,)"),
     pytest.param(lambda output: features(output, 3), id="(B, K)"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def restless() -> Iterator[None]:
+    """Let threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 class Turn:
@@ -327,3 +337,56 @@ def test_the_engine_of_pytorch_is_back_when_all_threads_are_done() -> None:
     before = Variable._execution_engine
     in_threads(lambda _: assert_exact(engine, per_sample(model(batch(4, 3))), model), 4)
     assert Variable._execution_engine is before
+
+
+def test_hooks_on_parameters_rest_while_anybody_verifies() -> None:
+    """In two threads, of which one ends before the other; and they run again afterwards."""
+    model = mlp()
+    engine = Engine(model, batch_dim=0, verify="always")
+    calls: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: calls.append(1))
+    ends = threading.Event()
+
+    def run(i: int) -> None:
+        y = model(batch(4, 3))
+        passes: list[int] = []
+
+        def wait(g: Tensor) -> None:
+            del g
+            passes.append(1)
+            if i and not ends.is_set() and len(passes) == 8:
+                ends.wait(20)
+
+        y.register_hook(wait)
+        engine.compute_gramian(per_sample(y))
+        if not i:
+            ends.set()
+
+    for _ in range(5):
+        in_threads(run)
+        assert not calls
+    model(batch(4, 3)).sum().backward()
+    assert len(calls) == 4
+
+
+def test_gradients_of_many_steps_at_once_are_added_up() -> None:
+    """None is lost where two threads find no gradient yet."""
+    model = nn.Linear(1, 1, bias=False)
+    engine = Engine(model, batch_dim=0, verify="never")
+    turn = Turn(4)
+    losses = [model(torch.ones(2, 1)).sum(1) for _ in range(4 * 25)]
+    ones = torch.ones(2)
+
+    def run(i: int) -> None:
+        for k in range(25):
+            turn.meet()
+            if not i:
+                model.weight.grad = None
+            turn.meet()
+            engine.backward(losses[4 * k + i], lambda _: ones)
+            turn.meet()
+            assert model.weight.grad is not None
+            assert model.weight.grad.item() == 8
+
+    in_threads(run, 4)

@@ -6,6 +6,7 @@ from autogram._capture.exact import exact
 from autogram._capture.memory import ELEMENT_BYTES, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.parameters import Parameters
+from autogram._capture.passes import running_pass
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
@@ -27,4 +28,5 @@ __all__ = [
     "Verify",
     "exact",
     "retried_with_less",
+    "running_pass",
 ]

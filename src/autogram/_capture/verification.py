@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -193,18 +194,36 @@ class Schedule:
                 return Check(losses, u.to(losses.device, losses.dtype).view(losses.shape))
 
 
+@dataclass
+class _Silent:
+    """The hooks of one parameter, while they are kept from running."""
+
+    hooks: dict[int, Any]
+    passes: int = 0
+
+
+_SILENCING = threading.Lock()
+_SILENT: dict[int, _Silent] = {}  # by the `id` of the object that held the hooks
+
+
 @contextmanager
 def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
-    hooks = [p._backward_hooks for p in parameters if p._backward_hooks]
-    kept = [dict(of_parameter) for of_parameter in hooks]
-    for of_parameter in hooks:
-        of_parameter.clear()  # autograd holds the same object
+    hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
+    with _SILENCING:
+        for of_parameter in hooks:
+            silent = _SILENT.setdefault(id(of_parameter), _Silent(dict(of_parameter)))
+            silent.passes += 1
+            of_parameter.clear()  # autograd holds the same object
     try:
         yield
     finally:
-        for of_parameter, before in zip(hooks, kept, strict=True):
-            of_parameter.update(before)
+        with _SILENCING:
+            for of_parameter in hooks:
+                silent = _SILENT[id(of_parameter)]
+                silent.passes -= 1
+                if not silent.passes:  # no other thread is in the middle of the same
+                    of_parameter.update(_SILENT.pop(id(of_parameter)).hooks)
 
 
 def _squared_norm(gradient: Tensor) -> float:
