@@ -46,6 +46,8 @@ class Engine:
     are not changed in any bit (but for the order in which parts of a gradient are added, where a
     call without a rule reads a parameter several times, and another call reads it, too).
 
+    Several threads may use an engine at once. What runs at the same time learns on its own.
+
     The hooks are taken off when the engine is dropped, by :meth:`remove`, or at the end of a
     block that begins with ``with Engine(model) as engine:``.
 
@@ -139,7 +141,8 @@ class Engine:
             NonFiniteError: The samples were sought, and a cotangent is not finite, though its
                 objective is, or no objective is.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient that belongs to an objective.
+            UnsupportedError: A recorded call has no gradient that belongs to an objective, or a hook
+                or a custom autograd Function adds to `.grad` of parameters in the backward pass.
             RemovedEngineError: The engine was removed.
             MemoryLimitError: Memory ran out, and again with a smaller limit.
 

@@ -104,36 +104,40 @@ class _Watcher:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def run_backward(
-        self,
-        tensors: Sequence[Tensor | GradientEdge],
-        grad_tensors: Any,
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: Sequence[Tensor | GradientEdge] = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> Any:
-        """Runs a backward pass. The arguments are those of PyTorch's engine."""
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward pass."""
         is_ours, _HERE.is_ours = _HERE.is_ours, False
         outer = None if is_ours else self._find_outer() or _HERE.outer
-        before = _HERE.outer
-        if outer is not None:
-            _HERE.outer = outer
-            changing = inputs or [leaf for output in tensors for leaf in _leaves_of(output)]
-            outer.note_nested([x for x in changing if isinstance(x, Tensor) and accumulate_grad])
+        if outer is None:
+            return self.engine.run_backward(*args, **kwargs)
+        before, _HERE.outer = _HERE.outer, outer
         try:
-            return self.engine.run_backward(
-                tensors,
-                grad_tensors,
-                keep_graph,
-                create_graph,
-                inputs,
-                allow_unreachable=allow_unreachable,
-                accumulate_grad=accumulate_grad,
-            )
+            outer.note_nested(_changing({**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}))
+            return self.engine.run_backward(*args, **kwargs)
         finally:
             _HERE.outer = before
+
+
+# Those of `run_backward` of PyTorch's engine.
+_ARGUMENTS = (
+    "tensors",
+    "grad_tensors",
+    "keep_graph",
+    "create_graph",
+    "inputs",
+    "allow_unreachable",
+    "accumulate_grad",
+)
+
+
+def _changing(arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose `.grad` a pass with these arguments may add to."""
+    if not arguments.get("accumulate_grad"):
+        return []
+    found: Sequence[Tensor | GradientEdge] = arguments.get("inputs") or [
+        leaf for output in arguments["tensors"] for leaf in _leaves_of(output)
+    ]
+    return [x for x in found if isinstance(x, Tensor)]
 
 
 def _leaves_of(output: Tensor | GradientEdge) -> list[Tensor]:
