@@ -141,8 +141,8 @@ class Engine:
             NonFiniteError: The samples were sought, and a cotangent is not finite, though its
                 objective is, or no objective is.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient that belongs to an objective, or a hook
-                or a custom autograd Function adds to `.grad` of parameters in the backward pass.
+            UnsupportedError: A recorded call has no gradient that belongs to an objective, or a
+                custom autograd Function or a hook adds to `.grad` of parameters in the pass.
             RemovedEngineError: The engine was removed.
             MemoryLimitError: Memory ran out, and again with a smaller limit.
 
