@@ -82,8 +82,8 @@ def test_callbacks_run_where_samples_are_looked_for(
 def test_callbacks_run_where_samples_are_mixed(losses_of: Losses) -> None:
     model = mlp()
     engine = Engine(model, batch_dim=0)
-    for _ in range(2):
-        callbacks = Callbacks()
+    callbacks = Callbacks()
+    for _ in range(2):  # it is found out, and known
         y = callbacks.watch(model(batch(4, 3)))
         with pytest.raises(MixedSamplesError, match="samples are mixed"):
             engine.compute_gramian(losses_of(y - y.mean(0)))

@@ -248,6 +248,7 @@ class Driver:
     def _assemble_per_sample(self, objectives: Objectives, tail: Tail, job: Job[S]) -> S:
         """The columns for per-sample losses, after a look for the samples where it is needed."""
         search = self._places.search(objectives, tail)
+        search.prepare()
         while True:
             # Where a layout is missing, the pass may stop half-way, and begin again.
             must_retain = job.retain_graph or not search.is_settled

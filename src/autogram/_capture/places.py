@@ -142,6 +142,17 @@ class Search:
                     return False
         return True
 
+    def prepare(self) -> None:
+        """Looks for the samples now, where a pass would only show that they must be sought.
+
+        Raises:
+            MixedSamplesError: It is known that they are mixed.
+        """
+        for use in self._tail.uses:
+            if self._known(use.recording) is None:
+                self.seek(UnknownLayoutError(use, is_needed=False))
+                return
+
     def seek(self, unknown: UnknownLayoutError) -> None:
         """Looks for the samples, by passes of its own."""
         self.has_sought = True

@@ -13,6 +13,7 @@ from autogram._capture.graph import nodes_behind
 from autogram._capture.picking import picked_by_node
 from autogram._capture.recording import Channel
 from autogram._capture.tap import is_tap_of
+from autogram._capture.use import Use
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Tail:
     """Whether a backward pass through it may be batched."""
     leaves: tuple[Tensor, ...]
     """Tensors that the losses reach past every tap, such as parameters in a penalty."""
+    uses: tuple[Use, ...]
+    """The uses whose taps the losses reach first."""
 
     @classmethod
     def of(cls, channel: Channel, losses: Tensor) -> Tail:
@@ -37,6 +40,7 @@ class Tail:
         names: list[tuple[str, tuple[int, ...]]] = []
         details: list[Any] = []
         leaves: list[Tensor] = []
+        uses: list[Use] = []
         for node in nodes_behind(losses, lambda node: is_tap_of(channel, node)):
             names.append((node.name(), tuple(place for _, place in node.next_functions)))
             details.append(picked_by_node(node))
@@ -45,11 +49,14 @@ class Tail:
             variable = getattr(node, "variable", None)
             if variable is not None:
                 leaves.append(variable)
+            elif is_tap_of(channel, node):
+                uses.append(node.use)
         return cls(
             hash(tuple(names)),
             hash((*names, *details)),
             WRONG_NODES.isdisjoint(name for name, _ in names),
             tuple(leaves),
+            tuple(uses),
         )
 
 
