@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, overload
 
@@ -18,8 +19,10 @@ from autogram._capture import (
     BatchDim,
     Channel,
     Driver,
+    Drivers,
     Limit,
     Objectives,
+    Parameters,
     Recordings,
     Unseen,
     Verify,
@@ -60,6 +63,8 @@ class Engine:
     the Gramian J Jᵀ. With gradients disabled the hooks do nothing, and ordinary backward passes
     are not changed in any bit (but for the order in which parts of a gradient are added, where a
     call without a rule reads a parameter several times, and another call reads it, too).
+
+    Several threads may use an engine at once. What runs at the same time learns on its own.
 
     The hooks are taken off when the engine is dropped, by :meth:`remove`, or at the end of a
     block that begins with ``with Engine(model) as engine:``.
@@ -116,13 +121,11 @@ class Engine:
         check_options(batch_dim, verify, unseen)
         refuse_shards(modules)
         self._batch_dim = batch_dim
-        self._channel = channel = Channel()
+        references = tuple(weakref.ref(module) for module in modules)
+        self._channel = channel = Channel(Parameters(references))
         self._limit = Limit.of_bytes(memory_limit_bytes)
-        recordings = Recordings(channel, tuple(weakref.ref(module) for module in modules))
-        self._recordings = recordings
-        self._driver = Driver(
-            channel, batch_dim, self._limit, recordings.parameters, verify, unseen
-        )
+        self._recordings = recordings = Recordings(channel, references)
+        self._drivers = Drivers(partial(Driver, channel, batch_dim, self._limit, verify, unseen))
         self._arena, self._reserve = Arena(), Reserve()
         self._has_warned = False
         self._hooks = hook_all(modules, recordings)
@@ -160,8 +163,9 @@ class Engine:
             NonFiniteError: The samples were sought, and a cotangent is not finite, though its
                 objective is, or no objective is.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient that belongs to an objective, or the
-                pass would disturb a wrapper of `torch.distributed`.
+            UnsupportedError: A recorded call has no gradient that belongs to an objective, the pass
+                would disturb a wrapper of `torch.distributed`, or a custom autograd Function or a
+                hook adds to `.grad` of parameters in the pass.
             RemovedEngineError: The engine was removed.
             MemoryLimitError: Memory ran out, and again with an eighth of the limit. If that is
                 enough, this engine and its Jacobians keep the smaller limit.
@@ -173,7 +177,8 @@ class Engine:
         if losses.numel() == 0:
             dtype = torch.promote_types(losses.dtype, torch.float32)
             return losses.new_zeros(0, 0, dtype=dtype)
-        return self._driver.gramian(losses)
+        with self._drivers.one() as driver:
+            return driver.gramian(losses)
 
     def jacobian(self, losses: Tensor, *, keep: Keep = "auto") -> Jacobian:
         """The Jacobian of the losses, as an operator that keeps factors and not rows.
@@ -198,7 +203,8 @@ class Engine:
         self._check(losses)
         if losses.numel() == 0:
             return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
-        objectives, store = self._driver.columns(losses, keep)
+        with self._drivers.one() as driver:
+            objectives, store = driver.columns(losses, keep)
         names = self._channel.names(store.columns)
         exchanged = is_exchanged(self._channel, losses)
         return Jacobian(objectives, store.columns, names, self._limit, is_exchanged=exchanged)
@@ -291,14 +297,15 @@ class Engine:
             return (weights, gramian) if return_gramian else weights
         if is_exchanged(self._channel, losses):
             refuse_gradients("engine.backward")
-        outside = self._driver.leaves_outside(losses)
         with (
             self._arena.borrowed() as arena,
             self._reserve.borrowed(self._limit.elements) as memory,
         ):
-            objectives, columns, gramian = self._driver.columns_and_gramian(
-                losses, "rows", arena, retain_graph=retain_graph or bool(outside)
-            )
+            with self._drivers.one() as driver:
+                outside = driver.leaves_outside(losses)
+                objectives, columns, gramian = driver.columns_and_gramian(
+                    losses, "rows", arena, retain_graph=retain_graph or bool(outside)
+                )
             with without_autocast(losses.device):
                 weights = check_weights(weighting(gramian))
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
@@ -342,7 +349,8 @@ class Engine:
         """
         self._check(losses)
         if losses.numel():
-            self._driver.gramian(losses, verify=True)
+            with self._drivers.one() as driver:
+                driver.gramian(losses, verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how.
@@ -366,7 +374,7 @@ class Engine:
             >>> engine.report().parameters[0].plan
             'factors'
         """
-        return make_report(self._driver.record)
+        return make_report(self._drivers.last.record)
 
     def __str__(self) -> str:
         return str(self.report())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Memory, weighted_sums
-from autogram._capture import Limit, Objectives, exact, retried_with_less
-from autogram._errors import InvalidOperandError, MemoryLimitError
+from autogram._capture import Limit, Objectives, exact, retried_with_less, running_pass
+from autogram._errors import InvalidOperandError, MemoryLimitError, UnsupportedError
 from autogram._operands import weights_of
+
+# Of two threads that find no gradient, one is the first.
+_FIRST = threading.Lock()
 
 
 def weighted_gradients(
@@ -55,7 +59,14 @@ def accumulate_grad(
         InvalidOperandError: The weights have another shape.
         ChangedTensorError: What is kept was changed in place. No gradient is.
         MemoryLimitError: Memory ran out, and again with less. Some gradients are changed.
+        UnsupportedError: A backward pass of an engine is under way.
     """
+    if running_pass() is not None:
+        raise UnsupportedError(
+            "Gradients are to be added to `.grad` inside of a backward pass of an engine, by a "
+            "hook or a custom autograd Function. Such passes are made as often as samples are "
+            "looked for, and leave `.grad` as it was. Add them outside."
+        )
     for of_parameter in columns.values():
         of_parameter.check()
     with exact(objectives.losses.device):
@@ -117,7 +128,9 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         gradient = gradient.to(parameter.dtype)
     # Hooks are to be called with the gradient.
     has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    if parameter.grad is None and not has_hooks:
-        parameter.grad = gradient  # autograd would copy it, as someone else might hold it too
-    else:
-        torch.autograd.backward([parameter], [gradient])
+    if not has_hooks:
+        with _FIRST:
+            if parameter.grad is None:
+                parameter.grad = gradient  # autograd would copy it, as others might hold it too
+                return
+    torch.autograd.backward([parameter], [gradient])

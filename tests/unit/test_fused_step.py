@@ -138,7 +138,7 @@ def test_a_second_engine_on_the_model_costs_no_pass() -> None:
     model = mlp()
     engines = [Engine(model), Engine(model)]
     losses = per_sample(model(batch(4, 3)))
-    assert [engine._driver.leaves_outside(losses) for engine in engines] == [[], []]
+    assert [engine._drivers.last.leaves_outside(losses) for engine in engines] == [[], []]
 
 
 def test_graph_is_freed_on_the_way() -> None:

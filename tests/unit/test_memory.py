@@ -87,7 +87,7 @@ def test_activations_die_with_the_losses(name: str, ends_with: str) -> None:
             assert seen
             del losses, output
             assert [ref for ref in seen if ref() is not None] == []
-            assert len(engine._driver._channel.recordings) == 0
+            assert len(engine._channel.recordings) == 0
 
 
 @pytest.mark.parametrize("error", ["forward", "mixed"])
@@ -108,7 +108,7 @@ def test_activations_die_after_an_error(error: str) -> None:
             pytest.fail("nothing was raised")
         assert len(seen) >= 3
         assert [ref for ref in seen if ref() is not None] == []
-    assert len(engine._driver._channel.recordings) == 0
+    assert len(engine._channel.recordings) == 0
 
 
 @pytest.mark.parametrize("each", [1, 2])
@@ -155,7 +155,7 @@ def test_tensors_alive_over_fifty_steps(name: str) -> None:
         if step % 15 == 4:  # counting takes longer than a step
             counts.append(live_tensors())
     assert set(counts) == {counts[0]}
-    assert len(engine._driver._channel.recordings) == 0
+    assert len(engine._channel.recordings) == 0
 
 
 def test_passes_that_are_never_used() -> None:
@@ -164,11 +164,11 @@ def test_passes_that_are_never_used() -> None:
     engine = Engine(model)
     before = live_tensors()
     kept = [model(batch(4, 3)) for _ in range(5)]
-    assert len(engine._driver._channel.recordings) == 5
+    assert len(engine._channel.recordings) == 5
     del kept[1:4]
-    assert len(engine._driver._channel.recordings) == 2
+    assert len(engine._channel.recordings) == 2
     kept.clear()
-    assert len(engine._driver._channel.recordings) == 0
+    assert len(engine._channel.recordings) == 0
     assert live_tensors() == before
 
 

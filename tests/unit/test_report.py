@@ -242,8 +242,8 @@ def test_no_tensor_is_kept() -> None:
     model = Tied()
     engine = Engine(model)
     engine.compute_gramian(per_sample(model(torch.randint(11, (3, 5)))))
-    assert engine._driver.record.entries
-    assert list(tensors_in(engine._driver.record)) == []
+    assert engine._drivers.last.record.entries
+    assert list(tensors_in(engine._drivers.last.record)) == []
 
 
 def test_nothing_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Samples in irregular places: tokens routed to experts, ragged batches, chosen samples."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine, MixedSamplesError
-from autogram._capture import visit
+from autogram._capture.passes import Pass
 from tests.unit.checks import (
     COUPLED,
     PER_SAMPLE,
@@ -150,14 +152,14 @@ def test_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.compute_gramian(per_sample(model(batch(8, 5, WIDTH))))
         engine.compute_gramian(per_sample(model(batch(8, 5, WIDTH))))
         passes: list[None] = []
-        original = visit._differentiate
+        original = Pass.differentiate
 
-        def count(*args, original=original, passes=passes, **kwargs) -> None:  # type: ignore[no-untyped-def]
-            original(*args, **kwargs)
-            passes.append(None)  # not if it was given up at the first use
+        def count(*args, original=original, passes=passes, **kwargs) -> Any:  # type: ignore[no-untyped-def]
+            passes.append(None)
+            return original(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(visit, "_differentiate", count)
+            patch.setattr(Pass, "differentiate", count)
             engine.compute_gramian(per_sample(model(batch(8, 5, WIDTH))))
         counts.append(len(passes))
     assert counts == [2, 1]

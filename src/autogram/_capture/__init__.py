@@ -8,9 +8,12 @@ from autogram._capture.distribution import (
     refuse_shards,
 )
 from autogram._capture.driver import BatchDim, Driver
+from autogram._capture.drivers import Drivers
 from autogram._capture.exact import exact, without_autocast
 from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
+from autogram._capture.parameters import Parameters
+from autogram._capture.passes import running_pass
 from autogram._capture.record import Entry, Record
 from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
@@ -21,9 +24,11 @@ __all__ = [
     "BatchDim",
     "Channel",
     "Driver",
+    "Drivers",
     "Entry",
     "Limit",
     "Objectives",
+    "Parameters",
     "Record",
     "Recordings",
     "Unseen",
@@ -35,5 +40,6 @@ __all__ = [
     "refuse_pass",
     "refuse_shards",
     "retried_with_less",
+    "running_pass",
     "without_autocast",
 ]

@@ -228,9 +228,9 @@ class Assembly(Generic[S]):
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
         is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
-        with self._channel.blocking():
-            limit = self._limit.elements
-            return list(pull_back(tracked, rows, limit, is_batchable=is_batchable))
+        limit = self._limit.elements
+        found = pull_back(self._channel, tracked, rows, limit, is_batchable=is_batchable)
+        return list(found)
 
     def _finish(self, account: _Account) -> None:
         """Gives the columns of a parameter to the sink, if there are any."""

@@ -23,7 +23,7 @@ from autogram._capture.record import Record
 from autogram._capture.recording import Channel
 from autogram._capture.sinks import GramianSum, Sink, Store, StoreWithGramian
 from autogram._capture.survey import Survey
-from autogram._capture.unseen import Names, Unseen, describe_unseen, use_in_tail
+from autogram._capture.unseen import Unseen, describe_unseen, use_in_tail
 from autogram._capture.use import Use
 from autogram._capture.verification import Check, Comparison, Schedule, Verify
 from autogram._capture.visit import visit
@@ -56,6 +56,7 @@ class Job(Generic[S]):
     record: Record | None = None
     must_verify: bool = False
     retain_graph: bool = True
+    is_step: bool = False
 
     @property
     def observers(self) -> list[Observer]:
@@ -71,7 +72,6 @@ class Driver:
         batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
             ``"auto"`` to find out.
         limit: What the engine and its Jacobians share.
-        names: Gives the parameters of the engine's modules, with their names.
         verify: When to compare with an ordinary backward pass.
         unseen: Whether to refuse parameters that are used where nothing is recorded.
 
@@ -84,7 +84,6 @@ class Driver:
         channel: Channel,
         batch_dim: BatchDim,
         limit: Limit,
-        names: Names,
         verify: Verify = "first",
         unseen: Unseen = "rows",
     ) -> None:
@@ -95,12 +94,9 @@ class Driver:
         self._schedule = Schedule(verify, REMEMBERED)
         self.record = Record(limit)
         self._recorded: bytes | None = None
-        self._names = names
         self._on_unseen = unseen
         self._unseen: list[Use] = []
-        self._has_mentioned = False
         self._has_sought = False
-        self._has_warned = False
 
     @retried_with_less
     def gramian(self, losses: Tensor, *, verify: bool = False) -> Tensor:
@@ -151,15 +147,17 @@ class Driver:
         """
         with exact(losses.device):
             make_sink = partial(StoreWithGramian, form, self._limit, arena=arena)
-            objectives, store = self._collect(losses, make_sink, retain_graph=retain_graph)
+            objectives, store = self._collect(
+                losses, make_sink, retain_graph=retain_graph, is_step=True
+            )
             return objectives, store.columns, store.gramian.arranged(objectives)
 
     def leaves_outside(self, losses: Tensor) -> list[Tensor]:
         """The leaves that losses depend on, less the parameters of the engine's modules."""
         with explaining_freed_graphs():
             found = leaves_behind(losses)
-        inside = {id(p) for recording in self._channel.recordings for p in recording.names}
-        return [leaf for leaf in found if id(leaf) not in inside]
+        inside = self._channel.parameters(found)
+        return [leaf for leaf in found if leaf not in inside]
 
     def _collect(
         self,
@@ -168,6 +166,7 @@ class Driver:
         *,
         verify: bool = False,
         retain_graph: bool = True,
+        is_step: bool = False,
     ) -> tuple[Objectives, S]:
         """The columns of J for all parameters, verified and recorded where that is due."""
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
@@ -177,7 +176,8 @@ class Driver:
         check = self._schedule.next(losses, survey.structure, must=verify)
         record = Record(self._limit) if survey.key != self._recorded else None
         self._has_sought = False
-        job = Job(make_sink, check, record, verify, retain_graph or check is not None)
+        must_retain = retain_graph or check is not None
+        job = Job(make_sink, check, record, verify, must_retain, is_step)
         found = self._assemble_or_retreat(objectives, survey, job)
         if record is not None:
             record.finish(self._channel.recordings)
@@ -189,9 +189,10 @@ class Driver:
     def _mention_unseen(self, objectives: int) -> None:
         """Tells the user, once, of parameters that are used unseen, or refuses them."""
         uses, self._unseen = self._unseen, []
-        if not uses or (self._has_mentioned and self._on_unseen == "rows"):
+        told = self._channel.told
+        if not uses or ("unseen" in told and self._on_unseen == "rows"):
             return
-        self._has_mentioned = True
+        told.add("unseen")
         message = describe_unseen(uses, objectives)
         if self._on_unseen == "error":
             raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
@@ -289,7 +290,7 @@ class Driver:
         retain_graph: bool,
     ) -> S:
         """One pass past the taps, with the layouts that are known."""
-        in_tail = use_in_tail(self._channel, self._names, survey)
+        in_tail = use_in_tail(self._channel, survey)
 
         def start() -> Assembly[S]:
             observers = job.observers
@@ -308,6 +309,7 @@ class Driver:
             start,
             is_batchable=all(recording.is_batchable for recording in self._channel.recordings),
             retain_graph=retain_graph,
+            is_step=job.is_step,
         )
         if not assembly.has_arrivals:
             raise NotConnectedError(
@@ -321,9 +323,9 @@ class Driver:
 
     def _warn(self, error: AutogramError, objectives: Objectives) -> None:
         """Tells the user, once, that the whole batch is treated as one sample."""
-        if self._has_warned:
+        if "coupled" in self._channel.told:
             return
-        self._has_warned = True
+        self._channel.told.add("coupled")
         sizes = {n for recording in self._channel.recordings for n in recording.sizes}
         if sizes and objectives.samples not in sizes:
             message = (

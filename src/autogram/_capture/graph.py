@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from autogram._errors import FreedGraphError, UnsupportedError
 
@@ -35,9 +36,11 @@ def explaining_freed_graphs() -> Iterator[None]:
         ) from error
 
 
-def nodes_behind(tensor: Tensor, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+def nodes_behind(
+    tensor: Tensor | GradientEdge, is_end: Callable[[Any], bool] | None = None
+) -> Iterator[Any]:
     """Each node that a tensor depends on, once, up to those that are an end, if any is."""
-    return nodes_from(tensor.grad_fn, is_end)
+    return nodes_from(tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node, is_end)
 
 
 def nodes_from(start: Any, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
@@ -60,7 +63,7 @@ def is_any_tap(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) and getattr(node, "use", None) is not None
 
 
-def leaves_behind(tensor: Tensor) -> list[Tensor]:
+def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
     anchors: set[int] = set()
     leaves: list[Tensor] = []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -28,42 +28,69 @@ def entry_of(module: nn.Module | None, inputs: Sequence[Tensor]) -> Entry:
     return id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs)
 
 
+class Alive(WeakSet["Recording"]):
+    """The recordings that are alive. Several threads may add to them, and look at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()
+
+    def add(self, item: Recording) -> None:
+        """Adds a recording."""
+        with self._lock:
+            super().add(item)
+
+    def __iter__(self) -> Iterator[Recording]:
+        with self._lock:
+            found = list(super().__iter__())
+        return iter(found)
+
+
 class Channel:
     """What an engine and the taps of its graphs share.
 
     Attributes:
+        parameters_now: Gives the parameters of the engine's modules, with their names. To look
+            takes some time.
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to it visits exactly the taps that the losses depend on.
-        receive: Who is shown the cotangents, while a driver runs.
-        hidden: The size of the leading dimension that a batched pass hides, or ``None``.
-        is_blocked: Whether taps stop the backward pass, so that what lies between a tensor and
-            the nearest taps can be differentiated alone.
         recordings: Those whose graph is still alive.
         by_element: Uses, by their place and their function, whose samples once had places along no
             dimension. They are looked at element by element.
+        told: The warnings that the user was given, of which each comes once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters_now: Callable[[], dict[Tensor, str]] = dict) -> None:
+        self.parameters_now = parameters_now
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self.receive: Receiver | None = None
-        self.hidden: int | None = None
-        self.is_blocked = False
-        self.recordings: WeakSet[Recording] = WeakSet()
+        self.recordings = Alive()
         self.by_element: set[tuple[int, str]] = set()
+        self.told: set[str] = set()
 
     def was_derived(self, entry: Entry, place: int) -> bool:
         """Whether an input of a module in a checkpoint was computed from parameters alone."""
         return any(place in recording.entries.get(entry, ()) for recording in self.recordings)
 
+    def parameters(self, known: Iterable[Tensor] = ()) -> dict[Tensor, str]:
+        """The parameters of the engine's modules, with their names.
+
+        As they were when the recordings that are alive began, or where there are none, and where
+        others are ``known`` to be used, as they are now.
+        """
+        names: dict[Tensor, str] = {}
+        for recording in self.recordings:
+            names = {**recording.names, **names}
+        if not names or not names.keys() >= set(known):
+            names = {**self.parameters_now(), **names}
+        return names
+
     def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
-        """The trainable parameters of the recordings that are alive, in order, with unique names.
+        """The trainable parameters of the engine's modules, in order, with unique names.
 
         Where `functional_call` puts other tensors in the place of parameters, one name may belong
         to several. Those that are ``reached`` are all listed, and others only if a name is free.
         """
-        found: dict[Tensor, str] = {}
-        for recording in self.recordings:
-            found = {**recording.names, **found}
+        found = self.parameters(reached)
         of_reached = {name for parameter, name in found.items() if parameter in reached}
         seen: Counter[str] = Counter()
         names: dict[Tensor, str] = {}
@@ -73,30 +100,6 @@ class Channel:
                 seen[name] += 1
                 names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
         return names
-
-    @contextmanager
-    def visiting(self, receive: Receiver | None, hidden: int | None = None) -> Iterator[None]:
-        """Shows cotangents to ``receive``, or to nobody in a pass that is not for the taps."""
-        before = self.receive, self.hidden
-        self.receive, self.hidden = receive, hidden
-        references = [found for recording in self.recordings for found in recording.retained]
-        retained = [(x, x.grad) for x in (reference() for reference in references) if x is not None]
-        try:
-            yield
-        finally:
-            self.receive, self.hidden = before
-            for tensor, gradient in retained:  # a pass of ours is none of the user's
-                tensor.grad = gradient
-
-    @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Stops backward passes at the taps."""
-        before = self.is_blocked
-        self.is_blocked = True
-        try:
-            yield
-        finally:
-            self.is_blocked = before
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autogram._capture.distribution import will_exchange
 from autogram._capture.recorder import Recorder
@@ -29,7 +29,6 @@ class Recordings(threading.local):
         # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
         self._modules = modules
         self._roots = {id(root()) for root in modules}
-        self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
         self._recorder: Recorder | None = None
         self._depth = 0
         self._outermost: nn.Module | None = None
@@ -43,7 +42,7 @@ class Recordings(threading.local):
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
         elif torch.is_grad_enabled() and not _is_transformed():
-            recorder = Recorder(self._channel, self.parameters())
+            recorder = Recorder(self._channel, self._channel.parameters_now())
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
@@ -95,31 +94,6 @@ class Recordings(threading.local):
     def modules(self) -> list[nn.Module]:
         """The modules of the engine that are alive."""
         return [module for module in (root() for root in self._modules) if module is not None]
-
-    def parameters(self) -> dict[Tensor, str]:
-        """The parameters as they are now, and those that `functional_call` has put aside.
-
-        What such a call puts in their place is derived from them, if it is derived from anything.
-        """
-        names = self._names()
-        for derived in [p for p in names if not p.is_leaf]:
-            del names[derived]
-        known = {id(p) for p in names}
-        for reference, name in self._originals:
-            parameter = reference()
-            if parameter is not None and id(parameter) not in known:
-                names[parameter] = name
-        return names
-
-    def _names(self) -> dict[Tensor, str]:
-        """The parameters of the modules as they are now, with their qualified names."""
-        names: dict[Tensor, str] = {}
-        for i, module in enumerate(root() for root in self._modules):
-            prefix = f"{i}" if len(self._modules) > 1 else ""
-            if module is not None:
-                for name, parameter in module.named_parameters(prefix=prefix):
-                    names.setdefault(parameter, name)
-        return names
 
 
 def _is_transformed() -> bool:

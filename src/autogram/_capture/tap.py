@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from autogram._capture.passes import running_pass
 from autogram._capture.recording import Channel
 from autogram._capture.use import Use
 
@@ -59,7 +60,7 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _show(ctx, cotangent)
+        return _show(ctx, cotangent), None, None, None
 
 
 class _InPlaceTap(torch.autograd.Function):
@@ -87,10 +88,11 @@ class _InPlaceTap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.use.recording.channel.is_blocked and cotangent is not None:
+        passed_on = _show(ctx, cotangent)
+        if passed_on is None and cotangent is not None:
             # Zeros and not `None`, with which autograd would drop what lies beside a slice, too.
-            return torch.zeros_like(cotangent), None, None, None
-        return _show(ctx, cotangent)
+            passed_on = torch.zeros_like(cotangent)
+        return passed_on, None, None, None
 
 
 class _Unbatch(torch.autograd.Function):
@@ -126,18 +128,19 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # as typed in torch
 
 
-def _show(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The backward pass of both taps."""
+def _show(ctx: Any, cotangent: Tensor | None) -> Tensor | None:
+    """The backward pass of both taps: shows the cotangent, and gives what is passed on."""
+    current = running_pass()
+    if current is None or cotangent is None:
+        return cotangent
     use: Use = ctx.use
-    channel = use.recording.channel
-    if channel.is_blocked:
-        return None, None, None, None
-    receive = channel.receive
-    if receive is not None and cotangent is not None:
+    if use.recording.channel is not current.channel:
+        return cotangent
+    if current.reach(use.recording):
         saved = ctx.saved_tensors  # read once: under checkpointing, reading computes again
-        if channel.hidden is None:
-            receive(use, saved, cotangent.unsqueeze(0))
+        if current.hidden is None:
+            current.show(use, saved, cotangent.unsqueeze(0))
         else:
-            show = partial(receive, use, saved)
-            _Unbatch.apply(cotangent, show, channel.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
-    return cotangent, None, None, None
+            show = partial(current.show, use, saved)
+            _Unbatch.apply(cotangent, show, current.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
+    return None if current.is_blocked else cotangent

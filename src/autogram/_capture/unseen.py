@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.recording import Channel, Recording
@@ -15,12 +14,11 @@ from autogram._capture.tracked import track_parameter
 from autogram._capture.use import FallbackUse, Use
 
 Unseen = Literal["rows", "error"]
-Names = Callable[[], Mapping[Tensor, str]]
 
 _MOST_NAMED = 8
 
 
-def use_in_tail(channel: Channel, names_of_modules: Names, survey: Survey) -> FallbackUse | None:
+def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap.
 
     A penalty on the weights, a call of another method than the forward, a gradient that is
@@ -29,15 +27,12 @@ def use_in_tail(channel: Channel, names_of_modules: Names, survey: Survey) -> Fa
 
     Args:
         channel: The channel of the engine.
-        names_of_modules: Gives the parameters of the engine's modules.
         survey: The graph behind the losses.
     """
     losses, leaves = survey.losses, survey.leaves_of_tail
     if not leaves:
         return None
-    names = {p: name for found in channel.recordings for p, name in found.names.items()}
-    if not names.keys() >= set(leaves):  # a look at the modules takes longer
-        names = {**names_of_modules(), **names}
+    names = channel.parameters(leaves)
     reads = tuple(track_parameter(p) for p in leaves if p in names)
     if not reads:
         return None

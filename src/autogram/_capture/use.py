@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Block, Layout, Lookup, Placement, Region, Subset
-from autogram._capture.recording import Recording
+from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram._capture.vjp import Inputs, many_vjps
 from autogram.rules import Form, JointForm, Rule
@@ -166,10 +166,13 @@ class FallbackUse:
         parts: list[list[Tensor | None]] = []
         for masked in one_sample_each(layout, cotangent, limit, largest):
             native = masked.flatten(0, 1).to(self.dtype)
-            with self.recording.channel.blocking():
-                found = many_vjps(
-                    self.edge, self.inputs, native, is_batchable=self.recording.is_batchable
-                )
+            found = many_vjps(
+                self.recording.channel,
+                self.edge,
+                self.inputs,
+                native,
+                is_batchable=self.recording.is_batchable,
+            )
             parts.append([_rows(x, masked.shape[1]) for x in found])
         for tracked, pieces in zip(self.reads, zip(*parts, strict=True), strict=True):
             if pieces[0] is not None:
@@ -198,11 +201,12 @@ def describe(use: Use) -> str:
 
 
 def pull_back(
-    tracked: Tracked, rows: Tensor, limit: int, *, is_batchable: bool
+    channel: Channel, tracked: Tracked, rows: Tensor, limit: int, *, is_batchable: bool
 ) -> Iterator[tuple[Tensor, Block]]:
     """Rows for the parameters that a derived tensor is computed from.
 
     Args:
+        channel: The channel of the taps.
         tracked: The derived tensor.
         rows: Its rows, ``(k, b, elements)``.
         limit: The number of elements that may be alive at once.
@@ -214,7 +218,7 @@ def pull_back(
     parts = []
     for some in rows.split(max(1, limit // (k * needed)), 1):
         native = some.reshape(-1, *tracked.shape).to(tracked.dtype)
-        found = many_vjps(tracked.edge, tracked.sources, native, is_batchable=is_batchable)
+        found = many_vjps(channel, tracked.edge, tracked.sources, native, is_batchable=is_batchable)
         parts.append([_rows(x, some.shape[1]) for x in found])
     for parameter, pieces in zip(tracked.sources, zip(*parts, strict=True), strict=True):
         if pieces[0] is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture.graph import dtypes_behind, explaining_freed_graphs
+from autogram._capture.graph import dtypes_behind, explaining_freed_graphs, leaves_behind
 from autogram._capture.objectives import Objectives
+from autogram._capture.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.use import Arrival, Use
 
@@ -114,15 +116,16 @@ class Check:
         Returns:
             One comparison for each trainable parameter of the engine's modules.
         """
-        names = {p: name for found in channel.recordings for p, name in found.names.items()}
-        names |= {p: c.name for p, c in self.comparisons.items()}  # from before any recording
+        names = channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad]
-        with _without_hooks(parameters), channel.visiting(None), explaining_freed_graphs():
-            gradients = torch.autograd.grad(
-                [self.losses], parameters, [self.vector], retain_graph=True, allow_unused=True
-            )
+        with explaining_freed_graphs():
+            # Also of what is none of the engine's: a pass inside of this one shows itself there.
+            others = [leaf for leaf in leaves_behind(self.losses) if leaf not in names]
+        leaves = parameters + others
+        with _without_hooks(leaves):
+            gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
         compared = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=False):
             comparison = self.comparisons.get(parameter, Comparison(""))
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
@@ -208,18 +211,36 @@ class Schedule:
                 return Check(losses, u.to(losses.device, losses.dtype).view(losses.shape))
 
 
+@dataclass
+class _Silent:
+    """The hooks of one parameter, while they are kept from running."""
+
+    hooks: dict[int, Any]
+    passes: int = 0
+
+
+_SILENCING = threading.Lock()
+_SILENT: dict[int, _Silent] = {}  # by the `id` of the object that held the hooks
+
+
 @contextmanager
 def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
-    hooks = [p._backward_hooks for p in parameters if p._backward_hooks]
-    kept = [dict(of_parameter) for of_parameter in hooks]
-    for of_parameter in hooks:
-        of_parameter.clear()  # autograd holds the same object
+    hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
+    with _SILENCING:
+        for of_parameter in hooks:
+            silent = _SILENT.setdefault(id(of_parameter), _Silent(dict(of_parameter)))
+            silent.passes += 1
+            of_parameter.clear()  # autograd holds the same object
     try:
         yield
     finally:
-        for of_parameter, before in zip(hooks, kept, strict=True):
-            of_parameter.update(before)
+        with _SILENCING:
+            for of_parameter in hooks:
+                silent = _SILENT[id(of_parameter)]
+                silent.passes -= 1
+                if not silent.passes:  # no other thread is in the middle of the same
+                    of_parameter.update(_SILENT.pop(id(of_parameter)).hooks)
 
 
 def _squared_norm(gradient: Tensor) -> float:

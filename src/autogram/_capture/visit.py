@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from autogram._capture.batching import batched
-from autogram._capture.graph import explaining_freed_graphs, nodes_behind
+from autogram._capture.graph import nodes_behind
 from autogram._capture.memory import is_out_of_memory
+from autogram._capture.passes import Pass
 from autogram._capture.recording import Channel, Receiver
 from autogram._capture.use import Use
 from autogram._errors import AutogramError
@@ -26,6 +28,7 @@ def visit(
     *,
     is_batchable: bool = True,
     retain_graph: bool = True,
+    is_step: bool = False,
 ) -> R:
     """Shows a receiver the cotangent of every use.
 
@@ -40,6 +43,7 @@ def visit(
         is_batchable: Whether all cotangents may go in one pass.
         retain_graph: Whether the graph is kept. If not, it is freed as the pass goes on, provided
             that there is a single cotangent: of several, a pass may fail, and another begin.
+        is_step: Whether the pass stands for the user's, as :class:`Pass` says.
 
     Returns:
         The receiver, after it was called with each use, what its tap saved, and its cotangent of
@@ -47,17 +51,19 @@ def visit(
 
     Raises:
         FreedGraphError: An earlier backward pass has freed the graph.
+        UnsupportedError: A pass inside of it adds to gradients.
+        Exception: What the receiver has raised, after the pass has run to its end.
     """
     if len(cotangents) == 1:
         receiver = start()
-        with channel.visiting(receiver):
-            _differentiate(channel, losses, cotangents[0], retain_graph=retain_graph)
+        current = Pass(channel, receiver, is_step=is_step)
+        current.differentiate(losses, [channel.anchor], cotangents[0], retain_graph=retain_graph)
         return receiver
     if is_batchable:
         try:
             receiver = start()
-            with channel.visiting(receiver, hidden=len(cotangents)):
-                _differentiate(channel, losses, cotangents, is_batched=True)
+            current = Pass(channel, receiver, hidden=len(cotangents), is_step=is_step)
+            batched(partial(_differentiate, current, losses), cotangents, nodes_behind(losses))
         except AutogramError:
             raise
         except RuntimeError as error:
@@ -67,12 +73,12 @@ def visit(
         else:
             return receiver
     receiver = start()
-    _visit_one_by_one(channel, losses, cotangents, receiver)
+    _visit_one_by_one(channel, losses, cotangents, receiver, is_step=is_step)
     return receiver
 
 
 def _visit_one_by_one(
-    channel: Channel, losses: Tensor, cotangents: Tensor, receiver: Receiver
+    channel: Channel, losses: Tensor, cotangents: Tensor, receiver: Receiver, *, is_step: bool
 ) -> None:
     """One pass for each cotangent, of which all are kept until the last."""
     shown: dict[Use, tuple[tuple[Tensor, ...], dict[int, Tensor]]] = {}
@@ -81,31 +87,14 @@ def _visit_one_by_one(
         def collect(use: Use, saved: tuple[Tensor, ...], g: Tensor, k: int = k) -> None:
             shown.setdefault(use, (saved, {}))[1][k] = g[0]
 
-        with channel.visiting(collect):
-            # In memory of its own, from the start of which `as_strided_scatter` would read it.
-            _differentiate(channel, losses, cotangent.clone())
+        # In memory of its own, from the start of which `as_strided_scatter` would read it.
+        _differentiate(Pass(channel, collect, is_step=is_step), losses, cotangent.clone())
     for use, (saved, found) in shown.items():
         zero = torch.zeros_like(next(iter(found.values())))
         receiver(use, saved, torch.stack([found.get(k, zero) for k in range(len(cotangents))]))
 
 
-def _differentiate(
-    channel: Channel,
-    losses: Tensor,
-    cotangent: Tensor,
-    *,
-    is_batched: bool = False,
-    retain_graph: bool = True,
-) -> None:
-    """Runs the backward pass from the losses to the taps."""
-
-    def differentiate(g: Tensor) -> Tensor:
-        inputs = [channel.anchor]
-        torch.autograd.grad([losses], inputs, [g], retain_graph=retain_graph, allow_unused=True)
-        return g  # a function under vmap must return a tensor
-
-    with explaining_freed_graphs():
-        if is_batched:
-            batched(differentiate, cotangent, nodes_behind(losses))
-        else:
-            differentiate(cotangent)
+def _differentiate(current: Pass, losses: Tensor, cotangent: Tensor) -> Tensor:
+    """Runs a pass from the losses to the taps, and returns a tensor, as functions under vmap do."""
+    current.differentiate(losses, [current.channel.anchor], cotangent)
+    return cotangent

@@ -9,16 +9,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autogram._capture.batching import batched
 from autogram._capture.graph import is_any_tap, nodes_from
 from autogram._capture.memory import is_out_of_memory
+from autogram._capture.passes import Pass
+from autogram._capture.recording import Channel
+from autogram._errors import AutogramError
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
 
 
 def many_vjps(
-    output: GradientEdge, inputs: Inputs, cotangents: Tensor, *, is_batchable: bool
+    channel: Channel,
+    output: GradientEdge,
+    inputs: Inputs,
+    cotangents: Tensor,
+    *,
+    is_batchable: bool,
 ) -> list[Tensor | None]:
-    """Vector-Jacobian products of one output with respect to some inputs.
+    """Vector-Jacobian products of one output with respect to some inputs, up to the nearest taps.
 
     Args:
+        channel: The channel of the taps.
         output: The edge that the cotangents are of.
         inputs: Tensors or edges.
         cotangents: ``(n, *output)``.
@@ -29,22 +38,26 @@ def many_vjps(
     """
     if is_batchable and cotangents.shape[0] > 1:
         try:
-            return _vmapped(output, inputs, cotangents)
+            return _vmapped(channel, output, inputs, cotangents)
+        except AutogramError:
+            raise
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             # An operation without a batching rule, or with a wrong one: one by one.
     # Each in memory of its own, from the start of which `as_strided_scatter` would read it.
-    single = [_vjp(output, inputs, g.clone()) for g in cotangents]
+    single = [_vjp(channel, output, inputs, g.clone()) for g in cotangents]
     return [_stack(found) for found in zip(*single, strict=True)]
 
 
-def _vmapped(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[Tensor | None]:
+def _vmapped(
+    channel: Channel, output: GradientEdge, inputs: Inputs, cotangents: Tensor
+) -> list[Tensor | None]:
     """All cotangents in one pass."""
     used: list[int] = []
 
     def differentiate(g: Tensor) -> tuple[Tensor, ...]:
-        found = _vjp(output, inputs, g)
+        found = _vjp(channel, output, inputs, g)
         used[:] = [i for i, x in enumerate(found) if x is not None]
         return tuple(x for x in found if x is not None)  # vmap takes no None
 
@@ -54,10 +67,11 @@ def _vmapped(output: GradientEdge, inputs: Inputs, cotangents: Tensor) -> list[T
     return [by_input.get(i) for i in range(len(inputs))]
 
 
-def _vjp(output: GradientEdge, inputs: Inputs, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+def _vjp(
+    channel: Channel, output: GradientEdge, inputs: Inputs, cotangent: Tensor
+) -> tuple[Tensor | None, ...]:
     """One vector-Jacobian product."""
-    found: tuple[Tensor | None, ...]
-    found = torch.autograd.grad([output], inputs, [cotangent], retain_graph=True, allow_unused=True)
+    found = Pass(channel, is_blocked=True).differentiate(output, inputs, cotangent)
     return tuple([_to_dense(x) for x in found])
 
 

@@ -21,7 +21,7 @@ def owners(find: Callable[..., Owners], of: Callable[[Tensor], Tensor], samples:
     layer = nn.Linear(WIDTH, 3)
     engine = Engine(layer)
     losses = of(layer(batch(samples, WIDTH)))
-    return find(engine._driver._channel, Objectives(losses, 0))
+    return find(engine._channel, Objectives(losses, 0))
 
 
 def the_only(found: Owners) -> dict[int, Tensor]:
@@ -75,5 +75,5 @@ def test_objectives_of_a_sample_that_cancel(find: Callable[..., Owners]) -> None
     layer = nn.Linear(WIDTH, 3)
     engine = Engine(layer)
     losses = layer(batch(5, WIDTH)).softmax(1)
-    found = the_only(find(engine._driver._channel, Objectives(losses, 0)))
+    found = the_only(find(engine._channel, Objectives(losses, 0)))
     assert torch.equal(found[0], torch.arange(5))
