@@ -7,7 +7,7 @@ SPEED_ARGS ?=
 HUNT_ARGS ?=
 # Processes that share the unit tests; each computes on one thread.
 JOBS ?= 2
-# How many random networks `make fuzz` tries.
+# How many random networks, and series of steps, `make fuzz` tries: others each time.
 EXAMPLES ?= 10000
 # More arguments of pytest, for instance `make unit PYTEST_ARGS="-k linear"`.
 PYTEST_ARGS ?=
@@ -39,7 +39,7 @@ types: $(VENV)/.test  ## Check types
 unit: $(VENV)/.test  ## Run the unit tests with coverage
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --cov --cov-report term $(PYTEST_ARGS)
 
-fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks with plain autograd, others each time
+fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks and series of steps with plain autograd
 	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/test_properties.py
 
 hunt: $(VENV)/.test  ## Look for silent errors in series of steps whose arguments change

@@ -1,4 +1,8 @@
-"""A grammar of small networks: layers, sharing, freezing, layouts and losses, drawn at random."""
+"""A grammar of small networks: layers, sharing, freezing, layouts and losses, drawn at random.
+
+Series of steps are drawn, too, in which shapes, arguments, masks, modes, frozen parts and losses
+change and return.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,33 @@ class Stream:
         """The same in another order."""
         x = self.first.transpose(0, 1) if "second" in order else self.first
         return Stream(x.flatten(0, 1) if "folded" in order else x, self.samples, order)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What may be another in each step of a series. A shift of zero leaves samples in place."""
+
+    samples: int = 1
+    positions: int = 1
+    shift: int = 0
+    masked: int = 0
+    is_training: bool = True
+    frozen: int = 0
+    losses: str = "(B,)"
+    call: str = "gramian"
+
+    def order(self, count: int) -> list[int]:
+        """An order of samples or positions."""
+        return [(i + self.shift) % count for i in range(count)]
+
+    def rising(self, x: Tensor) -> Tensor:
+        """Numbers that put the samples into this order, ``(samples, 1, 1)``."""
+        return torch.tensor(self.order(len(x))).to(x).view(-1, 1, 1)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """What is masked, ``(samples, positions, 1)``: never the first position."""
+        bits = torch.arange(x.shape[0] * x.shape[1]).view(x.shape[0], -1, 1)
+        return (self.masked >> bits % 12 & 1).bool() & (bits % x.shape[1] > 0)
 
 
 class Pointwise(nn.Module):
@@ -200,6 +231,58 @@ POSITIONAL: dict[str, Callable[[int], nn.Module]] = {
     "mean": lambda _: Call(lambda x: x.mean(1, keepdim=True)),
     "rolled": lambda _: Call(lambda x: x.roll(1, 1)),
 }
+# Layers that read what a step sets, ``(samples, positions, features)`` as they are.
+CHANGING: dict[str, Callable[[Tensor, Step], Tensor]] = {
+    "positions shifted": lambda x, step: x.roll((step.shift,), (1,)),
+    "samples shifted": lambda x, step: x.roll((step.shift,), (0,)),
+    "positions flipped": lambda x, step: x.flip([1] if step.shift else [2]),
+    "samples flipped": lambda x, step: x.flip([0] if step.shift else []),
+    "samples in order": lambda x, step: x[step.order(len(x))],
+    "samples by an index": lambda x, step: x.index_select(0, torch.tensor(step.order(len(x)))),
+    "samples stacked": lambda x, step: torch.stack([x[i] for i in step.order(len(x))]),
+    "samples joined": lambda x, step: torch.cat(
+        [x[step.shift % len(x) :], x[: step.shift % len(x)]]
+    ),
+    "samples by a matrix": lambda x, step: torch.einsum(
+        "bc,ctd->btd", torch.eye(len(x))[step.order(len(x))], x
+    ),
+    "samples sorted": lambda x, step: (x + x.shape[0] * step.rising(x)).sort(0)[0],
+    "other positions": lambda x, step: x[:, step.order(x.shape[1])],
+    "masked": lambda x, step: x.masked_fill(step.mask(x), 0),
+    "mean of what is kept": lambda x, step: (
+        x + torch.where(step.mask(x), 0, x).sum(1, keepdim=True)
+    ),
+    "masked attention": lambda x, step: F.scaled_dot_product_attention(
+        x, x.sin(), x, attn_mask=(step.mask(x)[:, None, :, 0].logical_not())
+    ),
+    "attention of documents": lambda x, step: _attend_documents(x, step),
+    "mixed in": lambda x, step: x + step.shift * x.mean(0),
+    "masked mixing": lambda x, step: torch.where(step.mask(x)[:, :1], x.roll(1, 0), x),
+    "wired otherwise": lambda x, step: (x, x.roll(1, 0))[step.shift % 2].cos(),
+    "written": lambda x, step: _written(x, step),
+    "transposed": lambda x, step: x.mT.contiguous().mT if step.shift else x,
+    "skipped": lambda x, step: x.tanh() if step.shift else x,
+    "mean or sum": lambda x, step: x - (x.mean([1], True) if step.shift else x.sum([1], True)),
+}
+
+
+def _attend_documents(x: Tensor, step: Step) -> Tensor:
+    """Attention among all positions of all samples, each sample's own at first."""
+    tokens = x.reshape(-1, x.shape[-1])
+    document = torch.arange(len(x)).repeat_interleave(x.shape[1])
+    mask = document[:, None] == document.roll(step.shift)
+    return F.scaled_dot_product_attention(
+        tokens[None], tokens.sin()[None], tokens[None], attn_mask=mask
+    ).view(x.shape)
+
+
+def _written(x: Tensor, step: Step) -> Tensor:
+    """One sample has another's values written over it."""
+    y = x.clone()
+    y[step.shift % len(x)] = x[0].cos()
+    return y
+
+
 CONSTRUCTIONS = ["residual", "twice", "gated", "checkpoint"]
 ORDERS: list[Order] = ["first", "second", "folded", "folded second"]
 
@@ -213,6 +296,18 @@ class _Places(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.table(torch.arange(x.shape[1]))
+
+
+class Changing(nn.Module):
+    """A layer of ``(samples, positions, features)`` that reads what the step sets."""
+
+    def __init__(self, function: Callable[[Tensor, Step], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.step = Step()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.step)
 
 
 @dataclass(frozen=True)
@@ -249,11 +344,14 @@ class Case:
             parameter.requires_grad_(not self.frozen >> i & 1 or len(parameters) == 1)
         return model
 
-    def inputs(self) -> Tensor:
-        """What it is called with."""
+    def inputs(self, step: Step | None = None) -> Tensor:
+        """What it is called with, in this step of a series."""
+        samples, positions = self.samples, self.positions
+        if step is not None:
+            samples, positions = step.samples, step.positions
         if self.reads_ids:
-            return torch.arange(self.samples * self.positions).view(self.samples, -1) % 5
-        return irregular(self.samples, self.positions, self.width)
+            return torch.arange(samples * positions).view(samples, -1) % 5
+        return irregular(samples, positions, self.width)
 
 
 class Network(nn.Module):
@@ -271,6 +369,19 @@ class Network(nn.Module):
         stream = self.layers(Stream(self.start(x), self.samples))
         return self.end(stream.first).flatten(1)
 
+    def begin(self, step: Step) -> None:
+        """Sets what another step changes: the mode, frozen parts, and what layers read."""
+        self.samples = step.samples
+        self.train(step.is_training)
+        parameters = list(self.parameters())
+        for i, parameter in enumerate(parameters):
+            parameter.requires_grad_(not step.frozen >> i & 1 or len(parameters) == 1)
+        for module in self.modules():
+            if isinstance(module, Changing):
+                module.step = step
+            if isinstance(module, nn.BatchNorm1d):
+                module.eval()
+
     def _make(self, layer: Layer, d: int) -> nn.Module:
         """A layer, or an earlier one once more."""
         if layer.name == "again":
@@ -283,6 +394,8 @@ class Network(nn.Module):
             module: nn.Module = Attention(d)
         elif layer.name in POINTWISE:
             module = Pointwise(POINTWISE[layer.name](d))
+        elif layer.name in CHANGING:
+            module = Positional(Changing(CHANGING[layer.name]))
         else:
             module = Positional(POSITIONAL[layer.name](d))
         self._made.append(module)
@@ -306,22 +419,26 @@ LOSSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[Any]]] = {
 }
 
 
-def _layers(depth: int) -> st.SearchStrategy[Layer]:
+def _layers(depth: int, *, changing: bool = False) -> st.SearchStrategy[Layer]:
     """One layer, with others inside down to a depth."""
-    simple = st.sampled_from([*POINTWISE, *POSITIONAL, "attention", *ORDERS, *ORDERS]).map(Layer)
+    names = [*POINTWISE, *POSITIONAL, "attention", *ORDERS, *ORDERS]
+    simple = st.sampled_from(names).map(Layer)
+    if changing:
+        simple = simple | st.sampled_from(list(CHANGING)).map(Layer)
     again = st.integers(0, 5).map(lambda i: Layer("again", earlier=i))
     if depth == 0:
         return simple | again
-    inside = st.lists(_layers(depth - 1), min_size=1, max_size=3).map(tuple)
-    return simple | simple | again | st.builds(Layer, st.sampled_from(CONSTRUCTIONS), inside)
+    inside = _layers(depth - 1, changing=changing)
+    several = st.lists(inside, min_size=1, max_size=3).map(tuple)
+    return simple | simple | again | st.builds(Layer, st.sampled_from(CONSTRUCTIONS), several)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, *, changing: bool = False) -> Case:
     """Any case."""
     losses = draw(st.sampled_from(sorted(LOSSES)))
     return Case(
-        layers=tuple(draw(st.lists(_layers(2), min_size=1, max_size=4))),
+        layers=tuple(draw(st.lists(_layers(2, changing=changing), min_size=1, max_size=4))),
         reads_ids=draw(st.booleans()),
         is_tied=draw(st.booleans()),
         width=draw(st.integers(2, 4)),  # a norm of one number has no gradient but rounding errors
@@ -333,3 +450,39 @@ def cases(draw: st.DrawFn) -> Case:
         memory_limit_bytes=draw(st.sampled_from([2**29, 2**10, 1])),
         seed=draw(st.integers(0, 3)),
     )
+
+
+CALLS = ["gramian", "step", "products"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A network, and steps of one engine, some of which are like earlier ones."""
+
+    case: Case
+    steps: tuple[Step, ...]
+    is_verified: bool
+
+
+@st.composite
+def series(draw: st.DrawFn) -> Series:
+    """Any series: a harmless step, which differs from later ones in a part of what may change."""
+    case = draw(cases(changing=True))
+    names = [name for name in sorted(LOSSES) if case.batch_dim in LOSSES[name][1]]
+    first = Step(case.samples, case.positions, frozen=case.frozen, losses=case.losses)
+    changes = {
+        "samples": st.integers(1, 4),
+        "positions": st.integers(1, 3),
+        "shift": st.integers(1, 3),
+        "masked": st.integers(1, 2**12),
+        "is_training": st.just(False),
+        "frozen": st.integers(0, 2**12),
+        "losses": st.sampled_from(names),
+    }
+    steps = [first]
+    for _ in range(draw(st.integers(1, 3))):
+        chosen = draw(st.lists(st.sampled_from(sorted(changes)), min_size=1, max_size=3))
+        steps.append(replace(first, **{name: draw(changes[name]) for name in chosen}))
+    order = [0, 0, *draw(st.lists(st.integers(0, len(steps) - 1), min_size=1, max_size=6))]
+    taken = tuple(replace(steps[i], call=draw(st.sampled_from(CALLS))) for i in order)
+    return Series(case, taken, draw(st.booleans()))

@@ -1,4 +1,4 @@
-"""Random networks: every product with the Jacobian is that of plain autograd.
+"""Random networks, and series of steps: every product with the Jacobian is that of plain autograd.
 
 ``make fuzz`` tries many more of them, and other ones each time.
 """
@@ -11,12 +11,23 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 
-from autogram import Engine
+from autogram import Engine, MixedSamplesError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
-from tests.unit.grammar import LOSSES, Case, Network, cases
+from tests.unit.grammar import LOSSES, Case, Network, Series, Step, cases, series
 
 EXAMPLES = int(os.environ.get("AUTOGRAM_FUZZ_EXAMPLES", "0"))
+
+
+def drawn(examples: int) -> settings:
+    """So many examples, always the same, or others each time and as many as are asked for."""
+    return settings(
+        max_examples=EXAMPLES or examples,
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def _jvp(engine: Engine, losses: Tensor) -> Tensor:
@@ -45,13 +56,7 @@ PRODUCTS: dict[str, tuple[Callable[[Engine, Tensor], Tensor], Callable[[Tensor],
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=EXAMPLES or 500,
-    derandomize=not EXAMPLES,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@drawn(200)
 @given(cases())
 def test_products_equal_plain_autograd(case: Case) -> None:
     """At the first call and at the second, and gradients stay what they are."""
@@ -76,7 +81,63 @@ def test_products_equal_plain_autograd(case: Case) -> None:
     assert float((total - jacobian.sum(0)).abs().max() / jacobian.abs().max()) < 1e-10
 
 
-def losses_of(case: Case, model: Network) -> Tensor:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+@drawn(250)
+@given(series())
+def test_series_equal_plain_autograd(series: Series) -> None:
+    """With one engine, while shapes, arguments, masks, modes, frozen parts and losses change."""
+    case = series.case
+    model, plain = case.model(), case.model()
+    engine = Engine(
+        model,
+        batch_dim=case.batch_dim,
+        memory_limit_bytes=case.memory_limit_bytes,
+        verify="first" if series.is_verified else "never",
+    )
+    compared = 0
+    for step in series.steps:
+        model.begin(step)
+        plain.begin(step)
+        losses, expected_losses = (losses_of(case, each, step) for each in (model, plain))
+        if not expected_losses.requires_grad or not bool(expected_losses.isfinite().all()):
+            continue
+        assert torch.equal(losses, expected_losses)
+        jacobian = reference_jacobian(expected_losses, trainable(plain))
+        if not bool(jacobian.abs().max() > 1e-6):  # all of it is rounding errors
+            continue
+        try:
+            assert_call_is_exact(engine, losses, jacobian, model, step)
+        except MixedSamplesError:
+            if case.batch_dim is None or case.batch_dim == "auto":
+                raise
+        compared += 1
+    assume(compared > 1)
+
+
+def assert_call_is_exact(
+    engine: Engine, losses: Tensor, jacobian: Tensor, model: Network, step: Step
+) -> None:
+    """Assert that what a step calls gives what plain autograd gives."""
+    if step.call == "products":
+        for product, expected in PRODUCTS.values():
+            assert_close_to_reference(product(engine, losses), expected(jacobian))
+        return
+    if step.call == "gramian":
+        gramian = engine.compute_gramian(losses)
+    else:
+        weights = irregular(len(jacobian))
+        model.zero_grad()
+        _, gramian = engine.backward(losses, lambda _: weights, return_gramian=True)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
+        found = torch.cat([gradient.flatten() for gradient in gradients])
+        error = (found - weights @ jacobian).abs().max() / jacobian.abs().max()
+        assert float(error) < 1e-10
+    assert_close_to_reference(gramian, jacobian @ jacobian.T)
+
+
+def losses_of(case: Case, model: Network, step: Step | None = None) -> Tensor:
     """The losses of one forward pass, with equal random numbers."""
     torch.manual_seed(1)
-    return LOSSES[case.losses][0](model, model(case.inputs()))
+    losses = LOSSES[case.losses if step is None else step.losses][0]
+    return losses(model, model(case.inputs(step)))

@@ -1,0 +1,231 @@
+"""What no key of a layout shows is found by the scheduled check, at the latest 64 calls later."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, VerificationError
+from autogram.testing import reference_jacobian
+from tests.unit.checks import TOLERANCES, irregular
+from tests.unit.engines import mlp, per_sample
+
+LONGEST = 64  # calls between two checks
+SHIFTED = torch.eye(4).roll(1, 0)
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+BATCH_DIMS = pytest.mark.parametrize("batch_dim", ["auto", 0])
+# Before the first scheduled checks, between two of them, and where powers of two are far apart.
+CHANGES = pytest.mark.parametrize("change", [3, 5, 40, 70, 130])
+
+
+class Averaged(nn.Module):
+    """Samples that mix once a number is no longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("share", torch.tensor(1.0))
+
+    def change(self) -> None:
+        self.share.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        return self.last(self.share * y + (1 - self.share) * y.mean(0))
+
+
+class Exchanged(nn.Module):
+    """Samples that change places once a matrix is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("matrix", torch.eye(4))
+
+    def change(self) -> None:
+        self.matrix.copy_(SHIFTED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.matrix @ self.first(x).tanh())
+
+
+class Rolled(torch.autograd.Function):
+    """Moves samples by a number that no call of PyTorch and no context has: with NumPy."""
+
+    shift = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return torch.from_numpy(np.roll(x.detach().cpu().numpy(), Rolled.shift, 0)).to(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        del ctx
+        return g.roll(-Rolled.shift, 0)
+
+
+class Unseen(nn.Module):
+    """Samples that change places by what nothing shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def change(self) -> None:
+        Rolled.shift = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Rolled.apply(self.first(x).tanh()))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "averaged": Averaged,
+    "exchanged": Exchanged,
+    "unseen": Unseen,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_shift() -> None:
+    Rolled.shift = 0
+
+
+@dataclass
+class Calls:
+    """The numbers of the calls that were wrong, and what was told at which call."""
+
+    wrong: list[int]
+    told: dict[int, str]
+
+
+def _run(engine: Engine, model: Any, calls: int, change: int, *, fused: bool) -> Calls:
+    """Runs a loop in which the model changes in front of a call."""
+    found = Calls([], {})
+    parameters = list(model.parameters())
+    for call in range(1, calls + 1):
+        if call == change:
+            model.change()
+        losses = per_sample(model(irregular(4, 3) + call % 3))
+        jacobian = reference_jacobian(losses, parameters)
+        expected = jacobian @ jacobian.T
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                if fused:
+                    _, gramian = engine.backward(
+                        losses, lambda _: torch.ones(4), return_gramian=True
+                    )
+                else:
+                    gramian = engine.compute_gramian(losses)
+            except (VerificationError, MixedSamplesError) as error:
+                found.told[call] = str(error)
+                continue
+        for warning in caught:
+            assert warning.category is CoupledObjectivesWarning
+            found.told[call] = str(warning.message)
+        if (gramian - expected).abs().max() > TOLERANCES[gramian.dtype] * expected.abs().max():
+            found.wrong.append(call)
+    return found
+
+
+@FUSED
+@BATCH_DIMS
+@CHANGES
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_remembered_is_verified(
+    name: str, change: int, batch_dim: Any, fused: bool
+) -> None:
+    """Each wrong call is followed by an error or a warning, after which calls are right."""
+    model = MODELS[name]()
+    engine = Engine(model, batch_dim=batch_dim)
+    found = _run(engine, model, change + LONGEST + 3, change, fused=fused)
+    if not found.wrong:
+        return  # seen at once, and treated as it must be
+    assert min(found.wrong) >= change
+    assert found.told, f"nothing was said of the wrong calls {found.wrong}"
+    first = min(found.told)
+    assert change <= first <= change + LONGEST
+    assert max(found.wrong) < first, "wrong results after the error or the warning"
+
+
+@FUSED
+@pytest.mark.parametrize("change", [5, 70, 130])
+def test_the_error_says_since_when(change: int, fused: bool) -> None:
+    """Results are in doubt from the call behind the last check."""
+    model = Unseen()
+    engine = Engine(model, batch_dim=0)
+    found = _run(engine, model, change + LONGEST + 1, change, fused=fused)
+    assert found.told, "nothing was said"
+    message = found.told[min(found.told)]
+    named = [int(number) for number in re.findall(r"\bcalls? (\d+)\b", message)]
+    assert named, f"no call is named: {message}"
+    assert min(named) <= change
+    assert min(named) > change - LONGEST - 1
+
+
+def test_a_remembered_layout_of_the_losses() -> None:
+    """What lies behind the model is verified alike."""
+    model = mlp(3, 4)
+    engine = Engine(model, batch_dim=0)
+    told = []
+    for call in range(1, 140):
+        Rolled.shift = int(call >= 70)
+        y, z = (Rolled.apply(model(irregular(4, 3) * scale)) for scale in (1, 2))
+        try:
+            engine.compute_gramian((y * z).sum(1) + model(irregular(4, 3)).sum(1))
+        except VerificationError:
+            told.append(call)
+    assert told
+    assert 70 <= told[0] <= 70 + LONGEST
+
+
+class Counted(torch.autograd.Function):
+    """Counts the backward passes that go over a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passes: list[int]) -> Tensor:
+        ctx.passes = passes
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        ctx.passes[-1] += 1
+        return g, None
+
+
+@FUSED
+@BATCH_DIMS
+def test_checks_go_on_at_a_steady_pace(batch_dim: Any, fused: bool) -> None:
+    """At least each 64th call is checked, and few more."""
+    layers = nn.Linear(3, 4), nn.Linear(4, 2)
+    passes: list[int] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Counted.apply(self.first(x).tanh(), passes))
+
+    model = Model()
+    engine = Engine(model, batch_dim=batch_dim)
+    for _ in range(400):
+        losses = per_sample(model(irregular(4, 3)))
+        passes.append(0)
+        if fused:
+            engine.backward(losses, lambda _: torch.ones(4))
+        else:
+            engine.compute_gramian(losses)
+    checked = [call for call, count in enumerate(passes, 1) if count > 1]
+    gaps = [later - earlier for earlier, later in zip(checked, [*checked[1:], 401], strict=True)]
+    assert max(gaps) <= LONGEST, f"checked at the calls {checked}"
+    assert len([call for call in checked if call > 64]) <= 400 // LONGEST + 3
+    assert sum(passes[64:]) <= 1.1 * len(passes[64:])
