@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from autogram._capture import (
     refuse_gradients,
     refuse_pass,
     refuse_shards,
+    warn_user,
     without_autocast,
 )
 from autogram._checks import (
@@ -127,7 +127,6 @@ class Engine:
         self._recordings = recordings = Recordings(channel, references)
         self._drivers = Drivers(partial(Driver, channel, batch_dim, self._limit, verify, unseen))
         self._arena, self._reserve = Arena(), Reserve()
-        self._has_warned = False
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -398,14 +397,13 @@ class Engine:
                 f"{tuple(losses.shape)}. Keep one loss per sample (`reduction='none'`), or pass "
                 "`batch_dim=None` to `Engine`."
             )
-        if is_reduced(losses, self._batch_dim) and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        if is_reduced(losses, self._batch_dim) and "reduced" not in self._channel.told:
+            self._channel.told.add("reduced")
+            warn_user(
                 "The losses are one number, so that the Gramian is 1 x 1. Keep one loss for each "
                 "sample (`reduction='none'`, and no `.mean()`). If a single objective is meant, "
                 "pass `batch_dim=None` to `Engine`.",
                 CoupledObjectivesWarning,
-                stacklevel=3,
             )
 
     @contextmanager

@@ -19,6 +19,7 @@ from autogram._capture.recording import Channel
 from autogram._capture.recordings import Recordings
 from autogram._capture.unseen import Unseen
 from autogram._capture.verification import Verify
+from autogram._capture.warning import warn_user
 
 __all__ = [
     "BatchDim",
@@ -41,5 +42,6 @@ __all__ = [
     "refuse_shards",
     "retried_with_less",
     "running_pass",
+    "warn_user",
     "without_autocast",
 ]

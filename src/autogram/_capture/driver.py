@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from autogram._capture.unseen import Unseen, describe_unseen, use_in_tail
 from autogram._capture.use import Use
 from autogram._capture.verification import Check, Comparison, Schedule, Verify
 from autogram._capture.visit import visit
+from autogram._capture.warning import warn_user
 from autogram._errors import (
     AutogramError,
     CoupledObjectivesWarning,
@@ -41,10 +41,6 @@ from autogram._errors import (
 
 BatchDim = int | Literal["auto"] | None
 S = TypeVar("S", bound=Sink)
-
-# From `warnings.warn` through `_warn` or `_confirm`, `_assemble_or_retreat`, `_collect`, `gramian`,
-# `retried_with_less` and `Engine` to the user's line.
-_USER_LEVEL = 7
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class Driver:
         message = describe_unseen(uses, objectives)
         if self._on_unseen == "error":
             raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
-        warnings.warn(message, UnseenUseWarning, stacklevel=_USER_LEVEL - 1)
+        warn_user(message, UnseenUseWarning)
 
     def _assemble_or_retreat(
         self, objectives: Objectives, survey: Survey, job: Job[S]
@@ -220,7 +216,6 @@ class Driver:
         objectives = Objectives(objectives.losses, None)
         sink = self._assemble(objectives, survey, None, job, job.retain_graph)
         self._confirm(objectives, sink, job)
-        self._schedule.confirm(job.check)
         return objectives, sink
 
     def _confirm(self, objectives: Objectives, sink: S, job: Job[S]) -> None:
@@ -234,7 +229,10 @@ class Driver:
         except NonFiniteError as error:
             if job.must_verify:
                 raise
-            warnings.warn(str(error), UnverifiedWarning, stacklevel=_USER_LEVEL)
+            warn_user(str(error), UnverifiedWarning)
+            self._schedule.postpone()
+        else:
+            self._schedule.confirm()
 
     def _differing_in_whole(self, check: Check) -> list[Comparison]:
         """What differs if the losses are one objective of one sample: no places."""
@@ -259,10 +257,9 @@ class Driver:
             self._places.doubt(objectives, survey)
             if search.has_sought:
                 raise
-            raise error.since(self._schedule.doubted) from error
+            raise error.since(self._schedule.doubted) from None
         if job.check is not None and not search.has_sought:
             self._places.doubt(objectives, survey)
-        self._schedule.confirm(job.check)
         return sink
 
     def _search(self, objectives: Objectives, survey: Survey, job: Job[S], search: Search) -> S:
@@ -338,4 +335,4 @@ class Driver:
                 f"The objectives are treated as coupled, which is exact and slower. {error} To "
                 "treat them so without this warning, also pass `batch_dim=None`."
             )
-        warnings.warn(message, CoupledObjectivesWarning, stacklevel=_USER_LEVEL)
+        warn_user(message, CoupledObjectivesWarning)

@@ -160,15 +160,16 @@ class Schedule:
     """When to verify, and with which vector.
 
     Args:
-        mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the recorded
-            calls are new.
-        capacity: How many sequences of calls to remember.
+        mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph
+            behind the losses is new.
+        capacity: How many graphs to remember.
     """
 
     def __init__(self, mode: Verify, capacity: int) -> None:
         self._mode = mode
         self._capacity = capacity
         self._calls = 0
+        self._due = 1
         self._confirmed = 0
         self._seen: dict[bytes, None] = {}
         # Of its own: the user's random state is not touched.
@@ -178,17 +179,21 @@ class Schedule:
         """The check of the next call, if one is due or must be."""
         self._calls += 1
         if self._mode == "first":
-            is_due = self._calls % _LONGEST == 0 or self._calls.bit_count() == 1
-            must |= is_due or structure not in self._seen
+            must |= self._calls >= self._due or structure not in self._seen
             self._seen[structure] = None
             if len(self._seen) > self._capacity:
                 del self._seen[next(iter(self._seen))]
         return self.check(losses) if must or self._mode == "always" else None
 
-    def confirm(self, check: Check | None) -> None:
-        """Notes that a check of the last call found nothing wrong."""
-        if check is not None:
-            self._confirmed = self._calls
+    def confirm(self) -> None:
+        """Notes that a check of the last call has found nothing wrong."""
+        self._confirmed = self._calls
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Notes that the last call was checked. A call that failed before leaves its check due."""
+        if self._calls >= self._due:
+            self._due = self._calls + min(self._calls, _LONGEST)
 
     @property
     def doubted(self) -> tuple[int, int]:
