@@ -1,5 +1,6 @@
-"""Index values that move samples, and those that do not."""
+"""When samples are sought, and when their places are remembered."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -8,11 +9,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
-from autogram._capture.places import Search, UnknownLayoutError
+from autogram._capture.places import Search
 from tests.unit.engines import assert_exact, batch, per_sample
 
 # At the second call, an engine looks at the samples again in any case.
 ORDERS = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0])
+
+
+@pytest.fixture
+def calls_that_sought(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the searches, of which each call has one, that had to look for samples."""
+    begin, count, sought = Search.begin, itertools.count(), list[int]()
+
+    def noted(self: Search) -> None:
+        number = next(count)
+        begin(self)
+        if self.has_sought:
+            sought.append(number)
+
+    monkeypatch.setattr(Search, "begin", noted)
+    return sought
 
 
 class Rows(nn.Module):
@@ -60,9 +76,9 @@ def test_rows_in_an_order_that_changes(name: str, is_inside: bool) -> None:
     ],
 )
 def test_new_tokens_move_no_samples(
-    table: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+    table: Callable[[Tensor, Tensor], Tensor], calls_that_sought: list[int]
 ) -> None:
-    """Tokens of a table of parameters: the samples are sought at the calls 1, 2, 4, and not 3."""
+    """Tokens of a table of parameters: the samples are sought at the first call alone."""
 
     class Tokens(nn.Module):
         def __init__(self) -> None:
@@ -72,18 +88,17 @@ def test_new_tokens_move_no_samples(
         def forward(self, tokens: Tensor) -> Tensor:
             return table(self.weight, tokens)
 
-    sought = []
-
-    def noted(self: Search, unknown: UnknownLayoutError) -> None:
-        sought.append(1)
-        seek(self, unknown)
-
-    seek = Search.seek
-    monkeypatch.setattr(Search, "seek", noted)
     model = Tokens()
-    engine = Engine(model)
-    counts = []
+    engine = Engine(model, verify="never")
     for _ in range(4):
         assert_exact(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
-        counts.append(len(sought))
-    assert counts == [1, 2, 2, 3]
+    assert calls_that_sought == [0]
+
+
+def test_the_call_behind_a_check_looks_again(calls_that_sought: list[int]) -> None:
+    """Calls 2, 4 and 8 are checked with the places that are remembered."""
+    model = Rows(None)
+    engine = Engine(model)
+    for _ in range(9):
+        assert_exact(engine, per_sample(model(batch(4, 3), torch.arange(4))), model)
+    assert calls_that_sought == [0, 2, 4, 8]
