@@ -121,7 +121,7 @@ def test_leaves_outside_of_the_engine(objectives: Objectives, retain_graph: bool
 def test_heads_need_no_second_pass_through_the_trunk() -> None:
     """The trunk's activations have one backward pass, with heads of others behind it."""
     trunk, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 2)
-    engine = Engine(trunk)
+    engine = Engine(trunk, verify="never")
     passes = []
     for _ in range(3):
         hidden = trunk[1](trunk[0](batch(5, 3)))
@@ -144,7 +144,7 @@ def test_a_second_engine_on_the_model_costs_no_pass() -> None:
 def test_graph_is_freed_on_the_way() -> None:
     """Once the samples' places are known, as by an ordinary backward pass."""
     model = mlp()
-    engine = Engine(model)
+    engine = Engine(model, verify="never")
     for _ in range(3):
         losses = per_sample(model(batch(4, 3)))
         engine.backward(losses, weighting)
@@ -161,7 +161,7 @@ def test_memory_of_activations_is_freed_on_the_way() -> None:
         return copied
 
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    engine = Engine(model)
+    engine = Engine(model, verify="never")
     for _ in range(3):
         x = batch(4, 3)
         saved.clear()
