@@ -1,4 +1,1 @@
-"""A hunt for silent errors: operators in series of steps in which their arguments change.
-
-``make hunt`` runs all of it; ``tests/unit/test_hunt.py`` runs a fixed part.
-"""
+"""Hunts for mistakes, run by hand: what they find becomes tests and tables."""
