@@ -27,7 +27,9 @@ def main() -> int:
         default=1,
         help=f"in how many configurations to run each scenario, of {len(CONFIGURATIONS)}",
     )
-    parser.add_argument("--share", type=int, default=1, help="run one of so many scenarios")
+    parser.add_argument(
+        "--share", type=int, default=4, help="run one of so many scenarios; all if one is named"
+    )
     arguments = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)

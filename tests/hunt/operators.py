@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -76,12 +77,7 @@ class Sample:
 
 def pairs(only: str = "", part: int = 0, parts: int = 1) -> Iterator[Pair]:
     """All pairs of the operators whose names begin so, or of a part of these operators."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    for operator in op_db[part::parts]:
-        if not operator.supports_autograd or torch.float64 not in operator.dtypes:
-            continue
+    for operator in _operators()[part::parts]:
         name = _name(operator)
         is_wanted = name.startswith(only) or only.startswith(f"{name}:")
         if is_wanted and operator.name not in RANDOM:
@@ -89,6 +85,17 @@ def pairs(only: str = "", part: int = 0, parts: int = 1) -> Iterator[Pair]:
                 warnings.simplefilter("ignore")
                 found = list(_pairs_of(operator))
             yield from found
+
+
+def _operators() -> list[Any]:
+    """The operators. Their module takes seconds to import, and would forbid to set flags."""
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(torch.backends, "disable_global_flags"),
+    ):
+        warnings.simplefilter("ignore")
+        from tests.hunt import samples
+    return list(samples.operators())
 
 
 def _name(operator: Any) -> str:

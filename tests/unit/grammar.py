@@ -442,7 +442,7 @@ def cases(draw: st.DrawFn, *, changing: bool = False) -> Case:
         reads_ids=draw(st.booleans()),
         is_tied=draw(st.booleans()),
         width=draw(st.integers(2, 4)),  # a norm of one number has no gradient but rounding errors
-        samples=draw(st.integers(1, 4)),
+        samples=draw(st.integers(2 if changing else 1, 4)),
         positions=draw(st.integers(1, 3)),
         frozen=draw(st.just(0) | st.integers(0, 2**12)),
         losses=losses,
@@ -468,21 +468,30 @@ class Series:
 def series(draw: st.DrawFn) -> Series:
     """Any series: a harmless step, which differs from later ones in a part of what may change."""
     case = draw(cases(changing=True))
+    changing = Layer(draw(st.sampled_from(list(CHANGING))))
+    place = draw(st.integers(0, len(case.layers)))
+    case = replace(case, layers=(*case.layers[:place], changing, *case.layers[place:]))
+    if draw(st.integers(0, 7)):  # mostly such as have samples, which must be found
+        losses = draw(st.sampled_from([name for name in sorted(LOSSES) if 0 in LOSSES[name][1]]))
+        case = replace(case, losses=losses, batch_dim=draw(st.sampled_from(["auto", 0])))
     names = [name for name in sorted(LOSSES) if case.batch_dim in LOSSES[name][1]]
     first = Step(case.samples, case.positions, frozen=case.frozen, losses=case.losses)
-    changes = {
+    often = {"shift": st.integers(1, 3), "masked": st.integers(1, 2**12)}
+    seldom = {
         "samples": st.integers(1, 4),
         "positions": st.integers(1, 3),
-        "shift": st.integers(1, 3),
-        "masked": st.integers(1, 2**12),
         "is_training": st.just(False),
         "frozen": st.integers(0, 2**12),
         "losses": st.sampled_from(names),
     }
     steps = [first]
     for _ in range(draw(st.integers(1, 3))):
-        chosen = draw(st.lists(st.sampled_from(sorted(changes)), min_size=1, max_size=3))
-        steps.append(replace(first, **{name: draw(changes[name]) for name in chosen}))
-    order = [0, 0, *draw(st.lists(st.integers(0, len(steps) - 1), min_size=1, max_size=6))]
+        chosen = {name: draw(each) for name, each in often.items() if draw(st.booleans())}
+        if not chosen or draw(st.booleans()):
+            name = draw(st.sampled_from(sorted(seldom)))
+            chosen[name] = draw(seldom[name])
+        steps.append(replace(first, **chosen))
+    count = len(steps)
+    order = [0, 0, *range(1, count), *draw(st.lists(st.integers(0, count - 1), max_size=6 - count))]
     taken = tuple(replace(steps[i], call=draw(st.sampled_from(CALLS))) for i in order)
     return Series(case, taken, draw(st.booleans()))

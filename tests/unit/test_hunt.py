@@ -13,8 +13,8 @@ from tests.hunt.runner import Tally, chooser, run
 
 PARTS = 4
 # One of so many scenarios, and one of so many operators: enough for half a minute in all.
-SHARE = {"table": 17, "operators": 13}
-THINNING = 4
+SHARE = {"table": 23, "operators": 13}
+THINNING = 5
 
 
 def _failures(pairs: Iterable[Pair], share: int) -> list[str]:

@@ -204,7 +204,7 @@ def test_mixed_samples_are_refused(name: str) -> None:
         gramian = engine.compute_gramian(losses)
     jacobian = reference_jacobian(losses, layer.parameters())
     assert_close_to_reference(gramian, jacobian @ jacobian.T)
-    assert not engine._driver._channel.by_element
+    assert not engine._channel.by_element
 
 
 @pytest.mark.parametrize("steps", [1, 2])

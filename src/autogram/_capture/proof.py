@@ -28,6 +28,7 @@ from torch import Tensor
 
 from autogram._capture.answer import Answer
 from autogram._capture.carrying import Shape, carried, is_in_order, is_packed, moves_nothing
+from autogram._capture.passes import running_pass
 from autogram._capture.survey import NodeKind, Survey, kind_of_node
 
 # Elements of a constant that is compared at each call; a larger one is taken for one that changes.
@@ -109,6 +110,8 @@ class Silence:
 
     def _listen(self, cotangents: tuple[Tensor | None, ...]) -> None:
         """A hook on one of them."""
+        if not _is_wanted():
+            return
         self._flags += [(x != 0).any() for x in cotangents if x is not None]
 
 
@@ -231,6 +234,8 @@ class _Show:
     def __call__(
         self, inputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]
     ) -> None:
+        if not _is_wanted():
+            return
         for place, cotangent in enumerate(results):
             if cotangent is not None and cotangent.numel():
                 self._reached.add(self._number)
@@ -239,6 +244,12 @@ class _Show:
             cotangent = None if edge.moves_nothing else inputs[edge.place]
             if cotangent is not None and cotangent.numel():
                 self._observe(edge.spot(self._number), cotangent)
+
+
+def _is_wanted() -> bool:
+    """Whether a pass past the taps runs: no other shows where the samples of the losses are."""
+    current = running_pass()
+    return current is not None and not current.is_blocked
 
 
 def _edges_to_taps(survey: Survey) -> dict[int, list[_Edge]]:
