@@ -25,10 +25,6 @@ _TWO_PASSES = (
     "`engine.compute_gramian(losses)`, and then an ordinary backward pass of the losses with the "
     "weights"
 )
-_INSTEAD = (
-    "Wrap the model in `DistributedDataParallel`, of which each process has all parameters, and "
-    f"make two passes: {_TWO_PASSES}."
-)
 
 
 def is_distributed() -> bool:
@@ -68,21 +64,19 @@ def refuse_shards(modules: Iterable[nn.Module]) -> None:
                     f"`DistributedDataParallel` with two passes: {_TWO_PASSES}."
                 )
             if _is_fully_sharded(inner.__class__):
-                raise UnsupportedError(
+                raise _refusal(
                     f"{place} is fully sharded (`FullyShardedDataParallel` or `fully_shard`), so "
-                    f"that its parameters are there for a moment and in parts. {_INSTEAD}"
+                    f"that its parameters are there for a moment and in parts."
                 )
         for name, parameter in module.named_parameters():
             if how := _sharding(parameter):
-                raise UnsupportedError(
-                    f"`{name}` is a {how}, of which each process has a part. {_INSTEAD}"
-                )
+                raise _refusal(f"`{name}` is a {how}, of which each process has a part.")
     inside = {id(inner) for module in modules for inner in module.modules()}
     for outer in _fully_sharded_modules():
         if any(id(inner) in inside for inner in outer.modules()):
-            raise UnsupportedError(
+            raise _refusal(
                 f"The engine's modules are inside a {type(outer).__name__} that is fully sharded "
-                f"(`fully_shard`), so that their parameters are there for a moment. {_INSTEAD}"
+                f"(`fully_shard`), so that their parameters are there for a moment."
             )
 
 
@@ -96,16 +90,15 @@ def refuse_pass(channel: Channel, losses: Tensor) -> None:
     """
     on_the_way = list(_nodes_on_the_way(channel, losses))
     if not on_the_way and any(_sharding(leaf) for leaf in leaves_behind(losses)):
-        raise UnsupportedError(
+        raise _refusal(
             "The losses are computed from parameters that are sharded (`FullyShardedDataParallel`, "
-            f"`fully_shard` or tensor parallelism), and no others. {_INSTEAD}"
+            "`fully_shard` or tensor parallelism), and no others."
         )
     for node in on_the_way:
         if node.name() == "RegisterPostBackwardFunctionBackward":
-            raise UnsupportedError(
+            raise _refusal(
                 "The losses are computed through a part that is fully sharded (`fully_shard`), "
-                "which would free its parameters when the engine's own pass has gone through it. "
-                f"{_INSTEAD}"
+                "which would free its parameters when the engine's own pass has gone through it."
             )
         wrapper = getattr(node, "ddp_weakref", None)
         wrapper = wrapper() if callable(wrapper) else None
@@ -166,6 +159,14 @@ def _nodes_on_the_way(channel: Channel, losses: Tensor) -> Iterator[Any]:
             if user not in seen:
                 seen.add(user)
                 pending.append(user)
+
+
+def _refusal(found: str) -> UnsupportedError:
+    """What to do where parameters are sharded."""
+    return UnsupportedError(
+        f"{found} Call the engine with a model of which each process has all parameters, as in "
+        f"`DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
+    )
 
 
 @lru_cache(maxsize=1024)
