@@ -1,12 +1,16 @@
 """Assertions on an engine that the test has made, and small models for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autogram import Engine
+from autogram._capture.passes import Pass
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, trainable
 
@@ -39,6 +43,20 @@ def assert_as_rounded(
     roundoff = torch.finfo(dtype).eps / 2
     assert 0 < error < 4 * roundoff, f"{error / roundoff:.1f} times the unit roundoff"
     return error
+
+
+@contextmanager
+def counted_passes() -> Iterator[list[None]]:
+    """A list that gets an entry for each backward pass of an engine inside of a block."""
+    passes: list[None] = []
+    differentiate = Pass.differentiate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(None)
+        return differentiate(*args, **kwargs)
+
+    with mock.patch.object(Pass, "differentiate", counted):
+        yield passes
 
 
 def assert_works(engine: Engine, model: nn.Module, *inputs: Tensor) -> None:

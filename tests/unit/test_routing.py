@@ -1,7 +1,5 @@
 """Samples in irregular places: tokens routed to experts, ragged batches, chosen samples."""
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -9,7 +7,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine, MixedSamplesError
-from autogram._capture.passes import Pass
 from tests.unit.checks import (
     COUPLED,
     PER_SAMPLE,
@@ -20,7 +17,7 @@ from tests.unit.checks import (
     features,
     irregular,
 )
-from tests.unit.engines import assert_exact, batch, per_sample
+from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
 WIDTH = 4
 EXPERTS = 3
@@ -144,22 +141,14 @@ def test_routing_that_no_index_tells() -> None:
         assert_exact(engine, per_sample(model(batch(6, WIDTH), permutation)), model)
 
 
-def test_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_a_step() -> None:
     """What is routed is measured at each step; where nothing is, layouts are remembered."""
     counts = []
     for model in (Experts(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())):
         engine = Engine(model, verify="never")
         engine.compute_gramian(per_sample(model(batch(8, 5, WIDTH))))
         engine.compute_gramian(per_sample(model(batch(8, 5, WIDTH))))
-        passes: list[None] = []
-        original = Pass.differentiate
-
-        def count(*args, original=original, passes=passes, **kwargs) -> Any:  # type: ignore[no-untyped-def]
-            passes.append(None)
-            return original(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Pass, "differentiate", count)
+        with counted_passes() as passes:
             engine.compute_gramian(per_sample(model(batch(8, 5, WIDTH))))
         counts.append(len(passes))
     assert counts == [2, 1]

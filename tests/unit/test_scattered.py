@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError
-from autogram._capture import visit
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
@@ -20,7 +19,7 @@ from tests.unit.checks import (
     irregular,
     trainable,
 )
-from tests.unit.engines import assert_exact, batch, per_sample
+from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
 AS_SAMPLES = Objectives("(B,) given", PER_SAMPLE.of, batch_dim=0)
 EVERY_KIND = [AS_SAMPLES, PER_SAMPLE, SEVERAL, SECOND, COUPLED]
@@ -147,21 +146,14 @@ def test_tokens_that_stay_and_go() -> None:
         assert_exact(engine, per_sample(model(batch(4, 5, 4), order)), model)
 
 
-def test_passes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_a_step() -> None:
     """From the second step on as many as where samples are routed: one further pass."""
     model = LAYERS["added"]()
     engine = Engine(model, batch_dim=0, verify="never")
     for _ in range(2):
         engine.compute_gramian(per_sample(model(batch(8, 5, 4))))
-    passes: list[None] = []
-    original = visit._differentiate
-
-    def count(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        original(*args, **kwargs)
-        passes.append(None)  # not if it was given up at the first use
-
-    monkeypatch.setattr(visit, "_differentiate", count)
-    engine.compute_gramian(per_sample(model(batch(8, 5, 4))))
+    with counted_passes() as passes:
+        engine.compute_gramian(per_sample(model(batch(8, 5, 4))))
     assert len(passes) == 2
 
 

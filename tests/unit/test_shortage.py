@@ -108,7 +108,9 @@ def weighting(gramian: Tensor) -> Tensor:
 def limits_of(engine: Engine, *others: Any) -> set[int]:
     """What is allowed now, wherever it is looked up."""
     holders = (engine, engine._drivers.last, *others)
-    return {holder._limit.elements for holder in holders} | {engine._drivers.last.record.limit.elements}
+    return {holder._limit.elements for holder in holders} | {
+        engine._drivers.last.record.limit.elements
+    }
 
 
 def assert_step_is_exact(engine: Engine, model: nn.Module, twin: nn.Module, x: Tensor) -> None:

@@ -196,7 +196,7 @@ def test_one_engine_on_the_parts_of_a_model() -> None:
 def test_gramian_of_losses_that_a_model_computes_itself() -> None:
     """A scalar loss over the whole batch is one objective, `(1, 1)`."""
     model = GPT2.make_model("sdpa")
-    engine = Engine(model)
+    engine = Engine(model, batch_dim=None)
     tokens = GPT2.make_batch(4)["input_ids"]
     loss = model(tokens, labels=tokens).loss
     assert_exact(engine, loss, model)
