@@ -412,7 +412,7 @@ LOSSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[Any]]] = {
     "(B, K)": (lambda _, y: features(y, 3), ["auto", 0, -2, None]),
     "(K, B)": (lambda _, y: features(y, 2).T, [1, -1, None]),
     "(2, B, 2)": (lambda _, y: features(y, 4).unflatten(1, (2, 2)).transpose(0, 1), [1, None]),
-    "()": (lambda _, y: features(y, 1).sum(), ["auto", None]),
+    "()": (lambda _, y: features(y, 1).sum(), [None]),
     "coupled": (lambda _, y: (irregular(3, len(y)) @ features(y, 1)).squeeze(1), [None]),
     "picked": (lambda _, y: -y.log_softmax(1)[torch.arange(len(y)), 0].exp(), ["auto", 0]),
     "penalized": (_penalized, ["auto", 0, None]),
