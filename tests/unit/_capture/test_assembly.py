@@ -1,6 +1,7 @@
 """Uses that wait for one another until some are taken in together."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,24 @@ def test_room_is_limited(waiting: list[int], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(assembly, "_LARGE", 19)
     Engine(model).compute_gramian(per_sample(model(batch(4, 5))))
     assert waiting[-1] == 0
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["alone", "beside losses of earlier steps"])
+def test_factors_are_dropped_on_the_way(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A use that only other losses depend on is not waited for."""
+    monkeypatch.setattr(assembly, "_LARGE", 0)  # each use is taken in at once
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(8)))
+    engine = Engine(model, verify="never")
+    kept, waiting = [], []
+    add = Assembly._add
+
+    def counted(self: Assembly, *args: Any) -> None:  # type: ignore[type-arg]
+        add(self, *args)
+        waiting.append(sum(account.columns is not None for account in self._accounts.values()))
+
+    monkeypatch.setattr(Assembly, "_add", counted)
+    for _ in range(3):
+        losses = per_sample(model(batch(4, 5)))
+        kept += [losses] if keeps else []
+        engine.compute_gramian(losses)
+    assert max(waiting) == 2  # the weight and the bias of one layer
