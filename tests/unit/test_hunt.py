@@ -13,7 +13,7 @@ from tests.hunt.runner import Tally, chooser, run
 
 PARTS = 4
 # One of so many scenarios, and one of so many operators: enough for half a minute in all.
-SHARE = {"table": 23, "operators": 13}
+SHARE = {"table": 23, "operators": 29}
 THINNING = 5
 
 

@@ -21,7 +21,7 @@ SHIFTED = torch.eye(4).roll(1, 0)
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 BATCH_DIMS = pytest.mark.parametrize("batch_dim", ["auto", 0])
 # Before the first scheduled checks, between two of them, and where powers of two are far apart.
-CHANGES = pytest.mark.parametrize("change", [3, 5, 40, 70, 130])
+CHANGES = pytest.mark.parametrize("change", [5, 40, 130])
 
 
 class Averaged(nn.Module):
