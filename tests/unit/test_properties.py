@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 
-from autogram import Engine, MixedSamplesError
+from autogram import Engine, MixedSamplesError, VerificationError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
 from tests.unit.grammar import LOSSES, Case, Network, Series, Step, cases, series
@@ -111,6 +111,10 @@ def test_series_equal_plain_autograd(series: Series) -> None:
         except MixedSamplesError:
             if case.batch_dim is None or case.batch_dim == "auto":
                 raise
+        except (AssertionError, VerificationError):
+            if not is_ill_conditioned(case, plain, step, jacobian):
+                raise
+            continue  # what plain autograd gives is made of rounding errors, too
         compared += 1
     assume(compared > 1)
 
@@ -134,6 +138,18 @@ def assert_call_is_exact(
         error = (found - weights @ jacobian).abs().max() / jacobian.abs().max()
         assert float(error) < 1e-10
     assert_close_to_reference(gramian, jacobian @ jacobian.T)
+
+
+def is_ill_conditioned(case: Case, plain: Network, step: Step, jacobian: Tensor) -> bool:
+    """Whether the Jacobian is another one for parameters that are larger by some rounding errors.
+
+    So it is behind a norm of numbers that are equal but for rounding errors.
+    """
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter *= 1 + 1e-14
+    found = reference_jacobian(losses_of(case, plain, step), trainable(plain))
+    return float((found - jacobian).abs().max() / jacobian.abs().max()) > 1e-11
 
 
 def losses_of(case: Case, model: Network, step: Step | None = None) -> Tensor:
