@@ -140,9 +140,9 @@ def _samples(operator: Any) -> Iterator[Sample]:
     """Small samples of an operator, once for each tensor that can be hidden activations."""
     torch.default_generator.manual_seed(0)
     try:
-        inputs = islice(
-            operator.sample_inputs("cpu", torch.float64, requires_grad=False), MOST_SAMPLES
-        )
+        # Its method `sample_inputs` reads the stack for each sample, which takes most of the time.
+        make = operator.sample_inputs_func
+        inputs = islice(make(operator, "cpu", torch.float64, False), MOST_SAMPLES)
         for found in inputs:
             leaves, structure = tree_flatten(((found.input, *found.args), dict(found.kwargs)))
             for place, leaf in enumerate(leaves[:3]):

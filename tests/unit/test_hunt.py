@@ -17,6 +17,11 @@ SHARE = {"table": 23, "operators": 29}
 THINNING = 5
 
 
+@pytest.fixture(autouse=True)
+def checked_programs() -> None:
+    """Leave contractions as they are for users: other tests check them, which takes most time."""
+
+
 def _failures(pairs: Iterable[Pair], share: int) -> list[str]:
     """What went wrong in a fixed choice of scenarios."""
     tally = Tally()
