@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.hunt import samples
 from tests.hunt.pairs import Pair, differentiable
 
 MOST_ELEMENTS = 150
@@ -77,7 +77,7 @@ class Sample:
 
 def pairs(only: str = "", part: int = 0, parts: int = 1) -> Iterator[Pair]:
     """All pairs of the operators whose names begin so, or of a part of these operators."""
-    for operator in _operators()[part::parts]:
+    for operator in list(samples.operators())[part::parts]:
         name = _name(operator)
         is_wanted = name.startswith(only) or only.startswith(f"{name}:")
         if is_wanted and operator.name not in RANDOM:
@@ -85,17 +85,6 @@ def pairs(only: str = "", part: int = 0, parts: int = 1) -> Iterator[Pair]:
                 warnings.simplefilter("ignore")
                 found = list(_pairs_of(operator))
             yield from found
-
-
-def _operators() -> list[Any]:
-    """The operators. Their module takes seconds to import, and would forbid to set flags."""
-    with (
-        warnings.catch_warnings(),
-        mock.patch.object(torch.backends, "disable_global_flags"),
-    ):
-        warnings.simplefilter("ignore")
-        from tests.hunt import samples
-    return list(samples.operators())
 
 
 def _name(operator: Any) -> str:

@@ -1,11 +1,17 @@
 """PyTorch's own sample inputs of its operators."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+# The import takes seconds, and would forbid to set flags of backends from then on.
+with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 __all__ = ["OpInfo", "SampleInput", "name_of", "operators", "samples_of"]
 
