@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,9 +58,33 @@ def nodes_from(start: Any, is_end: Callable[[Any], bool] | None = None) -> Itera
                 pending.append(following)
 
 
+def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
+    """Those of some nodes that lead to one of the ends, and the ends."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            users.setdefault(following, []).append(node)
+    pending = list(ends)
+    found = set(pending)
+    while pending:
+        for user in users.get(pending.pop(), ()):
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def use_of(node: Any) -> Any | None:
+    """The use behind a node that is a tap of some engine, or ``None``."""
+    if not isinstance(node, BackwardCFunction):  # to ask all others for an attribute takes longer
+        return None
+    use = getattr(node, "use", None)
+    return use if hasattr(use, "recording") else None
+
+
 def is_any_tap(node: Any) -> bool:
     """Whether a node is a tap of some engine."""
-    return isinstance(node, BackwardCFunction) and getattr(node, "use", None) is not None
+    return use_of(node) is not None
 
 
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
@@ -71,10 +95,8 @@ def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-        elif isinstance(node, BackwardCFunction):  # of a function in Python, as taps are
-            recording = getattr(getattr(node, "use", None), "recording", None)
-            if recording is not None:
-                anchors.add(id(recording.channel.anchor))
+        elif (use := use_of(node)) is not None:
+            anchors.add(id(use.recording.channel.anchor))
     return [leaf for leaf in leaves if id(leaf) not in anchors]
 
 

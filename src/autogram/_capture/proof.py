@@ -28,6 +28,7 @@ from torch import Tensor
 
 from autogram._capture.answer import Answer
 from autogram._capture.carrying import Shape, carried, is_in_order, is_packed, moves_nothing
+from autogram._capture.graph import is_any_tap, nodes_leading_to
 from autogram._capture.passes import running_pass
 from autogram._capture.survey import NodeKind, Survey, kind_of_node
 
@@ -255,25 +256,15 @@ def _is_wanted() -> bool:
 def _edges_to_taps(survey: Survey) -> dict[int, list[_Edge]]:
     """For each node with taps behind it, or that is one, how it leads to others such."""
     numbers = {node: number for number, node in enumerate(survey.nodes)}
-    followers: dict[int, list[int]] = {}
-    for number, node in enumerate(survey.nodes):
-        for following, _ in node.next_functions:
-            if following is not None:
-                followers.setdefault(numbers[following], []).append(number)
-    pending = list(survey.uses.values())
-    reaching = set(pending)
-    while pending:
-        for number in followers.get(pending.pop(), ()):
-            if number not in reaching:
-                reaching.add(number)
-                pending.append(number)
+    reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
     return {
         number: [
             _edge(survey, number, place, numbers[following], result)
-            for place, (following, result) in enumerate(survey.nodes[number].next_functions)
-            if following is not None and numbers[following] in reaching
+            for place, (following, result) in enumerate(node.next_functions)
+            if following in reaching
         ]
-        for number in sorted(reaching)
+        for number, node in enumerate(survey.nodes)
+        if node in reaching
     }
 
 
@@ -282,9 +273,8 @@ def _edge(survey: Survey, number: int, place: int, following: int, result: int) 
     node, other = survey.nodes[number], survey.nodes[following]
     given = tuple(other._input_metadata[result].shape)
     shapes = {tuple(metadata.shape) for metadata in node._input_metadata}
-    is_tap = getattr(node, "use", None) is not None  # of any engine
     stays = shapes == {given} and (
-        is_tap or moves_nothing(kind_of_node(node.__class__).operation, given, given)
+        is_any_tap(node) or moves_nothing(kind_of_node(node.__class__).operation, given, given)
     )
     return _Edge(place, Spot(following, result, False, given), stays)
 
