@@ -227,9 +227,8 @@ class Assembly(Generic[S]):
     @retried_with_less
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
-        is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
-        limit = self._limit.elements
-        found = pull_back(self._channel, tracked, rows, limit, is_batchable=is_batchable)
+        channel, limit = self._channel, self._limit.elements
+        found = pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable)
         return list(found)
 
     def _finish(self, account: _Account) -> None:

@@ -304,7 +304,7 @@ class Driver:
             objectives.losses,
             objectives.cotangents(),
             start,
-            is_batchable=all(recording.is_batchable for recording in self._channel.recordings),
+            is_batchable=self._channel.is_batchable,
             retain_graph=retain_graph,
             is_step=job.is_step,
         )
