@@ -301,9 +301,8 @@ class Engine:
             self._reserve.borrowed(self._limit.elements) as memory,
         ):
             with self._drivers.one() as driver:
-                outside = driver.leaves_outside(losses)
-                objectives, columns, gramian = driver.columns_and_gramian(
-                    losses, "rows", arena, retain_graph=retain_graph or bool(outside)
+                objectives, columns, gramian, outside = driver.step(
+                    losses, "rows", arena, retain_graph=retain_graph
                 )
             with without_autocast(losses.device):
                 weights = check_weights(weighting(gramian))

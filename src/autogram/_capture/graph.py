@@ -100,15 +100,15 @@ def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     return [leaf for leaf in leaves if id(leaf) not in anchors]
 
 
-def dtypes_behind(tensor: Tensor) -> set[torch.dtype]:
-    """The dtypes in which a tensor was computed, as every node behind it knows its results.
+def dtypes_of(tensor: Tensor, nodes: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes in which a tensor was computed, as the nodes behind it know their results.
 
     A cast inside of a call is seen, too: a softmax with a dtype, or a norm in float32. Leaves are
     left out, as they are not computed. What a custom autograd Function or a compiled part does
     inside is not seen.
     """
     dtypes = {tensor.dtype}
-    for node in nodes_behind(tensor):
+    for node in nodes:
         if not hasattr(node, "variable"):
             dtypes.update([result.dtype for result in getattr(node, "_input_metadata", ())])
     return {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
