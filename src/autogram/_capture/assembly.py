@@ -116,7 +116,11 @@ class Assembly(Generic[S]):
         self.unseen: list[Use] = []
 
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Takes in one use, or lets it wait. Where its layout is unknown, the pass stops here."""
+        """Takes in one use, or lets it wait.
+
+        Raises:
+            UnknownLayoutError: The samples must be sought first.
+        """
         self.has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
         seen = [(x, x._version) for x in (cotangent, *saved)]

@@ -8,7 +8,7 @@ to the taps, node by node. It holds if
   dimensions fit what is seen, what is said of one must be true of all;
 - each node carries that dimension to its inputs (see :mod:`autogram._capture.carrying`), so that
   no value can move a sample;
-- the parts of which a cotangent is the sum have their samples in the same dimension as the sum.
+- the parts that add up to a cotangent have their samples in the same dimension as their sum.
 
 Where a node does not carry the dimension, the values that it saved decide: constants are compared
 at each call. With anything else, there is no proof, and the samples are sought at each call. A node
@@ -254,7 +254,7 @@ def _is_wanted() -> bool:
 
 
 def _edges_to_taps(survey: Survey) -> dict[int, list[_Edge]]:
-    """For each node with taps behind it, or that is one, how it leads to others such."""
+    """For each tap, and each node that leads to one, its edges to other such nodes."""
     numbers = {node: number for number, node in enumerate(survey.nodes)}
     reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
     return {

@@ -54,8 +54,8 @@ class Channel:
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to it visits exactly the taps that the losses depend on.
         recordings: Those whose graph is still alive.
-        by_element: Uses, by their place and their function, whose samples once had places along no
-            dimension. They are looked at element by element.
+        by_element: Uses, by their number and their function, whose samples once had no places along
+            any dimension. They are looked at element by element.
         told: The warnings that the user was given, of which each comes once.
     """
 

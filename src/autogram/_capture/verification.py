@@ -163,7 +163,7 @@ class Schedule:
 
     Args:
         mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph
-            behind the losses is new.
+            behind the losses is new in more than sizes.
         capacity: How many graphs to remember.
     """
 
