@@ -87,6 +87,12 @@ def is_any_tap(node: Any) -> bool:
     return use_of(node) is not None
 
 
+def in_dense(gradient: Tensor) -> Tensor:
+    """A gradient that may be sparse, as those of embeddings and of sparse tensors are."""
+    is_dense = gradient.layout in (torch.strided, torch.jagged)
+    return gradient if is_dense else gradient.to_dense()
+
+
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
     anchors: set[int] = set()

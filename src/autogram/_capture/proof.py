@@ -28,7 +28,7 @@ from torch import Tensor
 
 from autogram._capture.answer import Answer
 from autogram._capture.carrying import Shape, carried, is_in_order, is_packed, moves_nothing
-from autogram._capture.graph import is_any_tap, nodes_leading_to
+from autogram._capture.graph import in_dense, is_any_tap, nodes_leading_to
 from autogram._capture.passes import running_pass
 from autogram._capture.survey import NodeKind, Survey, kind_of_node
 
@@ -113,7 +113,7 @@ class Silence:
         """A hook on one of them."""
         if not _is_wanted():
             return
-        self._flags += [(x != 0).any() for x in cotangents if x is not None]
+        self._flags += [(in_dense(x) != 0).any() for x in cotangents if x is not None]
 
 
 class Spots:
@@ -240,11 +240,12 @@ class _Show:
         for place, cotangent in enumerate(results):
             if cotangent is not None and cotangent.numel():
                 self._reached.add(self._number)
-                self._observe(Spot(self._number, place, False, tuple(cotangent.shape)), cotangent)
+                spot = Spot(self._number, place, False, tuple(cotangent.shape))
+                self._observe(spot, in_dense(cotangent))
         for edge in self._edges:
             cotangent = None if edge.moves_nothing else inputs[edge.place]
             if cotangent is not None and cotangent.numel():
-                self._observe(edge.spot(self._number), cotangent)
+                self._observe(edge.spot(self._number), in_dense(cotangent))
 
 
 def _is_wanted() -> bool:
