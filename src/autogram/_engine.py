@@ -79,9 +79,10 @@ class Engine:
         memory_limit_bytes: The size that one intermediate result of a contraction should not
             exceed. Larger ones are computed in parts. A single row of the Jacobian for one
             parameter is the least that is held.
-        verify: When :meth:`compute_gramian` and :meth:`jacobian` compare their result with one
-            ordinary backward pass: ``"first"`` at the calls 1, 2, 4, ..., 64, then each 64th, and
-            whenever the graph behind the losses is new, ``"always"``, or ``"never"``.
+        verify: When :meth:`compute_gramian`, :meth:`jacobian` and :meth:`backward` compare their
+            result with one ordinary backward pass: ``"first"`` at the calls 1, 2, 4, ..., 64, then
+            each 64th, and whenever the graph behind the losses is new in more than sizes,
+            ``"always"``, or ``"never"``.
         unseen: What to do with parameters that are used where calls are not recorded: in a penalty
             among the losses, a custom autograd Function, a gradient that is differentiated again, a
             forward pass from before the engine was made. ``"rows"`` computes their rows by
@@ -301,9 +302,8 @@ class Engine:
             self._reserve.borrowed(self._limit.elements) as memory,
         ):
             with self._drivers.one() as driver:
-                outside = driver.leaves_outside(losses)
-                objectives, columns, gramian = driver.columns_and_gramian(
-                    losses, "rows", arena, retain_graph=retain_graph or bool(outside)
+                objectives, columns, gramian, outside = driver.step(
+                    losses, "rows", arena, retain_graph=retain_graph
                 )
             with without_autocast(losses.device):
                 weights = check_weights(weighting(gramian))

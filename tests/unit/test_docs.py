@@ -1,4 +1,4 @@
-"""The snippets of the README and of the documentation run as they stand."""
+"""The snippets of the README and of the documentation run as they stand, and links lead there."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "src").rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -20,3 +23,26 @@ def test_snippets_run(page: Path) -> None:
             line = page.read_text(encoding="utf-8").count("\n", 0, match.start(1))
             source = "\n" * line + match[1]  # so that a traceback has the page's line numbers
             exec(compile(source, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [pytest.param(x, id=str(x.relative_to(ROOT))) for x in TEXTS])
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in _anchors(file), f"{target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names by which links reach the headings of a page."""
+    headings = HEADING.findall(SNIPPET.sub("", page.read_text(encoding="utf-8")))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_link_to_nowhere_is_seen(tmp_path: Path) -> None:
+    """What the test above would say."""
+    page = tmp_path / "page.md"
+    page.write_text("# One heading\n[here](#one-heading), [not there](#another)\n")
+    with pytest.raises(AssertionError, match="#another"):
+        test_links_lead_to_files_and_headings(page)

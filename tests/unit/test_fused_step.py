@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torchjd.aggregation import MGDAWeighting, UPGradWeighting
 
 from autogram import Engine, InvalidOperandError
+from autogram._capture.survey import Survey
 from tests.unit.checks import (
     COUPLED,
     EVERY_KIND,
@@ -138,7 +139,9 @@ def test_a_second_engine_on_the_model_costs_no_pass() -> None:
     model = mlp()
     engines = [Engine(model), Engine(model)]
     losses = per_sample(model(batch(4, 3)))
-    assert [engine._drivers.last.leaves_outside(losses) for engine in engines] == [[], []]
+    for engine in engines:
+        leaves = Survey.of(engine._channel, losses).leaves
+        assert {id(leaf) for leaf in leaves} == {id(p) for p in model.parameters()}
 
 
 def test_graph_is_freed_on_the_way() -> None:

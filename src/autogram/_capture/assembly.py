@@ -116,7 +116,11 @@ class Assembly(Generic[S]):
         self.unseen: list[Use] = []
 
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Takes in one use, or lets it wait. Where its layout is unknown, the pass stops here."""
+        """Takes in one use, or lets it wait.
+
+        Raises:
+            UnknownLayoutError: The samples must be sought first.
+        """
         self.has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
         seen = [(x, x._version) for x in (cotangent, *saved)]
@@ -227,9 +231,8 @@ class Assembly(Generic[S]):
     @retried_with_less
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
-        is_batchable = all(recording.is_batchable for recording in self._channel.recordings)
-        limit = self._limit.elements
-        found = pull_back(self._channel, tracked, rows, limit, is_batchable=is_batchable)
+        channel, limit = self._channel, self._limit.elements
+        found = pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable)
         return list(found)
 
     def _finish(self, account: _Account) -> None:

@@ -31,9 +31,6 @@ def is_batchable(nodes: Iterable[Any]) -> bool:
     return True
 
 
-# Calls in a forward pass after which the user would be shown the hidden dimension.
-NOT_TO_BE_BATCHED = {"retain_grad", "register_hook"}
-
 T = TypeVar("T", Tensor, tuple[Tensor, ...])
 
 

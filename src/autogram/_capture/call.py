@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from autogram._blocks import GEOMETRY
-from autogram._capture.batching import NOT_TO_BE_BATCHED
 from autogram._capture.containers import tensors_in_call
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
 _PROPERTIES = "requires_grad is_leaf grad_fn is_nested is_sparse"
 _QUESTIONS = GEOMETRY | {getattr(Tensor, name).__get__ for name in _PROPERTIES.split()}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
+_SHOW_COTANGENTS = {"retain_grad", "register_hook"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _IN_PLACE_OPERATORS = {
     "__setitem__",
@@ -33,8 +33,8 @@ class Kind(NamedTuple):
     """It changes its first argument."""
     is_cast: bool
     """Its output has the elements of its first argument."""
-    is_noted: bool
-    """It changes how backward passes may run over what it is a part of."""
+    shows_cotangent: bool
+    """The user may see the cotangent of its first argument by it."""
     reads_first_only: bool
     """Its other tensors give no more than a dtype or a shape, as in ``x.to(y)``."""
 
@@ -74,6 +74,6 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         function in _QUESTIONS,
         name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")),
         name in _CASTS,
-        name in NOT_TO_BE_BATCHED,
+        name in _SHOW_COTANGENTS,
         name in _LOOK_AT_OTHER,
     )

@@ -8,7 +8,7 @@ of parameters are no parameters of a Jacobian.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autogram._capture.graph import leaves_behind, nodes_behind
+from autogram._capture.graph import leaves_behind, nodes_behind, nodes_leading_to
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError
@@ -88,7 +88,9 @@ def refuse_pass(channel: Channel, losses: Tensor) -> None:
             of DistributedDataParallel with a static graph, in its first step. Or there are no uses,
             and parameters that are sharded.
     """
-    on_the_way = list(_nodes_on_the_way(channel, losses))
+    nodes = list(nodes_behind(losses))
+    taps = [node for node in nodes if is_tap_of(channel, node)]
+    on_the_way = nodes_leading_to(taps, nodes)  # which an engine's pass runs
     if not on_the_way and any(_sharding(leaf) for leaf in leaves_behind(losses)):
         raise _refusal(
             "The losses are computed from parameters that are sharded (`FullyShardedDataParallel`, "
@@ -140,25 +142,6 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
 def _recordings_behind(channel: Channel, losses: Tensor) -> list[Recording]:
     """The recordings of the uses that losses depend on, with repetitions."""
     return [node.use.recording for node in nodes_behind(losses) if is_tap_of(channel, node)]
-
-
-def _nodes_on_the_way(channel: Channel, losses: Tensor) -> Iterator[Any]:
-    """The nodes between losses and taps, which an engine's pass runs."""
-    users: dict[Any, list[Any]] = {}
-    pending: list[Any] = []
-    for node in nodes_behind(losses):
-        if is_tap_of(channel, node):
-            pending.append(node)
-        for following, _ in node.next_functions:
-            users.setdefault(following, []).append(node)
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        for user in users.get(node, ()):
-            if user not in seen:
-                seen.add(user)
-                pending.append(user)
 
 
 def _refusal(found: str) -> UnsupportedError:

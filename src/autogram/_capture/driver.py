@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from autogram._blocks import Arena, Columns, Keep
 from autogram._capture.assembly import Assembly, LayoutOf, Observer
 from autogram._capture.diagnosis import confirm
 from autogram._capture.exact import exact
-from autogram._capture.graph import explaining_freed_graphs, leaves_behind
+from autogram._capture.graph import explaining_freed_graphs
 from autogram._capture.memory import Limit, retried_with_less
 from autogram._capture.objectives import Objectives
 from autogram._capture.places import REMEMBERED, Places, Search, UnknownLayoutError
@@ -58,6 +58,18 @@ class Job(Generic[S]):
     def observers(self) -> list[Observer]:
         """Who is told of each block."""
         return [observer for observer in (self.check, self.record) if observer is not None]
+
+
+class Step(NamedTuple):
+    """What a whole backward pass needs to know of some losses."""
+
+    objectives: Objectives
+    """What the rows of the columns belong to."""
+    columns: Mapping[Tensor, Columns]
+    """Those of each parameter."""
+    gramian: Tensor
+    outside: list[Tensor]
+    """The leaves that the losses depend on, less the parameters of the engine's modules."""
 
 
 class Driver:
@@ -112,7 +124,7 @@ class Driver:
         """
         with exact(losses.device):
             make_sink = partial(GramianSum, self._limit)
-            objectives, found = self._collect(losses, make_sink, verify=verify)
+            objectives, found = self._collect(self._survey(losses), make_sink, verify=verify)
             return found.arranged(objectives)
 
     @retried_with_less
@@ -123,41 +135,41 @@ class Driver:
             NotConnectedError: As for the Gramian, and so are the others.
         """
         with exact(losses.device):
-            return self._collect(losses, partial(Store, form, self._limit))
+            return self._collect(self._survey(losses), partial(Store, form, self._limit))
 
     @retried_with_less
-    def columns_and_gramian(
-        self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
-    ) -> tuple[Objectives, Mapping[Tensor, Columns], Tensor]:
-        """The columns of J, the objectives that their rows belong to, and the Gramian.
+    def step(self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool) -> Step:
+        """The columns of J and the Gramian, and what else there is to differentiate.
 
         Args:
             losses: The losses.
             form: Whether to keep factors or rows.
             arena: Where to put rows.
-            retain_graph: Whether the graph is needed after the pass. If not, it is freed on the
-                way, unless the pass may have to stop for a look for the samples.
+            retain_graph: Whether the graph is needed after the pass. If not, and there are no
+                other leaves, it is freed on the way, unless samples may have to be sought yet.
 
         Raises:
             NotConnectedError: As for the Gramian, and so are the others.
         """
         with exact(losses.device):
+            survey = self._survey(losses)
+            inside = self._channel.parameters(survey.leaves)
+            outside = [leaf for leaf in survey.leaves if leaf not in inside]
             make_sink = partial(StoreWithGramian, form, self._limit, arena=arena)
             objectives, store = self._collect(
-                losses, make_sink, retain_graph=retain_graph, is_step=True
+                survey, make_sink, retain_graph=retain_graph or bool(outside), is_step=True
             )
-            return objectives, store.columns, store.gramian.arranged(objectives)
+            gramian = store.gramian.arranged(objectives)
+            return Step(objectives, store.columns, gramian, outside)
 
-    def leaves_outside(self, losses: Tensor) -> list[Tensor]:
-        """The leaves that losses depend on, less the parameters of the engine's modules."""
+    def _survey(self, losses: Tensor) -> Survey:
+        """The graph behind some losses."""
         with explaining_freed_graphs():
-            found = leaves_behind(losses)
-        inside = self._channel.parameters(found)
-        return [leaf for leaf in found if leaf not in inside]
+            return Survey.of(self._channel, losses)
 
     def _collect(
         self,
-        losses: Tensor,
+        survey: Survey,
         make_sink: Callable[[Check | None], S],
         *,
         verify: bool = False,
@@ -165,11 +177,10 @@ class Driver:
         is_step: bool = False,
     ) -> tuple[Objectives, S]:
         """The columns of J for all parameters, verified and recorded where that is due."""
+        losses = survey.losses
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         objectives = Objectives(losses, batch_dim if losses.dim() else None)
-        with explaining_freed_graphs():
-            survey = Survey.of(self._channel, losses)
-        check = self._schedule.next(losses, survey.structure, must=verify)
+        check = self._schedule.next(survey, must=verify)
         record = Record(self._limit) if survey.key != self._recorded else None
         self._has_sought = False
         must_retain = retain_graph or check is not None
@@ -238,9 +249,9 @@ class Driver:
         """What differs if the losses are one objective of one sample: no places."""
         with torch.enable_grad():
             total = (check.losses * check.vector).sum()
-        whole = Check(total, torch.ones_like(total))
+        survey = self._survey(total)
+        whole = Check(survey, torch.ones_like(total))
         job = Job(partial(GramianSum, self._limit), whole)
-        survey = Survey.of(self._channel, total)
         self._assemble(Objectives(total, None), survey, None, job, retain_graph=True)
         return whole.differing(whole.compare(self._channel))
 
@@ -266,7 +277,7 @@ class Driver:
         """The columns for per-sample losses, in as many passes as a search needs."""
         search.begin()
         while True:
-            # Where a layout is missing, the pass may stop half-way, and begin again.
+            # Where a layout turns out to be unknown, another pass begins.
             must_retain = job.retain_graph or not search.is_settled
             try:
                 with search.watched():
@@ -304,7 +315,7 @@ class Driver:
             objectives.losses,
             objectives.cotangents(),
             start,
-            is_batchable=all(recording.is_batchable for recording in self._channel.recordings),
+            is_batchable=self._channel.is_batchable,
             retain_graph=retain_graph,
             is_step=job.is_step,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,9 +58,39 @@ def nodes_from(start: Any, is_end: Callable[[Any], bool] | None = None) -> Itera
                 pending.append(following)
 
 
+def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
+    """Those of some nodes that lead to one of the ends, and the ends."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for following, _ in node.next_functions:
+            users.setdefault(following, []).append(node)
+    pending = list(ends)
+    found = set(pending)
+    while pending:
+        for user in users.get(pending.pop(), ()):
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def use_of(node: Any) -> Any | None:
+    """The use behind a node that is a tap of some engine, or ``None``."""
+    if not isinstance(node, BackwardCFunction):  # to ask all others for an attribute takes longer
+        return None
+    use = getattr(node, "use", None)
+    return use if hasattr(use, "recording") else None
+
+
 def is_any_tap(node: Any) -> bool:
     """Whether a node is a tap of some engine."""
-    return isinstance(node, BackwardCFunction) and getattr(node, "use", None) is not None
+    return use_of(node) is not None
+
+
+def in_dense(gradient: Tensor) -> Tensor:
+    """A gradient that may be sparse, as those of embeddings and of sparse tensors are."""
+    is_dense = gradient.layout in (torch.strided, torch.jagged)
+    return gradient if is_dense else gradient.to_dense()
 
 
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
@@ -71,22 +101,20 @@ def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-        elif isinstance(node, BackwardCFunction):  # of a function in Python, as taps are
-            recording = getattr(getattr(node, "use", None), "recording", None)
-            if recording is not None:
-                anchors.add(id(recording.channel.anchor))
+        elif (use := use_of(node)) is not None:
+            anchors.add(id(use.recording.channel.anchor))
     return [leaf for leaf in leaves if id(leaf) not in anchors]
 
 
-def dtypes_behind(tensor: Tensor) -> set[torch.dtype]:
-    """The dtypes in which a tensor was computed, as every node behind it knows its results.
+def dtypes_of(tensor: Tensor, nodes: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes in which a tensor was computed, as the nodes behind it know their results.
 
     A cast inside of a call is seen, too: a softmax with a dtype, or a norm in float32. Leaves are
     left out, as they are not computed. What a custom autograd Function or a compiled part does
     inside is not seen.
     """
     dtypes = {tensor.dtype}
-    for node in nodes_behind(tensor):
+    for node in nodes:
         if not hasattr(node, "variable"):
             dtypes.update([result.dtype for result in getattr(node, "_input_metadata", ())])
     return {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}

@@ -138,7 +138,7 @@ class Pass:
             self._aside.take(tensor)
 
     def _begin(self, cotangents: tuple[Tensor, ...]) -> None:
-        """Learns the number of the pass at its first node."""
+        """Learns the number of the pass at its first node, and lists it as running."""
         del cotangents
         if self._number is None:
             self._number = torch._C._current_graph_task_id()

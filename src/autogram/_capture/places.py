@@ -137,9 +137,9 @@ class Places:
 class Search:
     """The layouts of one call: what is remembered, and what is found on the way.
 
-    Where the calls are known and their values or shapes are new, one pass by scales comes first,
-    and the pass that asks for layouts is what it is compared with (with several objectives for a
-    sample, another one is). Else the samples are sought by zeros.
+    Where a graph of this structure has a proof, and its sizes or constants are new, one pass by
+    scales comes first, and the pass that asks for layouts is what it is compared with (with several
+    objectives for a sample, another one is). Else the samples are sought by zeros.
 
     Args:
         places: What is remembered.
@@ -191,7 +191,8 @@ class Search:
         """Whether the layout of every use is known, whatever its cotangent will be."""
         found = self._found
         is_open = self._scales is not None or self._survey.hides_taps or bool(self._silent)
-        if found is None or is_open or (self._has_changed and not self._has_changed.is_there):
+        must_wait = self._has_changed is not None and not self._has_changed.is_there
+        if found is None or is_open or must_wait:
             return False
         each = (found.get(use, ()) for use in self._survey.uses)
         return all(len(x) == 1 and isinstance(x[0], Folded) for x in each)

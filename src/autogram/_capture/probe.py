@@ -34,8 +34,8 @@ def find_layouts(
         channel: The channel of the taps.
         objectives: The losses with their samples.
         wanted: A use known to have a cotangent, if there is one.
-        spots: What may move samples, or ``None`` where the same calls were looked at before, on
-            other values or shapes. Then two passes are enough, and there is no proof.
+        spots: What may move samples, or ``None`` where a graph of this structure was looked at
+            before. Then two passes are enough, and no proof is made.
 
     Raises:
         MixedSamplesError: A use has places that belong to several samples.

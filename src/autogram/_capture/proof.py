@@ -8,7 +8,7 @@ to the taps, node by node. It holds if
   dimensions fit what is seen, what is said of one must be true of all;
 - each node carries that dimension to its inputs (see :mod:`autogram._capture.carrying`), so that
   no value can move a sample;
-- the parts of which a cotangent is the sum have their samples in the same dimension as the sum.
+- the parts that add up to a cotangent have their samples in the same dimension as their sum.
 
 Where a node does not carry the dimension, the values that it saved decide: constants are compared
 at each call. With anything else, there is no proof, and the samples are sought at each call. A node
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from autogram._capture.answer import Answer
 from autogram._capture.carrying import Shape, carried, is_in_order, is_packed, moves_nothing
+from autogram._capture.graph import in_dense, is_any_tap, nodes_leading_to
 from autogram._capture.passes import running_pass
 from autogram._capture.survey import NodeKind, Survey, kind_of_node
 
@@ -112,7 +113,7 @@ class Silence:
         """A hook on one of them."""
         if not _is_wanted():
             return
-        self._flags += [(x != 0).any() for x in cotangents if x is not None]
+        self._flags += [(in_dense(x) != 0).any() for x in cotangents if x is not None]
 
 
 class Spots:
@@ -239,11 +240,12 @@ class _Show:
         for place, cotangent in enumerate(results):
             if cotangent is not None and cotangent.numel():
                 self._reached.add(self._number)
-                self._observe(Spot(self._number, place, False, tuple(cotangent.shape)), cotangent)
+                spot = Spot(self._number, place, False, tuple(cotangent.shape))
+                self._observe(spot, in_dense(cotangent))
         for edge in self._edges:
             cotangent = None if edge.moves_nothing else inputs[edge.place]
             if cotangent is not None and cotangent.numel():
-                self._observe(edge.spot(self._number), cotangent)
+                self._observe(edge.spot(self._number), in_dense(cotangent))
 
 
 def _is_wanted() -> bool:
@@ -253,27 +255,17 @@ def _is_wanted() -> bool:
 
 
 def _edges_to_taps(survey: Survey) -> dict[int, list[_Edge]]:
-    """For each node with taps behind it, or that is one, how it leads to others such."""
+    """For each tap, and each node that leads to one, its edges to other such nodes."""
     numbers = {node: number for number, node in enumerate(survey.nodes)}
-    followers: dict[int, list[int]] = {}
-    for number, node in enumerate(survey.nodes):
-        for following, _ in node.next_functions:
-            if following is not None:
-                followers.setdefault(numbers[following], []).append(number)
-    pending = list(survey.uses.values())
-    reaching = set(pending)
-    while pending:
-        for number in followers.get(pending.pop(), ()):
-            if number not in reaching:
-                reaching.add(number)
-                pending.append(number)
+    reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
     return {
         number: [
             _edge(survey, number, place, numbers[following], result)
-            for place, (following, result) in enumerate(survey.nodes[number].next_functions)
-            if following is not None and numbers[following] in reaching
+            for place, (following, result) in enumerate(node.next_functions)
+            if following in reaching
         ]
-        for number in sorted(reaching)
+        for number, node in enumerate(survey.nodes)
+        if node in reaching
     }
 
 
@@ -282,9 +274,8 @@ def _edge(survey: Survey, number: int, place: int, following: int, result: int) 
     node, other = survey.nodes[number], survey.nodes[following]
     given = tuple(other._input_metadata[result].shape)
     shapes = {tuple(metadata.shape) for metadata in node._input_metadata}
-    is_tap = getattr(node, "use", None) is not None  # of any engine
     stays = shapes == {given} and (
-        is_tap or moves_nothing(kind_of_node(node.__class__).operation, given, given)
+        is_any_tap(node) or moves_nothing(kind_of_node(node.__class__).operation, given, given)
     )
     return _Edge(place, Spot(following, result, False, given), stays)
 

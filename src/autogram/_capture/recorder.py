@@ -207,7 +207,7 @@ class Recorder(TorchFunctionMode):
             # One integer, such as the number of an expert, is not one for each sample.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
             self._marks.set(tensor, None if is_number else BATCHED)
-        if call.kind.is_noted:
+        if call.kind.shows_cotangent:
             self._recording.note(call)
 
     def _mark_constant(self, call: Call, output: Any) -> None:

@@ -13,7 +13,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from autogram._capture.batching import NOT_TO_BE_BATCHED
 from autogram._capture.call import Call
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
@@ -55,8 +54,8 @@ class Channel:
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to it visits exactly the taps that the losses depend on.
         recordings: Those whose graph is still alive.
-        by_element: Uses, by their place and their function, whose samples once had places along no
-            dimension. They are looked at element by element.
+        by_element: Uses, by their number and their function, whose samples once had no places along
+            any dimension. They are looked at element by element.
         told: The warnings that the user was given, of which each comes once.
     """
 
@@ -66,6 +65,11 @@ class Channel:
         self.recordings = Alive()
         self.by_element: set[tuple[int, str]] = set()
         self.told: set[str] = set()
+
+    @property
+    def is_batchable(self) -> bool:
+        """Whether backward passes through the recordings that are alive may be batched."""
+        return all(recording.is_batchable for recording in self.recordings)
 
     def was_derived(self, entry: Entry, place: int) -> bool:
         """Whether an input of a module in a checkpoint was computed from parameters alone."""
@@ -130,9 +134,8 @@ class Recording:
     """
 
     def note(self, call: Call) -> None:
-        """Takes in a call that passes over the recording may not be batched with."""
-        if call.kind.name in NOT_TO_BE_BATCHED:
-            self.is_batchable = False
+        """Takes in a call by which the user may see the cotangent of a tensor."""
+        self.is_batchable = False  # or the user would see the hidden dimension
         if call.kind.name == "retain_grad":
             self.retained.append(weakref.ref(call.args[0]))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
+from autogram._capture.graph import use_of
 from autogram._capture.recording import Channel
 from autogram._capture.use import Use
 
@@ -83,7 +84,7 @@ class Survey:
         uses: Those that the losses depend on, with the number of their tap among the nodes.
         hides_taps: Whether there may be others: a tap on a slice that was changed in place is no
             node of its own.
-        leaves: All leaves but the anchor.
+        leaves: All leaves but the anchors of engines.
         leaves_of_tail: Those that the losses reach past every tap, as parameters in a penalty.
         key: A digest of all that decides where the samples lie, but for values of tensors.
         structure: The same without sizes.
@@ -108,6 +109,7 @@ class Survey:
         nodes: list[Any] = [] if root is None else [root]
         numbers = {root: 0}
         anchor = get_gradient_edge(channel.anchor).node
+        anchors = {anchor}
         leaves: list[Tensor] = []
         uses: dict[Use, int] = {}
         taps: list[Any] = []
@@ -140,10 +142,13 @@ class Survey:
             kind = kind_of_node(node.__class__)
             structure.append(kind.number)
             if kind.is_leaf:
-                if node != anchor:
+                if node not in anchors:
                     leaves.append(node.variable)
             else:
-                use = node_use(channel, node) if kind.is_function else None
+                use = use_of(node) if kind.is_function else None
+                if use is not None and use.recording.channel is not channel:
+                    anchors.add(get_gradient_edge(use.recording.channel.anchor).node)
+                    use = None
                 if use is None:
                     if kind.arguments:
                         structure.extend([_plain(read(node)) for read in kind.arguments])
@@ -170,13 +175,6 @@ class Survey:
             _digest([structure, sizes]),
             _digest(structure),
         )
-
-
-def node_use(channel: Channel, node: Any) -> Use | None:
-    """The use behind a node that is a tap of an engine."""
-    use: Use | None = getattr(node, "use", None)
-    recording = getattr(use, "recording", None)
-    return use if recording is not None and recording.channel is channel else None
 
 
 def _plain(value: Any) -> Any:

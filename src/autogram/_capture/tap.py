@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
+from autogram._capture.graph import use_of
 from autogram._capture.passes import running_pass
 from autogram._capture.recording import Channel
 from autogram._capture.use import Use
@@ -29,10 +29,8 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool) ->
 
 def is_tap_of(channel: Channel, node: Any) -> bool:
     """Whether a node of the autograd graph is a tap of this engine."""
-    if not isinstance(node, BackwardCFunction):  # to ask all others for an attribute takes longer
-        return False
-    recording = getattr(getattr(node, "use", None), "recording", None)
-    return recording is not None and recording.channel is channel
+    use = use_of(node)
+    return use is not None and use.recording.channel is channel
 
 
 def is_in_place_tap(node: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autogram._capture.answers import Answer, Operands
 from autogram._capture.call import Call
 from autogram._capture.containers import exchange, map_tensors, tensors_in_call
-from autogram._capture.graph import nodes_behind
+from autogram._capture.graph import is_any_tap, nodes_behind
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
@@ -136,8 +136,7 @@ class Tapper:
 def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
     """Whether a tensor depends on one of the aliases that its call was made on."""
     aliases = {edge.node for edge in edges}
-    nodes = nodes_behind(tensor, lambda node: getattr(node, "use", None) is not None)
-    return not aliases.isdisjoint(nodes)
+    return not aliases.isdisjoint(nodes_behind(tensor, is_any_tap))
 
 
 def _operands(

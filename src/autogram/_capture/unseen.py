@@ -36,8 +36,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     reads = tuple(track_parameter(p) for p in leaves if p in names)
     if not reads:
         return None
-    is_batchable = all(recording.is_batchable for recording in channel.recordings)
-    recording = Recording(channel, names, is_batchable=is_batchable)
+    recording = Recording(channel, names, is_batchable=channel.is_batchable)
     sources = tuple(tracked.sources[0] for tracked in reads)
     shape, edge = tuple(losses.shape), get_gradient_edge(losses)
     return FallbackUse(

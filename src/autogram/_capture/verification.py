@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture.graph import dtypes_behind, explaining_freed_graphs, leaves_behind
+from autogram._capture.graph import dtypes_of
 from autogram._capture.objectives import Objectives
 from autogram._capture.passes import Pass
 from autogram._capture.recording import Channel
+from autogram._capture.survey import Survey
 from autogram._capture.use import Arrival, Use
 
 Verify = Literal["first", "always", "never"]
@@ -64,18 +65,20 @@ class Check:
     It is an observer of assemblies, from which it learns the Gramian of each parameter.
 
     Args:
-        losses: The objectives.
-        vector: u, of the shape of the losses.
+        survey: The graph behind the objectives.
+        vector: u, of their shape.
 
     References:
         Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
     """
 
-    def __init__(self, losses: Tensor, vector: Tensor) -> None:
-        self.losses = losses
+    def __init__(self, survey: Survey, vector: Tensor) -> None:
+        self.losses = survey.losses
         self.vector = vector
+        self._leaves = survey.leaves
         self.comparisons: dict[Tensor, Comparison] = {}
-        self.epsilon = max(_epsilon(losses, dtype) for dtype in dtypes_behind(losses))
+        dtypes = dtypes_of(survey.losses, survey.nodes)
+        self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
@@ -118,9 +121,8 @@ class Check:
         """
         names = channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad]
-        with explaining_freed_graphs():
-            # Also of what is none of the engine's: a pass inside of this one shows itself there.
-            others = [leaf for leaf in leaves_behind(self.losses) if leaf not in names]
+        # Also of what is none of the engine's: a pass inside of this one shows itself there.
+        others = [leaf for leaf in self._leaves if leaf not in names]
         leaves = parameters + others
         with _without_hooks(leaves):
             gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
@@ -161,7 +163,7 @@ class Schedule:
 
     Args:
         mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph
-            behind the losses is new.
+            behind the losses is new in more than sizes.
         capacity: How many graphs to remember.
     """
 
@@ -175,15 +177,15 @@ class Schedule:
         # Of its own: the user's random state is not touched.
         self._generator = torch.Generator("cpu").manual_seed(0)
 
-    def next(self, losses: Tensor, structure: bytes, *, must: bool) -> Check | None:
+    def next(self, survey: Survey, *, must: bool) -> Check | None:
         """The check of the next call, if one is due or must be."""
         self._calls += 1
         if self._mode == "first":
-            must |= self._calls >= self._due or structure not in self._seen
-            self._seen[structure] = None
+            must |= self._calls >= self._due or survey.structure not in self._seen
+            self._seen[survey.structure] = None
             if len(self._seen) > self._capacity:
                 del self._seen[next(iter(self._seen))]
-        return self.check(losses) if must or self._mode == "always" else None
+        return self.check(survey) if must or self._mode == "always" else None
 
     def confirm(self) -> None:
         """Notes that a check of the last call has found nothing wrong."""
@@ -200,7 +202,7 @@ class Schedule:
         """The calls since the last check that found nothing wrong, the first and the last."""
         return self._confirmed + 1, self._calls
 
-    def check(self, losses: Tensor) -> Check:
+    def check(self, survey: Survey) -> Check:
         """A check with a new vector.
 
         Its entries are 1 or 1/2, with random signs: powers of two, with which products are exact,
@@ -208,12 +210,12 @@ class Schedule:
         Equal entries would not show that samples are mixed, and entries of sum zero would not show
         what is missing from all objectives alike, so neither is used.
         """
-        m = losses.numel()
+        losses, m = survey.losses, survey.losses.numel()
         while True:
             u = torch.randint(4, (m,), generator=self._generator, device="cpu")
             u = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")[u]
             if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
-                return Check(losses, u.to(losses.device, losses.dtype).view(losses.shape))
+                return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 
 
 @dataclass

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.batching import batched
-from autogram._capture.graph import is_any_tap, nodes_from
+from autogram._capture.graph import in_dense, is_any_tap, nodes_from
 from autogram._capture.memory import is_out_of_memory
 from autogram._capture.passes import Pass
 from autogram._capture.recording import Channel
@@ -72,12 +72,7 @@ def _vjp(
 ) -> tuple[Tensor | None, ...]:
     """One vector-Jacobian product."""
     found = Pass(channel, is_blocked=True).differentiate(output, inputs, cotangent)
-    return tuple([_to_dense(x) for x in found])
-
-
-def _to_dense(gradient: Tensor | None) -> Tensor | None:
-    """A gradient that may be sparse, as that of an embedding can be."""
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+    return tuple([None if x is None else in_dense(x) for x in found])
 
 
 def _stack(found: tuple[Tensor | None, ...]) -> Tensor | None:

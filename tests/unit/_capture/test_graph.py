@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
-from autogram._capture.graph import dtypes_behind
+from autogram._capture.graph import dtypes_of, nodes_behind
 from tests.unit.engines import batch, mlp, per_sample
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -27,6 +27,10 @@ class Rounded(torch.autograd.Function):
     def backward(ctx, g: Tensor) -> Tensor:
         del ctx
         return g.to(DOUBLE)
+
+
+def dtypes_behind(x: Tensor) -> set[torch.dtype]:
+    return dtypes_of(x, nodes_behind(x))
 
 
 def under_autocast(x: Tensor) -> Tensor:
