@@ -72,7 +72,7 @@ class Proof:
 
     Attributes:
         watches: The constants that decide.
-        movers: The operations in which other values decide.
+        movers: The kinds of nodes in which other values decide.
         silent: The numbers of the nodes that had a cotangent of zero.
     """
 
@@ -154,7 +154,7 @@ class Spots:
             decided_by = self._deciding(spot, dims, fitting)
             watches.update(dict.fromkeys(decided_by or ()))
             if decided_by is None:
-                movers.add(self._kind(spot.node).operation)
+                movers.add(self._kind(spot.node).name)
         silent = self._reached - {spot.node for spot in fitting}
         return Proof(tuple(watches), frozenset(movers), tuple(sorted(silent)))
 

@@ -32,7 +32,7 @@ class NodeKind(NamedTuple):
     name: str
     """Of the class, as in ``MulBackward0``."""
     operation: str
-    """What it differentiates, as in ``Mul``."""
+    """What it differentiates, as in ``Mul``; empty for a Function in Python, called as it may be."""
     number: int
     """Of the class, among all that were seen."""
     is_leaf: bool
@@ -58,7 +58,7 @@ def kind_of_node(node: type) -> NodeKind:
     name = node.__name__
     return NodeKind(
         name,
-        name.rstrip("0123456789").removesuffix("Backward"),
+        "" if is_function else name.rstrip("0123456789").removesuffix("Backward"),
         next(_NUMBERS),
         name == "AccumulateGrad",
         is_function,

@@ -1,0 +1,51 @@
+"""Series of steps that were wrong: the first are harmless, and later ones differ in one thing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine
+from tests.unit.checks import irregular
+from tests.unit.engines import assert_exact
+
+B = 6
+
+both_modes = pytest.mark.parametrize("batch_dim", [0, "auto"])
+Mode = Literal["auto"] | int
+
+
+def assert_series(
+    model: nn.Module, losses: Callable[[Any], Tensor], steps: Sequence[Any], mode: Mode
+) -> None:
+    """Assert that one engine that verifies nothing is exact at each step, done twice."""
+    engine = Engine(model, batch_dim=mode, verify="never")
+    for step in steps:
+        for _ in range(2):
+            assert_exact(engine, losses(step), model)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_function_in_python_may_be_called_like_an_operation(batch_dim: Mode) -> None:
+    class Permute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+            ctx.order = order
+            return x[order]
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+            found = torch.empty_like(cotangents[0])
+            found[ctx.order] = cotangents[0]
+            return found, None
+
+    model, x = nn.Linear(3, 4), irregular(B, 3)
+
+    def losses(order: Tensor) -> Tensor:
+        permuted: Tensor = Permute.apply(model(x).tanh(), order)  # type: ignore[no-untyped-call]
+        return permuted.square().sum(1)
+
+    assert_series(model, losses, [torch.arange(B), torch.tensor([1, 0, 2, 3, 5, 4])], batch_dim)
