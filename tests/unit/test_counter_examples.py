@@ -49,3 +49,49 @@ def test_a_function_in_python_may_be_called_like_an_operation(batch_dim: Mode) -
         return permuted.square().sum(1)
 
     assert_series(model, losses, [torch.arange(B), torch.tensor([1, 0, 2, 3, 5, 4])], batch_dim)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_constants_in_front_of_samples_may_have_other_lengths(batch_dim: Mode) -> None:
+    model, x = nn.Linear(3, 4), irregular(B, 3)
+
+    def losses(length: int) -> Tensor:
+        parts = torch.ones(length, 4), model(x).tanh(), torch.ones(B - length, 4)
+        return torch.cat(parts)[B:].square().sum(1)
+
+    assert_series(model, losses, [B, B - 1, B - 3], batch_dim)
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_flipped_batch_may_have_one_coefficient_at_first() -> None:
+    model, x = nn.Linear(3, 4), irregular(5, 3)
+
+    def losses(coefficients: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        return (hidden + coefficients.unsqueeze(1) * hidden.flip(0)).square().sum(1)
+
+    assert_series(model, losses, [torch.tensor([0.0, 0, 1, 0, 0]), torch.ones(5)], "auto")
+
+
+class Scale(nn.Module):
+    """A product with a number, of the strides of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product."""
+        return x * self.scale
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_strided_view_may_be_of_other_strides(batch_dim: Mode) -> None:
+    model, x = Scale(), irregular(B, B)
+
+    def losses(batch: Tensor) -> Tensor:
+        return model(batch).as_strided((B, B), (B, 1)).square().sum(1)
+
+    assert_series(model, losses, [x, x.T.contiguous().T], batch_dim)
