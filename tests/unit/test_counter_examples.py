@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram import Engine
+from autogram import Engine, MixedSamplesError
 from tests.unit.checks import irregular
 from tests.unit.engines import assert_exact
 
@@ -95,3 +95,54 @@ def test_a_strided_view_may_be_of_other_strides(batch_dim: Mode) -> None:
         return model(batch).as_strided((B, B), (B, 1)).square().sum(1)
 
     assert_series(model, losses, [x, x.T.contiguous().T], batch_dim)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_product_with_zeros_may_come_alive_beside_another_use(batch_dim: Mode) -> None:
+    model, x = nn.Linear(3, B), irregular(B, 3)
+
+    def losses(coefficients: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        return hidden.square().sum(1) + (coefficients @ hidden).sum(0)
+
+    steps = [torch.zeros(B, B), irregular(B, B)]
+    if batch_dim == "auto":
+        assert_series(model, losses, steps, batch_dim)
+    else:
+        engine = Engine(model, batch_dim=0, verify="never")
+        assert_exact(engine, losses(steps[0]), model)
+        with pytest.raises(MixedSamplesError):
+            engine.compute_gramian(losses(steps[1]))
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_one_part_of_a_split_may_come_alive() -> None:
+    model, x = nn.Linear(3, B), irregular(B, 3)
+
+    def losses(coefficients: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        first, second = hidden.repeat(2, 1).split(B)
+        return first.square().sum(1) + (coefficients @ second).sum(0)
+
+    assert_series(model, losses, [torch.zeros(B, B), irregular(B, B)], "auto")
+
+
+@both_modes
+def test_chosen_entries_may_leave_the_diagonal(batch_dim: Mode) -> None:
+    model, x = nn.Conv1d(1, B, 1), irregular(B, 1, 1)
+
+    def losses(chosen: Tensor) -> Tensor:
+        return model(x).tanh()[:, :, 0].T.gather(1, chosen.view(B, 1)).square().sum(1)
+
+    assert_series(model, losses, [torch.arange(B), torch.arange(B).flip(0)], batch_dim)
+
+
+@both_modes
+def test_indexed_entries_may_leave_the_diagonal(batch_dim: Mode) -> None:
+    model, x = nn.Conv1d(1, B, 1), irregular(B, 1, 1)
+
+    def losses(chosen: Tensor) -> Tensor:
+        return model(x).tanh()[:, :, 0].T[torch.arange(B), chosen].square()
+
+    assert_series(model, losses, [torch.arange(B), torch.arange(B).flip(0)], batch_dim)

@@ -14,7 +14,7 @@ from autogram._capture.answer import Answer
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
 from autogram._capture.probe import Layouts, find_layouts, fitting_layouts
-from autogram._capture.proof import Proof, Silence, Spots, Watch
+from autogram._capture.proof import Proof, Silence, Spot, Spots, Watch
 from autogram._capture.recording import Channel
 from autogram._capture.survey import Survey
 from autogram._capture.use import Use, describe
@@ -51,8 +51,8 @@ class Known:
     """Of each use, by the number of its tap in the survey."""
     constants: tuple[tuple[Watch, Tensor], ...]
     """What they depend on, beside the graph."""
-    silent: tuple[int, ...]
-    """The numbers of the nodes that had no cotangent."""
+    silent: tuple[Spot, ...]
+    """The places that had no cotangent."""
     is_doubted: bool = False
     """Whether to look again before they are used."""
 
@@ -156,7 +156,7 @@ class Search:
         self._survey = survey
         self._found: Layouts | None = None
         self._has_changed: Answer | None = None
-        self._silent: tuple[int, ...] = ()
+        self._silent: tuple[Spot, ...] = ()
         self._silence: Silence | None = None
         self._scales: Scales | None = None
         self._needed: set[Use] = set()
