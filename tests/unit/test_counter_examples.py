@@ -146,3 +146,17 @@ def test_indexed_entries_may_leave_the_diagonal(batch_dim: Mode) -> None:
         return model(x).tanh()[:, :, 0].T[torch.arange(B), chosen].square()
 
     assert_series(model, losses, [torch.arange(B), torch.arange(B).flip(0)], batch_dim)
+
+
+@both_modes
+def test_samples_may_lie_along_another_dimension_at_other_sizes(batch_dim: Mode) -> None:
+    model, x = nn.Linear(3, 1), irregular(12, 3)
+
+    def losses(step: tuple[int, Tensor]) -> Tensor:
+        rows, chosen = step
+        picked = model(x).tanh().view(rows, -1).gather(1, chosen)
+        return picked.view(4, 3).square().sum(1)
+
+    in_order = torch.arange(12).view(1, 12)
+    steps = [(4, torch.arange(3).expand(4, 3)), (1, in_order), (1, in_order.flip(1))]
+    assert_series(model, losses, steps, batch_dim)

@@ -171,6 +171,17 @@ class Survey:
             _digest(structure),
         )
 
+    def pattern(self, samples: int) -> bytes:
+        """Along which dimensions of the nodes' results so many samples could lie, as a digest."""
+        inside = (node for node in self.nodes if not kind_of_node(node.__class__).is_leaf)
+        shapes = (metadata.shape for node in inside for metadata in node._input_metadata)
+        return _digest([[_room(size, samples) for size in shape] for shape in shapes])
+
+
+def _room(size: int, samples: int) -> int:
+    """A size, as far as it tells whether samples can lie along a dimension of it."""
+    return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
+
 
 def node_use(channel: Channel, node: Any) -> Use | None:
     """The use behind a node that is a tap of an engine."""
