@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, MixedSamplesError
-from tests.unit.checks import irregular
-from tests.unit.engines import assert_exact
+from tests.unit.checks import features, irregular
+from tests.unit.engines import assert_exact, counted_passes
 
 B = 6
 
@@ -160,3 +160,19 @@ def test_samples_may_lie_along_another_dimension_at_other_sizes(batch_dim: Mode)
     in_order = torch.arange(12).view(1, 12)
     steps = [(4, torch.arange(3).expand(4, 3)), (1, in_order), (1, in_order.flip(1))]
     assert_series(model, losses, steps, batch_dim)
+
+
+def test_samples_are_not_sought_again_once_all_branches_are_alive() -> None:
+    first, last, x = nn.Linear(3, 4), nn.Linear(4, 4), irregular(B, 3)
+    nn.init.zeros_(last.weight)
+    model = nn.Sequential(first, last)
+    engine = Engine(model, batch_dim=0, verify="never")
+    counts = []
+    for step in range(5):
+        if step == 2:
+            nn.init.eye_(last.weight)
+        losses = features(model(x) + model[0](x), 2)
+        with counted_passes() as passes:
+            engine.compute_gramian(losses)
+        counts.append(len(passes))
+    assert counts[-1] == 1

@@ -282,7 +282,12 @@ class Search:
         """Finds the layouts of all uses, and remembers them."""
         places, objectives, survey = self._places, self._objectives, self._survey
         spots = None if is_known else Spots(survey)
-        self._found, proof = find_layouts(places.channel, objectives, wanted, spots)
+        proven = places.proof(objectives, survey) if is_known else None
+        silence = Silence(survey, proven.silent if proven else ())
+        with silence.watched():
+            self._found, proof = find_layouts(places.channel, objectives, wanted, spots)
+        if silence.is_broken:
+            places.disprove(objectives, survey)
         if bool(objectives.is_finite.all()):  # else true for this call alone
             if proof is not None:
                 places.prove(objectives, survey, proof)
