@@ -99,11 +99,20 @@ def _firsts(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]
 
 
 def _but_own(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """All but those that the call was given as its ``dim``."""
+    """All but those that the call was given as its ``dim``, or ``dims``."""
     del place
-    dims = node._saved_dim
+    dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
     own = {_wrapped(d, len(given)) for d in (dims if isinstance(dims, tuple) else (dims,))}
     return [d for d in range(min(len(result), len(given))) if d not in own]
+
+
+def _joined(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All but those along which it is joined, if constants are among the parts.
+
+    Nodes do not tell how long they are, and so not where the others lie.
+    """
+    has_constants = any(following is None for following, _ in node.next_functions)
+    return (_but_own if has_constants else _all)(node, place, result, given)
 
 
 def _into(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
@@ -198,18 +207,6 @@ def _in_front(indices: Sequence[Tensor | None]) -> int:
     return places[0] if len(places) == places[-1] - places[0] + 1 else 0
 
 
-def _strided(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """All dimensions, if no two elements of the view are the same element of its base."""
-    del place, given
-    least = 0  # the offset of the last element along the dimensions so far
-    for stride, size in sorted(zip(node._saved_stride, result, strict=True)):
-        if size > 1:
-            if stride <= least:
-                return ()
-            least += stride * (size - 1)
-    return range(len(result))
-
-
 def _trilinear(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
     """The first one, as long as no factor is expanded along it and it is not summed."""
     del result, given
@@ -229,8 +226,8 @@ _KNOWN: list[tuple[Carries, str]] = [
         _all,
         """
         View UnsafeView ReshapeAlias Reshape Transpose T Permute Squeeze Unsqueeze Select Slice
-        Alias Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Cat Stack ToCopy Diagonal
-        Flip Roll Rot90 ConstantPadNd ViewAsComplex PixelShuffle PixelUnshuffle
+        Alias Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Stack ToCopy Diagonal
+        ConstantPadNd ViewAsComplex PixelShuffle PixelUnshuffle
         ChannelShuffle Tril Triu Real Imag Conj
         Sum Mean Max Min Median Nanmedian Amax Amin Aminmax Norm LinalgVectorNorm Var Std VarMean
         StdMean Logsumexp Prod Kthvalue Mode
@@ -250,8 +247,10 @@ _KNOWN: list[tuple[Carries, str]] = [
         """
         Gather Topk Sort Cummax Cummin Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp
         IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C
+        Flip Roll Rot90
         """,
     ),
+    (_joined, "Cat"),
     (_into, "Scatter ScatterAdd IndexAdd IndexCopy"),
     (_over, "IndexFill MaskedScatter"),
     (_normalized, "NativeLayerNorm FusedRmsNorm"),
@@ -262,7 +261,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
     (_but_last, "ViewAsReal"),
     (_windows, "Unfold"),
-    (_strided, "AsStrided"),
+    # Not AsStrided: nodes do not tell the strides of what the view is of.
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_rows, "Mv"),

@@ -14,7 +14,7 @@ from autogram._capture.answer import Answer
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
 from autogram._capture.probe import Layouts, find_layouts, fitting_layouts
-from autogram._capture.proof import Proof, Silence, Spots, Watch
+from autogram._capture.proof import Proof, Silence, Spot, Spots, Watch
 from autogram._capture.recording import Channel
 from autogram._capture.survey import Survey
 from autogram._capture.use import Use, describe
@@ -23,6 +23,7 @@ from autogram._errors import MixedSamplesError, NonFiniteError
 K = TypeVar("K")
 T = TypeVar("T")
 Key = tuple[bytes, int | None]
+Proven = tuple[bytes, int | None, bytes]
 
 # How many graphs to remember layouts for. Batches of varying length have one each; a forgotten one
 # costs a backward pass through the activations.
@@ -51,8 +52,8 @@ class Known:
     """Of each use, by the number of its tap in the survey."""
     constants: tuple[tuple[Watch, Tensor], ...]
     """What they depend on, beside the graph."""
-    silent: tuple[int, ...]
-    """The numbers of the nodes that had no cotangent."""
+    silent: tuple[Spot, ...]
+    """The places that had no cotangent."""
     is_doubted: bool = False
     """Whether to look again before they are used."""
 
@@ -83,7 +84,7 @@ class Places:
         self.channel = channel
         self._known: dict[Key, Known] = {}
         self._mixed: dict[Key, str] = {}
-        self._proofs: dict[Key, Proof] = {}
+        self._proofs: dict[Proven, Proof] = {}
 
     def search(self, objectives: Objectives, survey: Survey) -> Search:
         """The search of one call."""
@@ -112,16 +113,23 @@ class Places:
             known.is_doubted = True
 
     def proof(self, objectives: Objectives, survey: Survey) -> Proof | None:
-        """What the places depend on, if a graph of this structure was looked at."""
-        return self._proofs.get((survey.structure, objectives.batch_dim))
+        """What the places depend on, if a graph of this structure was looked at.
+
+        In one of other sizes, samples may lie along other dimensions, which its nodes may not carry.
+        """
+        return next(
+            (self._proofs[key] for key in _proven(objectives, survey) if key in self._proofs), None
+        )
 
     def prove(self, objectives: Objectives, survey: Survey, proof: Proof) -> None:
         """Keeps a proof for graphs of the same structure."""
-        _put(self._proofs, (survey.structure, objectives.batch_dim), proof)
+        whatever_sizes, these = _proven(objectives, survey)
+        _put(self._proofs, whatever_sizes if proof.movers else these, proof)
 
     def disprove(self, objectives: Objectives, survey: Survey) -> None:
         """Forgets a proof."""
-        self._proofs.pop((survey.structure, objectives.batch_dim), None)
+        for key in _proven(objectives, survey):
+            self._proofs.pop(key, None)
 
     def refuse(self, objectives: Objectives, survey: Survey, reason: str) -> None:
         """Keeps in mind that the samples are mixed in this graph."""
@@ -156,7 +164,7 @@ class Search:
         self._survey = survey
         self._found: Layouts | None = None
         self._has_changed: Answer | None = None
-        self._silent: tuple[int, ...] = ()
+        self._silent: tuple[Spot, ...] = ()
         self._silence: Silence | None = None
         self._scales: Scales | None = None
         self._needed: set[Use] = set()
@@ -275,7 +283,12 @@ class Search:
         """Finds the layouts of all uses, and remembers them."""
         places, objectives, survey = self._places, self._objectives, self._survey
         spots = None if is_known else Spots(survey)
-        self._found, proof = find_layouts(places.channel, objectives, wanted, spots)
+        proven = places.proof(objectives, survey) if is_known else None
+        silence = Silence(survey, proven.silent if proven else ())
+        with silence.watched():
+            self._found, proof = find_layouts(places.channel, objectives, wanted, spots)
+        if silence.is_broken:
+            places.disprove(objectives, survey)
         if bool(objectives.is_finite.all()):  # else true for this call alone
             if proof is not None:
                 places.prove(objectives, survey, proof)
@@ -285,6 +298,12 @@ class Search:
 def _key(objectives: Objectives, survey: Survey) -> Key:
     """What layouts may depend on, but for values."""
     return survey.key, objectives.batch_dim
+
+
+def _proven(objectives: Objectives, survey: Survey) -> tuple[Proven, Proven]:
+    """What a proof is kept by, if nothing is remembered whatever the sizes, and otherwise."""
+    structure, batch_dim = survey.structure, objectives.batch_dim
+    return (structure, batch_dim, b""), (structure, batch_dim, survey.pattern(objectives.samples))
 
 
 def _put(memory: dict[K, T], key: K, value: T) -> None:

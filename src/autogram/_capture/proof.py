@@ -8,12 +8,13 @@ to the taps, node by node. It holds if
   dimensions fit what is seen, what is said of one must be true of all;
 - each node carries that dimension to its inputs (see :mod:`autogram._capture.carrying`), so that
   no value can move a sample;
-- the parts that add up to a cotangent have their samples in the same dimension as their sum.
+- the parts that add up to a cotangent have their samples in the same dimension as their sum;
+- no values let more dimensions fit than did before, as a diagonal of ones does.
 
 Where a node does not carry the dimension, the values that it saved decide: constants are compared
-at each call. With anything else, there is no proof, and the samples are sought at each call. A node
-whose cotangent is zero shows nothing, and moves nothing as long as it is zero, which is looked at
-in each call.
+at each call. With anything else, there is no proof, and the samples are sought at each call. A
+cotangent that is zero shows nothing, and moves nothing as long as it is zero, which is looked at in
+each call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -73,25 +75,26 @@ class Proof:
 
     Attributes:
         watches: The constants that decide.
-        movers: The operations in which other values decide.
-        silent: The numbers of the nodes that had a cotangent of zero.
+        movers: The kinds of nodes in which other values decide.
+        silent: The places that had a cotangent of zero.
     """
 
     watches: tuple[Watch, ...]
     movers: frozenset[str]
-    silent: tuple[int, ...]
+    silent: tuple[Spot, ...]
 
 
 class Silence:
-    """Nodes whose cotangents were zero in the pass that was proven, watched in another pass.
+    """Spots whose cotangents were zero in the pass that was proven, watched in another pass.
 
     Args:
-        survey: The graph.
-        numbers: Those of the nodes.
+        survey: The graph. Sizes may be others than those that were proven.
+        spots: The spots.
     """
 
-    def __init__(self, survey: Survey, numbers: Sequence[int]) -> None:
-        self._nodes = [survey.nodes[number] for number in numbers]
+    def __init__(self, survey: Survey, spots: Sequence[Spot]) -> None:
+        self._survey = survey
+        self._spots = spots
         self._flags: list[Tensor] = []
 
     @property
@@ -102,18 +105,25 @@ class Silence:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches them in the passes inside of a block."""
-        handles = [node.register_prehook(self._listen) for node in self._nodes]
+        handles = []
+        for spot in self._spots:
+            node, listen = self._survey.nodes[spot.node], partial(self._listen, spot.place)
+            handles.append(
+                node.register_hook(lambda inputs, _, listen=listen: listen(inputs))
+                if spot.is_input
+                else node.register_prehook(listen)
+            )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _listen(self, cotangents: tuple[Tensor | None, ...]) -> None:
-        """A hook on one of them."""
-        if not _is_wanted():
-            return
-        self._flags += [(in_dense(x) != 0).any() for x in cotangents if x is not None]
+    def _listen(self, place: int, cotangents: tuple[Tensor | None, ...]) -> None:
+        """A hook on the node of one of them."""
+        cotangent = cotangents[place] if _is_wanted() else None
+        if cotangent is not None:
+            self._flags.append((in_dense(cotangent) != 0).any())
 
 
 class Spots:
@@ -126,7 +136,7 @@ class Spots:
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self._edges = _edges_to_taps(survey)
-        self._reached: set[int] = set()
+        self._reached: set[Spot] = set()
 
     @contextmanager
     def shown_to(self, observe: Callable[[Spot, Tensor], None]) -> Iterator[None]:
@@ -155,26 +165,30 @@ class Spots:
             decided_by = self._deciding(spot, dims, fitting)
             watches.update(dict.fromkeys(decided_by or ()))
             if decided_by is None:
-                movers.add(self._kind(spot.node).operation)
-        silent = self._reached - {spot.node for spot in fitting}
+                movers.add(self._kind(spot.node).name)
+        silent = self._reached.difference(fitting)
         return Proof(tuple(watches), frozenset(movers), tuple(sorted(silent)))
 
     def _deciding(
         self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int]]
     ) -> list[Watch] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
-        node, operation = self._survey.nodes[spot.node], self._kind(spot.node).operation
+        node, kind = self._survey.nodes[spot.node], self._kind(spot.node)
+        operation, saves_values = kind.operation, bool(kind.tensors)
         watches: list[Watch] = []
         for edge in self._edges[spot.node]:
             arrived = dims if edge.moves_nothing else fitting.get(edge.spot(spot.node))
             total = fitting.get(edge.target)
             if not dims or (arrived is not None and total is not None and arrived != total):
                 return None
-            if edge.moves_nothing or dims <= carried(
-                operation, node, edge.place, spot.shape, edge.target.shape
-            ):
+            if edge.moves_nothing:
                 continue
-            constants = self._constants(spot.node, dims, edge.target.shape)
+            is_carried = dims <= carried(operation, node, edge.place, spot.shape, edge.target.shape)
+            # Where more dimensions fit, values may have hidden all that tells them apart.
+            is_clear = arrived is None or len(arrived) <= len(dims)
+            if is_carried and (is_clear or not saves_values):
+                continue
+            constants = self._constants(spot.node, dims if is_clear else set(), edge.target.shape)
             if constants is None:
                 return None
             watches += constants
@@ -224,7 +238,7 @@ class _Show:
         self,
         number: int,
         edges: Sequence[_Edge],
-        reached: set[int],
+        reached: set[Spot],
         observe: Callable[[Spot, Tensor], None],
     ) -> None:
         self._number = number
@@ -238,14 +252,21 @@ class _Show:
         if not _is_wanted():
             return
         for place, cotangent in enumerate(results):
-            if cotangent is not None and cotangent.numel():
-                self._reached.add(self._number)
-                spot = Spot(self._number, place, False, tuple(cotangent.shape))
-                self._observe(spot, in_dense(cotangent))
+            self._show(Spot(self._number, place, False, _shape(cotangent)), cotangent)
         for edge in self._edges:
-            cotangent = None if edge.moves_nothing else inputs[edge.place]
-            if cotangent is not None and cotangent.numel():
-                self._observe(edge.spot(self._number), in_dense(cotangent))
+            if not edge.moves_nothing:
+                self._show(edge.spot(self._number), inputs[edge.place])
+
+    def _show(self, spot: Spot, cotangent: Tensor | None) -> None:
+        """Shows one of them, if there is any."""
+        if cotangent is not None and cotangent.numel():
+            self._reached.add(spot)
+            self._observe(spot, in_dense(cotangent))
+
+
+def _shape(cotangent: Tensor | None) -> Shape:
+    """The shape of a cotangent, if there is one."""
+    return () if cotangent is None else tuple(cotangent.shape)
 
 
 def _is_wanted() -> bool:

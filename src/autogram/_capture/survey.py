@@ -33,7 +33,7 @@ class NodeKind(NamedTuple):
     name: str
     """Of the class, as in ``MulBackward0``."""
     operation: str
-    """What it differentiates, as in ``Mul``."""
+    """What it differentiates, as in ``Mul``; empty for a Function in Python, called as it may be."""
     number: int
     """Of the class, among all that were seen."""
     is_leaf: bool
@@ -59,7 +59,7 @@ def kind_of_node(node: type) -> NodeKind:
     name = node.__name__
     return NodeKind(
         name,
-        name.rstrip("0123456789").removesuffix("Backward"),
+        "" if is_function else name.rstrip("0123456789").removesuffix("Backward"),
         next(_NUMBERS),
         name == "AccumulateGrad",
         is_function,
@@ -175,6 +175,17 @@ class Survey:
             _digest([structure, sizes]),
             _digest(structure),
         )
+
+    def pattern(self, samples: int) -> bytes:
+        """Along which dimensions of the nodes' results so many samples could lie, as a digest."""
+        inside = (node for node in self.nodes if not kind_of_node(node.__class__).is_leaf)
+        shapes = (metadata.shape for node in inside for metadata in node._input_metadata)
+        return _digest([[_room(size, samples) for size in shape] for shape in shapes])
+
+
+def _room(size: int, samples: int) -> int:
+    """A size, as far as it tells whether samples can lie along a dimension of it."""
+    return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,178 @@
+"""Series of steps that were wrong: the first are harmless, and later ones differ in one thing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine, MixedSamplesError
+from tests.unit.checks import features, irregular
+from tests.unit.engines import assert_exact, counted_passes
+
+B = 6
+
+both_modes = pytest.mark.parametrize("batch_dim", [0, "auto"])
+Mode = Literal["auto"] | int
+
+
+def assert_series(
+    model: nn.Module, losses: Callable[[Any], Tensor], steps: Sequence[Any], mode: Mode
+) -> None:
+    """Assert that one engine that verifies nothing is exact at each step, done twice."""
+    engine = Engine(model, batch_dim=mode, verify="never")
+    for step in steps:
+        for _ in range(2):
+            assert_exact(engine, losses(step), model)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_function_in_python_may_be_called_like_an_operation(batch_dim: Mode) -> None:
+    class Permute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+            ctx.order = order
+            return x[order]
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+            found = torch.empty_like(cotangents[0])
+            found[ctx.order] = cotangents[0]
+            return found, None
+
+    model, x = nn.Linear(3, 4), irregular(B, 3)
+
+    def losses(order: Tensor) -> Tensor:
+        permuted: Tensor = Permute.apply(model(x).tanh(), order)  # type: ignore[no-untyped-call]
+        return permuted.square().sum(1)
+
+    assert_series(model, losses, [torch.arange(B), torch.tensor([1, 0, 2, 3, 5, 4])], batch_dim)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_constants_in_front_of_samples_may_have_other_lengths(batch_dim: Mode) -> None:
+    model, x = nn.Linear(3, 4), irregular(B, 3)
+
+    def losses(length: int) -> Tensor:
+        parts = torch.ones(length, 4), model(x).tanh(), torch.ones(B - length, 4)
+        return torch.cat(parts)[B:].square().sum(1)
+
+    assert_series(model, losses, [B, B - 1, B - 3], batch_dim)
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_flipped_batch_may_have_one_coefficient_at_first() -> None:
+    model, x = nn.Linear(3, 4), irregular(5, 3)
+
+    def losses(coefficients: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        return (hidden + coefficients.unsqueeze(1) * hidden.flip(0)).square().sum(1)
+
+    assert_series(model, losses, [torch.tensor([0.0, 0, 1, 0, 0]), torch.ones(5)], "auto")
+
+
+class Scale(nn.Module):
+    """A product with a number, of the strides of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product."""
+        return x * self.scale
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_strided_view_may_be_of_other_strides(batch_dim: Mode) -> None:
+    model, x = Scale(), irregular(B, B)
+
+    def losses(batch: Tensor) -> Tensor:
+        return model(batch).as_strided((B, B), (B, 1)).square().sum(1)
+
+    assert_series(model, losses, [x, x.T.contiguous().T], batch_dim)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_product_with_zeros_may_come_alive_beside_another_use(batch_dim: Mode) -> None:
+    model, x = nn.Linear(3, B), irregular(B, 3)
+
+    def losses(coefficients: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        return hidden.square().sum(1) + (coefficients @ hidden).sum(0)
+
+    steps = [torch.zeros(B, B), irregular(B, B)]
+    if batch_dim == "auto":
+        assert_series(model, losses, steps, batch_dim)
+    else:
+        engine = Engine(model, batch_dim=0, verify="never")
+        assert_exact(engine, losses(steps[0]), model)
+        with pytest.raises(MixedSamplesError):
+            engine.compute_gramian(losses(steps[1]))
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_one_part_of_a_split_may_come_alive() -> None:
+    model, x = nn.Linear(3, B), irregular(B, 3)
+
+    def losses(coefficients: Tensor) -> Tensor:
+        hidden = model(x).tanh()
+        first, second = hidden.repeat(2, 1).split(B)
+        return first.square().sum(1) + (coefficients @ second).sum(0)
+
+    assert_series(model, losses, [torch.zeros(B, B), irregular(B, B)], "auto")
+
+
+@both_modes
+def test_chosen_entries_may_leave_the_diagonal(batch_dim: Mode) -> None:
+    model, x = nn.Conv1d(1, B, 1), irregular(B, 1, 1)
+
+    def losses(chosen: Tensor) -> Tensor:
+        return model(x).tanh()[:, :, 0].T.gather(1, chosen.view(B, 1)).square().sum(1)
+
+    assert_series(model, losses, [torch.arange(B), torch.arange(B).flip(0)], batch_dim)
+
+
+@both_modes
+def test_indexed_entries_may_leave_the_diagonal(batch_dim: Mode) -> None:
+    model, x = nn.Conv1d(1, B, 1), irregular(B, 1, 1)
+
+    def losses(chosen: Tensor) -> Tensor:
+        return model(x).tanh()[:, :, 0].T[torch.arange(B), chosen].square()
+
+    assert_series(model, losses, [torch.arange(B), torch.arange(B).flip(0)], batch_dim)
+
+
+@both_modes
+def test_samples_may_lie_along_another_dimension_at_other_sizes(batch_dim: Mode) -> None:
+    model, x = nn.Linear(3, 1), irregular(12, 3)
+
+    def losses(step: tuple[int, Tensor]) -> Tensor:
+        rows, chosen = step
+        picked = model(x).tanh().view(rows, -1).gather(1, chosen)
+        return picked.view(4, 3).square().sum(1)
+
+    in_order = torch.arange(12).view(1, 12)
+    steps = [(4, torch.arange(3).expand(4, 3)), (1, in_order), (1, in_order.flip(1))]
+    assert_series(model, losses, steps, batch_dim)
+
+
+def test_samples_are_not_sought_again_once_all_branches_are_alive() -> None:
+    first, last, x = nn.Linear(3, 4), nn.Linear(4, 4), irregular(B, 3)
+    nn.init.zeros_(last.weight)
+    model = nn.Sequential(first, last)
+    engine = Engine(model, batch_dim=0, verify="never")
+    counts = []
+    for step in range(5):
+        if step == 2:
+            nn.init.eye_(last.weight)
+        losses = features(model(x) + model[0](x), 2)
+        with counted_passes() as passes:
+            engine.compute_gramian(losses)
+        counts.append(len(passes))
+    assert counts[-1] == 1
