@@ -115,7 +115,7 @@ class Places:
     def proof(self, objectives: Objectives, survey: Survey) -> Proof | None:
         """What the places depend on, if a graph of this structure was looked at.
 
-        In one of other sizes, samples may lie along other dimensions, which its nodes may not carry.
+        In one of other sizes, samples may lie along other dimensions, which nodes may not carry.
         """
         return next(
             (self._proofs[key] for key in _proven(objectives, survey) if key in self._proofs), None
