@@ -207,6 +207,16 @@ def _in_front(indices: Sequence[Tensor | None]) -> int:
     return places[0] if len(places) == places[-1] - places[0] + 1 else 0
 
 
+def _restrided(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+    """All for ``as_strided_``, by which pooling of images with channels last sets the strides.
+
+    None for ``as_strided``: nodes do not tell the strides of what the view is of.
+    """
+    del place
+    is_in_place = type(node).__name__ == "AsStridedBackward1"
+    return range(len(result) if is_in_place and result == given else 0)
+
+
 def _trilinear(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
     """The first one, as long as no factor is expanded along it and it is not summed."""
     del result, given
@@ -261,7 +271,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
     (_but_last, "ViewAsReal"),
     (_windows, "Unfold"),
-    # Not AsStrided: nodes do not tell the strides of what the view is of.
+    (_restrided, "AsStrided"),
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_rows, "Mv"),
