@@ -8,7 +8,7 @@ to the taps, node by node. It holds if
   dimensions fit what is seen, what is said of one must be true of all;
 - each node carries that dimension to its inputs (see :mod:`autogram._capture.carrying`), so that
   no value can move a sample;
-- the parts that add up to a cotangent have their samples in the same dimension as their sum.
+- the parts of which a cotangent is the sum have their samples in the same dimension as the sum.
 
 Where a node does not carry the dimension, the values that it saved decide: constants are compared
 at each call. With anything else, there is no proof, and the samples are sought at each call. A node
@@ -240,12 +240,11 @@ class _Show:
         for place, cotangent in enumerate(results):
             if cotangent is not None and cotangent.numel():
                 self._reached.add(self._number)
-                spot = Spot(self._number, place, False, tuple(cotangent.shape))
-                self._observe(spot, in_dense(cotangent))
+                self._observe(Spot(self._number, place, False, tuple(cotangent.shape)), cotangent)
         for edge in self._edges:
             cotangent = None if edge.moves_nothing else inputs[edge.place]
             if cotangent is not None and cotangent.numel():
-                self._observe(edge.spot(self._number), in_dense(cotangent))
+                self._observe(edge.spot(self._number), cotangent)
 
 
 def _is_wanted() -> bool:
