@@ -565,7 +565,7 @@ def test_nothing_is_looked_at_without_a_group(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: Any) -> None:
         pytest.fail("it was looked at")
 
-    for name in ("_nodes_on_the_way", "_recordings_behind"):
+    for name in ("nodes_behind", "leaves_behind"):
         monkeypatch.setattr(distribution, name, fail)
     model = mlp()
     engine = Engine(model)

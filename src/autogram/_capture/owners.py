@@ -23,6 +23,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autogram._capture.graph import in_dense
 from autogram._capture.objectives import Objectives
 from autogram._capture.proof import Spot, Spots
 from autogram._capture.recording import Channel
@@ -228,6 +229,7 @@ def _look(
                 counts[use] += count
 
     def observe_spot(spot: Spot, cotangent: Tensor) -> None:
+        cotangent = in_dense(cotangent)
         if bool((cotangent != 0).any()):
             found[spot] = _reduced(spot, cotangent, reduce)
 

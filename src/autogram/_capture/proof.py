@@ -261,7 +261,7 @@ class _Show:
         """Shows one of them, if there is any."""
         if cotangent is not None and cotangent.numel():
             self._reached.add(spot)
-            self._observe(spot, in_dense(cotangent))
+            self._observe(spot, cotangent)
 
 
 def _shape(cotangent: Tensor | None) -> Shape:
