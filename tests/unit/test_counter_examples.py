@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, MixedSamplesError
+from autogram.testing import reference_jacobian
 from tests.unit.checks import features, irregular
 from tests.unit.engines import assert_exact, counted_passes
 
@@ -176,3 +177,15 @@ def test_samples_are_not_sought_again_once_all_branches_are_alive() -> None:
             engine.compute_gramian(losses)
         counts.append(len(passes))
     assert counts[-1] == 1
+
+
+@pytest.mark.parametrize("objectives", [1, 2])
+def test_numbers_that_scales_would_make_infinite_show_their_places(objectives: int) -> None:
+    model = nn.Linear(3, 4).half()
+    engine = Engine(model, batch_dim=0, verify="never")
+    for samples in (B, B + 2, B + 34):
+        output = model(irregular(samples, 3).half()).float()
+        losses = 40 * features(output, objectives)
+        jacobian = reference_jacobian(losses, list(model.parameters())).float()
+        expected, gramian = jacobian @ jacobian.T, engine.compute_gramian(losses).float()
+        assert (gramian - expected).abs().max() < 1e-2 * expected.abs().max()

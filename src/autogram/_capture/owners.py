@@ -176,13 +176,16 @@ class Scales:
         return _coarsened(use, owners)
 
 
-def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners:
+def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners | None:
     """The owners by passes in which the samples differ by powers of two.
 
-    Raises:
-        NonFiniteError: A cotangent is infinite or not a number.
+    Returns:
+        The owners, or ``None`` where a cotangent is not finite, as in half precision if scaled.
     """
-    scales = Scales(channel, objectives)
+    try:
+        scales = Scales(channel, objectives)
+    except NonFiniteError:
+        return None
     owners: Owners = {use: {} for use in scales.uses}  # also where all samples add up to zero
 
     def observe(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:

@@ -244,13 +244,21 @@ class Search:
             elif objectives.per_sample > 1:
                 self._find(None, is_known=True)
             else:
-                self._scales, self._found = Scales(self._places.channel, objectives), {}
-                self._silent = proof.silent
+                self._begin_scales(proof)
         except NonFiniteError:
             known = self._places.recall(objectives, self._survey)
             if known is None:
                 raise
             self._found = known.of_uses(self._survey)
+
+    def _begin_scales(self, proof: Proof) -> None:
+        """Has the next pass compared with passes by scales, if their numbers are not too large."""
+        try:
+            self._scales, self._found = Scales(self._places.channel, self._objectives), {}
+        except NonFiniteError:
+            self._find(None, is_known=False)
+        else:
+            self._silent = proof.silent
 
     def finish(self) -> None:
         """Remembers what the pass has shown.
