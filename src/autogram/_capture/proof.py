@@ -182,9 +182,7 @@ class Spots:
                 return None
             if edge.moves_nothing:
                 continue
-            is_carried = dims <= carried(
-                operation, node, edge.place, spot.shape, edge.target.shape
-            )
+            is_carried = dims <= carried(operation, node, edge.place, spot.shape, edge.target.shape)
             # Where more dimensions fit, values may have hidden all that tells them apart.
             is_clear = arrived is None or len(arrived) <= len(dims)
             if is_carried and (is_clear or not saves_values):
