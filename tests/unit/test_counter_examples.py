@@ -179,6 +179,18 @@ def test_samples_are_not_sought_again_once_all_branches_are_alive() -> None:
     assert counts[-1] == 1
 
 
+def test_samples_that_a_branch_moves_once_it_is_alive_cost_one_pass() -> None:
+    model, x = nn.Linear(3, 4), irregular(B, 3)
+    engine = Engine(model, batch_dim=0, verify="never")
+    counts = []
+    for coefficient in (0.0, 0.0, 0.5, 0.25, 0.125):
+        losses = (model(x).tanh() + coefficient * model(x).flip(0)).square().sum(1)
+        with counted_passes() as passes:
+            assert_exact(engine, losses, model)
+        counts.append(len(passes))
+    assert counts[-1] == 2
+
+
 @pytest.mark.parametrize("objectives", [1, 2])
 def test_numbers_that_scales_would_make_infinite_show_their_places(objectives: int) -> None:
     model = nn.Linear(3, 4).half()

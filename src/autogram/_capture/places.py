@@ -115,19 +115,23 @@ class Places:
     def proof(self, objectives: Objectives, survey: Survey) -> Proof | None:
         """What the places depend on, if a graph of this structure was looked at.
 
-        In one of other sizes, samples may lie along other dimensions, which nodes may not carry.
+        At other sizes, samples may lie along other dimensions, which nodes may not carry.
         """
-        return next(
-            (self._proofs[key] for key in _proven(objectives, survey) if key in self._proofs), None
-        )
+        found = (self._proofs.get(key) for key in _proven(objectives, survey))
+        return next((proof for proof in found if proof is not None), None)
 
     def prove(self, objectives: Objectives, survey: Survey, proof: Proof) -> None:
         """Keeps a proof for graphs of the same structure."""
         whatever_sizes, these = _proven(objectives, survey)
         _put(self._proofs, whatever_sizes if proof.movers else these, proof)
 
+    def forget(self, objectives: Objectives, survey: Survey) -> None:
+        """Forgets what was found for this graph."""
+        self._known.pop(_key(objectives, survey), None)
+
     def disprove(self, objectives: Objectives, survey: Survey) -> None:
-        """Forgets a proof."""
+        """Forgets a proof, and what rests on it."""
+        self.forget(objectives, survey)
         for key in _proven(objectives, survey):
             self._proofs.pop(key, None)
 
@@ -234,6 +238,8 @@ class Search:
                 "of them together, so that it cannot be seen where the samples lie. Pass "
                 "`batch_dim=None` to `Engine`."
             )
+        if use is not None:
+            self._places.forget(objectives, self._survey)
         proof = self._places.proof(objectives, self._survey)
         self._scales = self._has_changed = None
         self._silent = ()

@@ -33,7 +33,7 @@ class NodeKind(NamedTuple):
     name: str
     """Of the class, as in ``MulBackward0``."""
     operation: str
-    """What it differentiates, as in ``Mul``; empty for a Function in Python, whatever its name."""
+    """What it differentiates, as in ``Mul``. Empty for a Function in Python, whatever its name."""
     number: int
     """Of the class, among all that were seen."""
     is_leaf: bool
