@@ -201,3 +201,15 @@ def test_numbers_that_scales_would_make_infinite_show_their_places(objectives: i
         jacobian = reference_jacobian(losses, list(model.parameters())).float()
         expected, gramian = jacobian @ jacobian.T, engine.compute_gramian(losses).float()
         assert (gramian - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+def test_samples_without_a_loss_that_a_constant_exchanges() -> None:
+    """Two samples count nothing at first, and a permutation exchanges just these."""
+    layer = nn.Linear(3, 4)
+    engine = Engine(layer, batch_dim=0, verify="never")
+    order = torch.tensor([0, 2, 1, 3, 4, 5])
+    for alive in (False, False, True, True):
+        weights = torch.ones(6)
+        weights[1:3] = float(alive)
+        losses = layer(torch.randn(6, 3)).tanh()[order].square().sum(1) * weights
+        assert_exact(engine, losses, layer)

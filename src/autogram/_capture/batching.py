@@ -16,7 +16,7 @@ _WRONG: dict[str, Callable[[Any], bool]] = {
     "CdistBackward0": lambda _: True,
     # Of a tensor without dimensions: the hidden one is rolled. Only then, or where all elements
     # are rolled as one row, there are no dimensions to roll along.
-    "RollBackward0": lambda node: not node._saved_dims,
+    "RollBackward0": lambda node: not getattr(node, "_saved_dims", ()),
     # Where the mask is larger than the tensor, and as large as there are cotangents.
     "MaskedSelectBackward0": lambda _: True,
 }

@@ -13,7 +13,7 @@ from autogram._blocks import Folded, Placement, agree
 from autogram._capture.answer import Answer
 from autogram._capture.objectives import Objectives
 from autogram._capture.owners import Scales
-from autogram._capture.probe import Layouts, find_layouts, fitting_layouts
+from autogram._capture.probe import Layouts, find_layouts, fitting_layouts, hide_places
 from autogram._capture.proof import Proof, Silence, Spot, Spots, Watch
 from autogram._capture.recording import Channel
 from autogram._capture.survey import Survey
@@ -94,11 +94,23 @@ class Places:
         """What was found for this graph."""
         return self._known.get(_key(objectives, survey))
 
-    def remember(self, objectives: Objectives, survey: Survey, layouts: Layouts) -> None:
-        """Keeps layouts for the next call, if nothing can change them that is not noticed."""
+    def remember(
+        self, objectives: Objectives, survey: Survey, layouts: Layouts, *, hides: bool
+    ) -> None:
+        """Keeps layouts for the next call, if nothing can change them that is not noticed.
+
+        Args:
+            objectives: The losses with their samples.
+            survey: The graph behind them.
+            layouts: What was found.
+            hides: Whether some places had no cotangent. Where constants move samples, these may
+                belong to others than a regular layout says.
+        """
         proof = self.proof(objectives, survey)
         is_regular = all(isinstance(x, Folded) for some in layouts.values() for x in some)
         if proof is None or proof.movers or survey.hides_taps or not is_regular:
+            return
+        if proof.watches and hides:
             return
         if proof.silent and objectives.per_sample > 1:
             return  # a batched pass hides the values that would show that this is over
@@ -172,6 +184,7 @@ class Search:
         self._silence: Silence | None = None
         self._scales: Scales | None = None
         self._needed: set[Use] = set()
+        self._hides = False
         self.has_sought = False
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
@@ -284,14 +297,17 @@ class Search:
         for use in self._scales.uses:
             if use not in self._found:
                 raise UnknownLayoutError(use, is_needed=True)  # all samples add up to zero
-        self._places.remember(self._objectives, self._survey, self._found)
+        hides = self._hides
+        self._places.remember(self._objectives, self._survey, self._found, hides=hides)
 
     def _measure(self, scales: Scales, use: Use, cotangent: Tensor) -> tuple[Placement, ...]:
         """The layouts of a use that this pass and the one before show together."""
         owners = scales.owners(use, cotangent)
         if not owners:
             raise UnknownLayoutError(use, is_needed=True)
-        return fitting_layouts(use, owners, self._objectives.is_finite)
+        layouts = fitting_layouts(use, owners, self._objectives.is_finite)
+        self._hides |= hide_places(layouts, owners)
+        return layouts
 
     def _find(self, wanted: Use | None, *, is_known: bool) -> None:
         """Finds the layouts of all uses, and remembers them."""
@@ -300,13 +316,13 @@ class Search:
         proven = places.proof(objectives, survey) if is_known else None
         silence = Silence(survey, proven.silent if proven else ())
         with silence.watched():
-            self._found, proof = find_layouts(places.channel, objectives, wanted, spots)
+            self._found, proof, hides = find_layouts(places.channel, objectives, wanted, spots)
         if silence.is_broken:
             places.disprove(objectives, survey)
         if bool(objectives.is_finite.all()):  # else true for this call alone
             if proof is not None:
                 places.prove(objectives, survey, proof)
-            places.remember(objectives, survey, self._found)
+            places.remember(objectives, survey, self._found, hides=hides)
 
 
 def _key(objectives: Objectives, survey: Survey) -> Key:

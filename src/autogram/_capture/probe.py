@@ -25,8 +25,10 @@ Layouts = dict[Use, tuple[Placement, ...]]
 
 def find_layouts(
     channel: Channel, objectives: Objectives, wanted: Use | None, spots: Spots | None
-) -> tuple[Layouts, Proof | None]:
+) -> tuple[Layouts, Proof | None, bool]:
     """The layouts of all uses that the losses depend on, and what they depend on.
+
+    Also whether some of their places had no cotangent, which the layouts are only taken to fit.
 
     Where several are left, they agree on all places that have a cotangent now.
 
@@ -53,6 +55,7 @@ def find_layouts(
             "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
         )
     layouts: Layouts = {}
+    hides = False
     fitting: dict[Spot, set[int]] = {}
     for seen, by_dim in owners.items():
         if isinstance(seen, Spot):
@@ -60,7 +63,14 @@ def find_layouts(
             fitting[seen] = {layout.dim for layout in regular}
         else:
             layouts[seen] = fitting_layouts(seen, by_dim, is_finite)
-    return layouts, None if spots is None else spots.proof(fitting)
+            hides |= hide_places(layouts[seen], by_dim)
+    return layouts, None if spots is None else spots.proof(fitting), hides
+
+
+def hide_places(layouts: tuple[Placement, ...], owners: dict[int, Tensor]) -> bool:
+    """Whether there are places without a cotangent, which a layout is only taken to fit."""
+    regular = [layout for layout in layouts if isinstance(layout, Folded)]
+    return any(bool((owners[layout.dim] < 0).any()) for layout in regular)
 
 
 def fitting_layouts(
