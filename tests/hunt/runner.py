@@ -21,6 +21,8 @@ from tests.unit.checks import irregular
 # What a result may be off, relative to the largest entry. Operators that magnify rounding errors
 # need more than others; samples in wrong places are off by far more.
 TOLERANCE = 1e-7
+# Smaller numbers are rounded to few digits, or to zero.
+SMALLEST = 1e-300
 
 CALLS = ("gramian", "backward", "turns")
 # With one loss or two for each sample, with the samples sought or demanded, and what is called.
@@ -204,5 +206,5 @@ def _error(
 def _gap(actual: Tensor, expected: Tensor) -> float:
     if actual.shape != expected.shape:
         return float("inf")
-    largest = float(expected.abs().max())
-    return float((actual - expected).abs().max()) / (largest or 1.0)
+    gap, largest = float((actual - expected).abs().max()), float(expected.abs().max())
+    return gap / max(largest, SMALLEST) if largest else gap

@@ -44,12 +44,14 @@ class NodeKind(NamedTuple):
     """Read what a node saved that is no tensor: dimensions, shifts, orders."""
     sizes: tuple[Callable[[Any], Any], ...]
     """Read the sizes and strides that a node saved."""
+    indices: Callable[[Any], Any] | None
+    """Reads the indices that a node saved. Those of ``x[:, index]`` are none and one."""
     tensors: tuple[str, ...]
     """The fields of the tensors that a node saved."""
 
 
 @lru_cache(maxsize=4096)
-def kind_of_node(node: type) -> NodeKind:
+def kind_of_node(node: Any) -> NodeKind:
     """What all nodes of a class have in common."""
     fields = dir(node)
     raw = {field for field in fields if field.startswith("_raw_saved_")}
@@ -65,6 +67,7 @@ def kind_of_node(node: type) -> NodeKind:
         is_function,
         () if is_function else tuple(getattr(node, x).__get__ for x in others if not _is_size(x)),
         () if is_function else tuple(getattr(node, x).__get__ for x in others if _is_size(x)),
+        node._raw_saved_indices.__get__ if "_raw_saved_indices" in raw else None,
         () if is_function else tuple(sorted(tensors)),
     )
 
@@ -152,6 +155,8 @@ class Survey:
                 if use is None:
                     if kind.arguments:
                         structure.extend([_plain(read(node)) for read in kind.arguments])
+                    if kind.indices is not None:
+                        structure.append(_indexed(kind.indices(node)))
                     if kind.sizes:
                         sizes.extend([_plain(read(node)) for read in kind.sizes])
                     if kind.name == "CopySlices":
@@ -186,6 +191,11 @@ class Survey:
 def _room(size: int, samples: int) -> int:
     """A size, as far as it tells whether samples can lie along a dimension of it."""
     return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
+
+
+def _indexed(saved: Any) -> tuple[bool, ...]:
+    """Which dimensions are indexed, where what a node saved is a list of indices."""
+    return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()
 
 
 def _plain(value: Any) -> Any:

@@ -58,6 +58,10 @@ DIFFERENT: dict[str, tuple[Losses, Losses]] = {
         lambda h: (h.flip(0).sin() - h.sin()).sum(1),
     ),
     "which result of a node": (lambda h: h.sin().unbind(1)[0], lambda h: h.sin().unbind(1)[1]),
+    "which dimension an index is of": (
+        lambda h: h[torch.arange(4)].sum(1),
+        lambda h: h[:, torch.arange(4)].sum(1),
+    ),
     "the size": (lambda h: h[:, :2].sum(1), lambda h: h[:, :3].sum(1)),
 }
 
