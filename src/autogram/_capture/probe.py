@@ -69,8 +69,8 @@ def find_layouts(
 
 def hide_places(layouts: tuple[Placement, ...], owners: dict[int, Tensor]) -> bool:
     """Whether there are places without a cotangent, which a layout is only taken to fit."""
-    regular = [layout for layout in layouts if isinstance(layout, Folded)]
-    return any(bool((owners[layout.dim] < 0).any()) for layout in regular)
+    regular = {layout.dim for layout in layouts if isinstance(layout, Folded)}
+    return any(bool((places < 0).any()) for dim, places in owners.items() if dim in regular)
 
 
 def fitting_layouts(
