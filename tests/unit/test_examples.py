@@ -33,6 +33,19 @@ def test_short_run(
     assert any(character.isdigit() for character in capsys.readouterr().out)
 
 
+@pytest.mark.slow
+def test_rows_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples that are learnt have gradients of zero, long behind the end of the short form."""
+    torch.set_default_dtype(torch.float32)  # as a user runs it
+    monkeypatch.setattr("sys.argv", ["rows"])
+    runpy.run_path(str(FOLDER / "rows.py"), run_name="__main__")
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 3
+    assert all(0 < loss < 1 for loss in losses)
+
+
 @pytest.fixture
 def problem() -> tuple[Engine, torch.nn.Module, Tensor, Tensor]:
     """An engine, its model, losses, and their explicit rows."""
