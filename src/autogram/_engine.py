@@ -12,7 +12,14 @@ from typing import Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
-from autogram._accounting import make_report
+from autogram._arguments import (
+    check_losses,
+    check_modules,
+    check_options,
+    check_weighting,
+    check_weights,
+    is_reduced,
+)
 from autogram._blocks import Arena, Keep, Reserve
 from autogram._capture import (
     BatchDim,
@@ -33,23 +40,15 @@ from autogram._capture import (
     warn_user,
     without_autocast,
 )
-from autogram._checks import (
-    check_losses,
-    check_modules,
-    check_options,
-    check_weighting,
-    check_weights,
-    is_reduced,
-)
+from autogram._capture.forward.session import hook_all, take_off
 from autogram._errors import (
     CoupledObjectivesWarning,
     InvalidBatchDimError,
     RemovedEngineError,
 )
 from autogram._gradients import accumulate_grad
-from autogram._hooking import hook_all, take_off
 from autogram._jacobian import Jacobian
-from autogram._report import Report
+from autogram._report import Report, make_report
 
 Weighting = Callable[[Tensor], Tensor]
 

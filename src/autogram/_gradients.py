@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from autogram._arguments import weights_of
 from autogram._blocks import Columns, Memory, weighted_sums
 from autogram._capture import Limit, Objectives, exact, retried_with_less, running_pass
 from autogram._errors import InvalidOperandError, MemoryLimitError, UnsupportedError
-from autogram._operands import weights_of
 
 # Of two threads that find no gradient, one is the first.
 _FIRST = threading.Lock()

@@ -9,11 +9,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from autogram._arguments import Direction, direction_of, parameter_of, weights_of
 from autogram._blocks import Columns, bundled, gram_of_bundle
 from autogram._capture import Limit, Objectives, exact, refuse_gradients, retried_with_less
 from autogram._errors import InvalidOperandError
 from autogram._gradients import accumulate_grad, weighted_gradients
-from autogram._operands import Direction, direction_of, parameter_of, weights_of
 
 
 class Jacobian:

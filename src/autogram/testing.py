@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autogram._rule_check import check_rule
+from autogram._blocks import Columns, Folded, Layout, Region, Routed
+from autogram._capture.forward.calls import kind_of
+from autogram._capture.forward.containers import map_tensors, tensors_in
+from autogram._capture.forward.recorder import Recorder
+from autogram._capture.recording import Channel
+from autogram._capture.uses import RuleUse, Use, one_sample_each
+from autogram._capture.visit import visit
+from autogram._errors import RuleCheckError
+from autogram.rules import find_rule
 
 __all__ = ["check_rule", "reference_jacobian"]
 
@@ -34,3 +44,234 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         )
         rows.append(torch.cat([gradient.to_dense().flatten() for gradient in gradients]))
     return torch.stack(rows)
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_PRECISION = 5e-2  # the reference itself is rounded to two or three digits
+_PER_SAMPLE = (1, 3)  # numbers of objectives for each sample
+_NO_LIMIT = 2**40
+
+Shown = tuple[Use, tuple[Tensor, ...], Tensor]
+
+
+def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Compares the rule of a function with plain autograd, for one call.
+
+    The call is recorded as in an engine. The rows of its blocks are compared with the rows that
+    autograd gives for random cotangents: with the batch as one sample, with the samples in each
+    dimension of the output that the rule allows, folded there with others in both orders, and in
+    irregular places; each with one objective for each sample, and with three. Rows show what inner
+    products of rows would hide: a sign, or dimensions in another order.
+
+    Args:
+        function: A function with a rule, or one that makes a single call of such a function. Of a
+            custom autograd Function, the class or its ``apply``.
+        args: The arguments of the call. Tensors that require a gradient are the parameters, each
+            of which must get a recipe; the other tensors are the inputs, and there must be one.
+            Take float64, sizes that differ, and four or six samples, which can be folded.
+        kwargs: Further arguments of the call.
+
+    Raises:
+        RuleCheckError: The rule is wrong by more than rounding (1e-9 of a parameter's largest entry
+            in float64, 1e-4 in float32, 5e-2 in less), or did not answer for a parameter. The
+            fallback would hide that: it is exact, and slower.
+
+    Example:
+        >>> import torch
+        >>> from autogram.testing import check_rule
+        >>> x = torch.randn(4, 3, dtype=torch.float64)
+        >>> weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+        >>> check_rule(torch.nn.functional.linear, x, weight)
+    """
+    names = dict(_named(args, kwargs))
+    copies = {x: _copy(x) for x in names}
+    args, kwargs = map_tensors((args, kwargs), copies.__getitem__)
+    parameters = {copies[x]: name for x, name in names.items() if x.requires_grad}
+    channel, outputs = _record(function, args, kwargs, parameters)
+    for output in outputs:
+        _check_output(function, channel, output, parameters)
+
+
+def _check_output(
+    function: Callable[..., Any], channel: Channel, output: Tensor, parameters: dict[Tensor, str]
+) -> None:
+    """Checks the blocks of one tensor that the call returned."""
+    use, saved, cotangents = _shown(function, channel, output)
+    reads = {id(tracked.sources[0]) for tracked in use.reads}
+    missed = [name for p, name in parameters.items() if id(p) not in reads]
+    if not isinstance(use, RuleUse) or missed:
+        raise RuleCheckError(_why_unanswered(function, use, missed or list(parameters.values())))
+    for layout in (None, *_layouts(use)):
+        expected = _rows_of_autograd(layout, output, cotangents, list(parameters))
+        for count in _PER_SAMPLE:
+            setting = _describe(layout, count)
+            try:
+                found = _rows_of_blocks(use, layout, cotangents[:count], saved)
+            except (
+                ArithmeticError,
+                AssertionError,
+                LookupError,
+                RuntimeError,
+                ValueError,
+            ) as error:
+                raise RuleCheckError(
+                    f"The rule of `{use.function}` gives no block {setting}: {error}"
+                ) from error
+            for (parameter, name), rows in zip(parameters.items(), expected, strict=True):
+                _compare(use, name, setting, parameter, found[parameter], rows[:count])
+
+
+def _record(
+    function: Callable[..., Any], args: Any, kwargs: Any, parameters: dict[Tensor, str]
+) -> tuple[Channel, list[Tensor]]:
+    """The recorded outputs of the call that require a gradient."""
+    if not parameters:
+        raise RuleCheckError(
+            "No argument requires a gradient: pass the tensors that the rule has recipes for with "
+            "`requires_grad=True`."
+        )
+    channel = Channel()
+    recorder = Recorder(channel, parameters)
+    recorder.begin((args, kwargs))
+    called = function.apply if _is_autograd_function(function) else function  # type: ignore[attr-defined]  # as just seen
+    with recorder:
+        output = called(*args, **kwargs)
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not outputs:
+        raise RuleCheckError(
+            f"`{_name(function)}` returned no tensor that requires a gradient, but a "
+            f"{type(output).__name__}: there is nothing that a rule could tell of it."
+        )
+    return channel, outputs
+
+
+def _shown(function: Callable[..., Any], channel: Channel, output: Tensor) -> Shown:
+    """The only use that was recorded, what its tap saved, and cotangents ``(3, *output)``."""
+    shape = (max(_PER_SAMPLE), *output.shape)
+    generator = torch.Generator().manual_seed(0)  # of its own: the user's is not touched
+    random = torch.randn(shape, generator=generator, dtype=torch.float64)
+    cotangents = random.to(output.device, output.dtype)
+    shown: list[Shown] = []
+    with torch.no_grad():
+        visit(channel, output, cotangents, lambda: lambda *of_use: shown.append(of_use))
+    if len(shown) != 1 or not torch.equal(shown[0][2], cotangents):
+        raise RuleCheckError(
+            f"`{_name(function)}` is not a single call in which an input meets parameters: "
+            f"{len(shown)} were recorded. Check one call at a time, and give it an input."
+        )
+    return shown[0]
+
+
+def _why_unanswered(function: Callable[..., Any], use: Use, missed: list[str]) -> str:
+    """The message for a call that was left to the fallback."""
+    rule = find_rule(function)
+    missing = f"has no recipe for {', '.join(missed)}"
+    if rule is None:
+        reason = f"`{use.function}` has no rule, or one that returned `None` or {missing}"
+        hint = "Register the function that a `torch.overrides.TorchFunctionMode` is shown."
+    else:
+        reason = (
+            f"The rule of `{_name(function)}` does not take these arguments, or returned `None`, "
+            f"or {missing}"
+        )
+        hint = "A tensor that is passed twice needs two recipes."
+    return f"{reason}, so that the fallback computes the call: exact, and slower. {hint}"
+
+
+def _layouts(use: Use) -> Iterator[Layout]:
+    """Samples in each dimension that the rule allows: alone, folded with others, and routed."""
+    for dim in use.dims:
+        size = use.shape[dim]
+        if size > 1:
+            yield Folded(dim, 1, size, 1)
+        factor = next((n for n in range(2, size) if size % n == 0), None)
+        if factor:
+            yield Folded(dim, factor, size // factor, 1)
+            yield Folded(dim, 1, size // factor, factor)
+        if size > 2:
+            yield Routed(dim, 2, torch.arange(size, device="cpu").flip(0) % 3 - 1)
+
+
+def _rows_of_blocks(
+    use: Use, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...]
+) -> dict[Tensor, Tensor]:
+    """Rows ``(k, b, elements)`` of each parameter, in the order of its memory."""
+    columns: dict[Tensor, Columns] = {}
+    dtype = torch.promote_types(cotangent.dtype, torch.float32)
+    with torch.no_grad():
+        for tracked, region, block in use.contributions(
+            layout, cotangent.to(dtype), saved, _NO_LIMIT
+        ):
+            (parameter,) = tracked.sources
+            known = columns.setdefault(parameter, Columns(Region.of_parameter(parameter)))
+            known.add(region, block)
+        return {parameter: known.dense() for parameter, known in columns.items()}
+
+
+def _rows_of_autograd(
+    layout: Layout | None, output: Tensor, cotangents: Tensor, parameters: list[Tensor]
+) -> list[Tensor]:
+    """The same by plain autograd: the rows of a sample are those of its part of the output."""
+    (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT, 1)  # (k, b, *output)
+    single = [
+        torch.autograd.grad(
+            output, parameters, g, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for g in masked.flatten(0, 1)
+    ]
+    rows = []
+    for parameter, found in zip(parameters, zip(*single, strict=True), strict=True):
+        order = Region.of_parameter(parameter).order
+        order += tuple(d for d in range(parameter.dim()) if d not in order)
+        stacked = torch.stack([x.to_dense().permute(order).flatten() for x in found])
+        rows.append(stacked.unflatten(0, masked.shape[:2]))
+    return rows
+
+
+def _compare(
+    use: Use, name: str, setting: str, parameter: Tensor, found: Tensor, expected: Tensor
+) -> None:
+    """Compares the rows of one parameter."""
+    scale = float(expected.abs().max())
+    if scale == 0:
+        raise RuleCheckError(
+            f"The gradient of {name} is zero, so that the check shows nothing. Take other inputs."
+        )
+    gap = math.inf
+    if found.shape == expected.shape:
+        gap = float((found - expected).abs().max()) / scale
+    if not gap <= _TOLERANCES.get(parameter.dtype, _HALF_PRECISION):
+        raise RuleCheckError(
+            f"The rule of `{use.function}` is wrong for {name} of shape {tuple(parameter.shape)}: "
+            f"{setting}, its rows are off by {gap:.1e} of their largest entry by plain autograd."
+        )
+
+
+def _describe(layout: Layout | None, count: int) -> str:
+    """A setting in words."""
+    objectives = f"{count} objective{'s' if count > 1 else ''}"
+    if layout is None:
+        return f"with {objectives} of the whole batch"
+    return f"with {objectives} for each sample and the samples in {layout} of the output"
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors among some arguments, with their places there."""
+    for key, argument in (*enumerate(args), *kwargs.items()):
+        place = f"`args[{key}]`" if isinstance(key, int) else f"`{key}`"
+        for tensor in tensors_in(argument):
+            yield tensor, place
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A leaf with the same values and the same order in memory."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _is_autograd_function(function: Callable[..., Any]) -> bool:
+    return isinstance(function, type) and issubclass(function, torch.autograd.Function)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """The name of a function."""
+    return kind_of(function).name

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from autogram import Engine
-from autogram._capture.passes import Pass
+from autogram._capture.autograd.passes import Pass
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, trainable
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._capture.batching import is_batchable
-from autogram._capture.graph import nodes_behind
+from autogram._capture.autograd.batching import is_batchable
+from autogram._capture.autograd.graph import nodes_behind
 from tests.unit.checks import irregular
 from tests.unit.engines import assert_exact, batch
 

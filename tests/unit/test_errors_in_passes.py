@@ -10,7 +10,7 @@ from torch.autograd.variable import Variable
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, MixedSamplesError, NonFiniteError
-from autogram._capture.assembly import Assembly
+from autogram._capture.backward.assembly import Assembly
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchjd.aggregation import MGDAWeighting, UPGradWeighting
 
 from autogram import Engine, InvalidOperandError
-from autogram._capture.survey import Survey
+from autogram._capture.samples.survey import Survey
 from tests.unit.checks import (
     COUPLED,
     EVERY_KIND,

@@ -13,7 +13,7 @@ from torch.autograd.variable import Variable
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, UnseenUseWarning, UnsupportedError
-from autogram._capture import passes
+from autogram._capture.autograd import passes
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features, trainable
 from tests.unit.engines import assert_exact, batch, per_sample

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from autogram._blocks import Bundles, gram, settled
-from autogram._capture.containers import tensors_in
-from autogram._capture.record import Record
+from autogram._capture.backward.record import Record
+from autogram._capture.forward.containers import tensors_in
 from autogram._report import ParameterReport, Report
 from autogram.rules import Recipe, product
 from autogram.rules._registry import _RULES

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from autogram import Engine, MemoryLimitError
 from autogram._blocks import bundle, columns
 from autogram._blocks.columns import Columns
-from autogram._capture import assembly
-from autogram._capture.use import FallbackUse
+from autogram._capture.backward import assembly
+from autogram._capture.uses import FallbackUse
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, mlp, per_sample

@@ -18,10 +18,10 @@ from autogram import (
     VerificationError,
 )
 from autogram._blocks import Folded, candidates
-from autogram._capture import probe
-from autogram._capture.assembly import Assembly
-from autogram._capture.use import Use
-from autogram._capture.verification import Check
+from autogram._capture.backward.assembly import Assembly
+from autogram._capture.backward.verification import Check
+from autogram._capture.samples import probe
+from autogram._capture.uses import Use
 from autogram.rules import Recipe, product
 from autogram.rules._registry import _RULES
 from tests.unit.checks import features

@@ -1,5 +1,12 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
+from autogram._capture.autograd.exact import exact, without_autocast
+from autogram._capture.autograd.passes import running_pass
+from autogram._capture.backward.driver import BatchDim, Driver
+from autogram._capture.backward.drivers import Drivers
+from autogram._capture.backward.record import Entry, Record
+from autogram._capture.backward.unseen import Unseen
+from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import (
     is_distributed,
     is_exchanged,
@@ -7,19 +14,12 @@ from autogram._capture.distribution import (
     refuse_pass,
     refuse_shards,
 )
-from autogram._capture.driver import BatchDim, Driver
-from autogram._capture.drivers import Drivers
-from autogram._capture.exact import exact, without_autocast
-from autogram._capture.memory import Limit, retried_with_less
-from autogram._capture.objectives import Objectives
-from autogram._capture.parameters import Parameters
-from autogram._capture.passes import running_pass
-from autogram._capture.record import Entry, Record
+from autogram._capture.forward.parameters import Parameters
+from autogram._capture.forward.session import Recordings
+from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
-from autogram._capture.recordings import Recordings
-from autogram._capture.unseen import Unseen
-from autogram._capture.verification import Verify
-from autogram._capture.warning import warn_user
+from autogram._capture.samples.objectives import Objectives
+from autogram._errors import warn_user
 
 __all__ = [
     "BatchDim",

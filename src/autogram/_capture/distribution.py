@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autogram._capture.graph import leaves_behind, nodes_behind, nodes_leading_to
+from autogram._capture.autograd.graph import leaves_behind, nodes_behind, nodes_leading_to
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError

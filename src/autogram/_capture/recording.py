@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from autogram._capture.call import Call
+from autogram._capture.forward.calls import Call
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._capture.graph import use_of
-from autogram._capture.passes import running_pass
+from autogram._capture.autograd.graph import use_of
+from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel
-from autogram._capture.use import Use
+from autogram._capture.uses import Use
 
 
 def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool) -> Tensor:

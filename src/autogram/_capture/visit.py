@@ -9,12 +9,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autogram._capture.batching import batched
-from autogram._capture.graph import nodes_behind
-from autogram._capture.memory import is_out_of_memory
-from autogram._capture.passes import Pass
+from autogram._capture.autograd.batching import batched
+from autogram._capture.autograd.graph import nodes_behind
+from autogram._capture.autograd.passes import Pass
+from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
-from autogram._capture.use import Use
+from autogram._capture.uses import Use
 from autogram._errors import AutogramError
 
 R = TypeVar("R", bound=Receiver)

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from autogram import CoupledObjectivesWarning, Engine
-from autogram._capture.tapper import Tapper
-from autogram._capture.use import FallbackUse, RuleUse, Use
+from autogram._capture.forward.tapper import Tapper
+from autogram._capture.uses import FallbackUse, RuleUse, Use
 from autogram.testing import reference_jacobian
 from tests.unit.checks import trainable
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autogram import Engine
-from autogram._capture.assembly import Assembly
+from autogram._capture.backward.assembly import Assembly
 from tests.unit.checks import trainable
 from tests.unit.engines import assert_exact
 

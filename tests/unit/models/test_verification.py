@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine, VerificationError
-from autogram._capture.assembly import Assembly
+from autogram._capture.backward.assembly import Assembly
 
 from .decoders import LLAMA, LLAMA_LIKE, MIXTRAL, MIXTRAL_LIKE, Specimen
 from .specimen import Batch, Build, from_config

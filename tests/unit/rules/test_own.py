@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, RuleError
-from autogram._capture.tapper import Tapper
+from autogram._capture.forward.tapper import Tapper
 from autogram.rules import (
     Recipe,
     find_rule,

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import (
 from torch.utils.checkpoint import checkpoint
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
-from autogram._capture.use import FallbackUse
+from autogram._capture.uses import FallbackUse
 from autogram.rules import JointRecipe, _registry, find_rule
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (

@@ -1,0 +1,220 @@
+"""Arguments: what users give to an engine and to a Jacobian, checked and brought into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from autogram._capture import BatchDim, Objectives, Unseen, Verify
+from autogram._errors import (
+    InvalidBatchDimError,
+    InvalidLossesError,
+    InvalidModulesError,
+    InvalidOperandError,
+    InvalidOptionError,
+)
+
+# Weightings of torchjd that are written for matrices, and look at the number of rows alone.
+_FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
+
+
+def check_modules(modules: tuple[nn.Module, ...]) -> None:
+    """Refuses modules that cannot be hooked together."""
+    if not modules:
+        raise InvalidModulesError("No module was given. Pass the model: `Engine(model)`.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise InvalidModulesError(
+                f"A {type(module).__name__} was given where a module is needed. Pass modules as "
+                "separate arguments: `Engine(encoder, head)`."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidModulesError(
+                f"{type(module).__name__} is scripted, so that no hook can be put on it. Pass the "
+                "module that it was scripted from, or one that contains it."
+            )
+    for i, outer in enumerate(modules):
+        for j, inner in enumerate(modules):
+            inside = next((name for name, m in outer.named_modules() if m is inner), None)
+            if i != j and inside is not None:
+                place = f"`{inside}` in it" if inside else "the same"
+                raise InvalidModulesError(
+                    f"Module {j} ({type(inner).__name__}) is inside module {i} "
+                    f"({type(outer).__name__}): it is {place}. Pass the outer one alone."
+                )
+
+
+def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
+    """Refuses values that an engine's options cannot have."""
+    is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
+    if not (batch_dim is None or batch_dim == "auto" or is_dim):
+        raise InvalidBatchDimError(
+            f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
+            'samples, `None` to treat the batch as one sample, or "auto".'
+        )
+    if verify not in get_args(Verify):
+        raise InvalidOptionError(
+            f'`verify` is {verify!r}. Pass "first" (new calls, and at least each 64th), '
+            '"always" or "never".'
+        )
+    if unseen not in get_args(Unseen):
+        raise InvalidOptionError(
+            f'`unseen` is {unseen!r}. Pass "rows" to compute them, or "error" to refuse them.'
+        )
+
+
+def check_losses(losses: Tensor) -> None:
+    """Refuses losses that have no Jacobian here."""
+    if not isinstance(losses, Tensor):
+        raise InvalidLossesError(
+            f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
+            "several."
+        )
+    if not losses.is_floating_point():
+        raise InvalidLossesError(
+            f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
+            "numbers; of complex ones, take `.abs()` or `.real`."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidLossesError(
+            "`compute_gramian` is called inside of a `torch.func` transform (`vmap`, `grad`, "
+            "`jvp`, ...), which has a graph of its own. Call it outside, on losses that were "
+            "computed outside; parts of the model may use transforms."
+        )
+    if not torch.is_grad_enabled():
+        raise InvalidLossesError(
+            "Gradients are disabled (`torch.no_grad` or inference mode). Compute the losses and "
+            "call `compute_gramian` with gradients enabled."
+        )
+    if not losses.requires_grad:
+        raise InvalidLossesError(
+            "The losses do not require a gradient: they were detached, computed with gradients "
+            "disabled, or from frozen parameters alone. Keep their graph."
+        )
+
+
+def check_weighting(weighting: Any) -> None:
+    """Refuses what is no function of a Gramian."""
+    if isinstance(weighting, Tensor):
+        raise InvalidOperandError(
+            "The weighting is a tensor, and must be a function of the Gramian. Weights that are "
+            "known need none. Call `losses.backward(weights)`."
+        )
+    if not callable(weighting):
+        raise InvalidOperandError(
+            f"The weighting is a {type(weighting).__name__}. Pass a function that maps the Gramian "
+            "`(m, m)` to weights `(m,)`."
+        )
+    name, kinds = type(weighting).__name__, _kinds_in_torchjd(weighting)
+    if "GramianWeightedAggregator" in kinds:
+        raise InvalidOperandError(
+            f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
+            f"asks for weights. Pass its weighting, `{name}().gramian_weighting`."
+        )
+    if "Aggregator" in kinds:
+        raise InvalidOperandError(
+            f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
+            "asks for weights. Give it the rows, `engine.jacobian(losses).rows(slice(None))`, or "
+            "pass a weighting of Gramians, such as `UPGradWeighting()`."
+        )
+    _check_is_of_gramians(weighting, kinds)
+
+
+def _check_is_of_gramians(weighting: Any, kinds: set[str]) -> None:
+    """Refuses a weighting of torchjd that takes the rows of J, also inside of another."""
+    name = type(weighting).__name__
+    of_rows = getattr(getattr(weighting, "fn", None), "__name__", "") == "compute_gramian"
+    if "_Composition" in kinds and of_rows:
+        raise InvalidOperandError(
+            "The weighting makes a Gramian of what it is given, and the engine gives it one. Leave "
+            "out `compute_gramian`; of an aggregator, pass `gramian_weighting`."
+        )
+    if "_MatrixWeighting" in kinds and name not in _FOR_ANYTHING:
+        raise InvalidOperandError(
+            f"`{name}` takes the rows of J, and the engine has the Gramian. Compute the weights "
+            "from `engine.jacobian(losses).rows(slice(None))`, and call "
+            "`losses.backward(weights)`; or pass a weighting of Gramians, such as "
+            "`UPGradWeighting()`."
+        )
+    inner = getattr(weighting, "weighting", None)
+    if kinds and inner is not None and not of_rows:
+        _check_is_of_gramians(inner, _kinds_in_torchjd(inner))
+
+
+def _kinds_in_torchjd(value: Any) -> set[str]:
+    """The names of the classes of torchjd that a value is of. torchjd need not be there."""
+    return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
+
+
+def check_weights(weights: Any) -> Tensor:
+    """Refuses what is no vector of weights."""
+    if not isinstance(weights, Tensor):
+        raise InvalidOperandError(
+            f"The weighting returned a {type(weights).__name__}. Return a tensor of weights from "
+            "it, `(m,)` or of the shape of the losses."
+        )
+    return weights.detach()
+
+
+def is_reduced(losses: Tensor, batch_dim: BatchDim) -> bool:
+    """Whether losses are one number where those of samples are expected."""
+    return losses.dim() == 0 and batch_dim is not None
+
+
+Direction = Mapping[str, Tensor] | Sequence[Tensor]
+Names = Mapping[Tensor, str]
+
+
+def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
+    """Weights as ``(k, b)``, or as ``(s, k, b)`` if several vectors were given."""
+    losses = objectives.losses
+    shapes = [(losses.numel(),), tuple(losses.shape)]
+    is_stack = tuple(w.shape) not in shapes
+    if is_stack and (w.dim() == 0 or tuple(w.shape[1:]) not in shapes):
+        raise InvalidOperandError(
+            f"The weights have shape {tuple(w.shape)}. For losses of shape "
+            f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
+        )
+    flat = w.detach().reshape(-1 if is_stack else 1, losses.numel())
+    if objectives.is_in_order:
+        weights = flat
+    else:
+        weights = torch.empty_like(flat)
+        weights[:, objectives.places.to(flat.device)] = flat
+    sizes = objectives.per_sample, objectives.samples
+    return weights.view(-1, *sizes) if is_stack else weights.view(sizes)
+
+
+def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
+    """A direction by parameter."""
+    if not isinstance(direction, Mapping):
+        if len(direction) != len(names):
+            raise InvalidOperandError(
+                f"The direction has {len(direction)} tensors, and the Jacobian is of "
+                f"{len(names)} parameters. Pass one for each of `names`, or a dict."
+            )
+        direction = dict(zip(names.values(), direction, strict=True))
+    by_parameter = {}
+    for name, tensor in direction.items():
+        parameter = parameter_of(name, names)
+        if tensor.shape != parameter.shape:
+            raise InvalidOperandError(
+                f"The direction's entry `{name}` has shape {tuple(tensor.shape)}, and the "
+                f"parameter has {tuple(parameter.shape)}. Pass a tensor of that shape."
+            )
+        by_parameter[parameter] = tensor.detach()
+    return by_parameter
+
+
+def parameter_of(name: str, names: Names) -> Tensor:
+    """The parameter of some name."""
+    for parameter, its_name in names.items():
+        if its_name == name:
+            return parameter
+    raise InvalidOperandError(
+        f"`{name}` is no parameter of the Jacobian. `names` lists them; frozen parameters are "
+        "not among them."
+    )

@@ -1,0 +1,141 @@
+"""Diagnosis: what a failed verification says, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from autogram._capture.backward.record import place_of_rule
+from autogram._capture.backward.verification import Check, Comparison
+from autogram._capture.recording import Channel
+from autogram._capture.uses import Use
+from autogram._errors import NonFiniteError, VerificationError
+
+_MOST_NAMED = 8
+
+_BY_SAMPLES = (
+    "With the whole batch as one sample they agree, so no use is missing and every rule is right: "
+    "the samples are mixed, or lie elsewhere than was found. Batch normalisation in training mode "
+    "and losses that compare samples mix them. Pass `batch_dim=None` to `Engine` (exact for any "
+    "losses, slower)."
+)
+_BY_RULE = (
+    "The rules {rules} are not autogram's own: compare the Gramian of a small model with "
+    "`autogram.testing.reference_jacobian`, and correct the equation, or do not register the rule "
+    "(the call is then exact, and slower)."
+)
+_BY_MISSING = (
+    "A use of {names} was not recorded: an operation that the recorder cannot see, such as one "
+    "that keeps a parameter outside of the modules' `forward`. Call it in the `forward` of a "
+    "module given to `Engine`, or write it with torch functions."
+)
+_UNKNOWN = (
+    "Or backward passes differ from each other: a hook that clips, randomness, a checkpoint that "
+    "computes something else the second time, running statistics that a later forward pass has "
+    "changed. If it is none of these, it is a bug of autogram: please report it with these lines."
+)
+
+
+def confirm(
+    gramian: Tensor | None,
+    check: Check,
+    channel: Channel,
+    look_in_whole: Callable[[Check], Sequence[Comparison]] | None,
+) -> None:
+    """Raises if what was computed is wrong, as far as a check shows it.
+
+    Args:
+        gramian: The Gramian, ``(m, m)``, where it is known: it shows what is not finite.
+        check: What its pass has observed.
+        channel: The channel of the engine's taps.
+        look_in_whole: Says what differs where the batch is one sample; ``None`` if it was one.
+
+    Raises:
+        VerificationError: It does not agree with an ordinary backward pass.
+        NonFiniteError: A gradient is infinite or not a number.
+    """
+    compared = check.compare(channel)
+    reason = _not_finite(gramian, compared)
+    if reason is not None:
+        raise NonFiniteError(reason)
+    differing = check.differing(compared)
+    if differing:
+        raise _failure(differing, look_in_whole and look_in_whole(check))
+
+
+def _failure(
+    differing: Sequence[Comparison], in_whole: Sequence[Comparison] | None
+) -> VerificationError:
+    """The error that names the parameters that differ, or those that do so without samples."""
+    concerned = in_whole or differing
+    is_of_samples = in_whole is not None and not in_whole
+    lines = [f"  {_describe(c)}" for c in concerned[:_MOST_NAMED]]
+    if len(concerned) > _MOST_NAMED:
+        lines.append(f"  and {len(concerned) - _MOST_NAMED} others")
+    cause = _BY_SAMPLES if is_of_samples else _cause(concerned)
+    parameters = "\n".join(lines)
+    return VerificationError(
+        "The Gramian does not agree with an ordinary backward pass: for a random vector u, uᵀ G u "
+        f"and ‖Jᵀ u‖² are apart. Look at\n{parameters}\n{cause}",
+        gaps={c.name: c.gap for c in concerned},
+        is_of_samples=is_of_samples,
+    )
+
+
+def _not_finite(gramian: Tensor | None, compared: Sequence[Comparison]) -> str | None:
+    """Why nothing can be said where a value is infinite or not a number, or ``None``."""
+    finite = None if gramian is None else torch.isfinite(gramian.diagonal())
+    if gramian is not None and finite is not None and not finite.all():
+        bad = (~finite).nonzero().flatten().tolist()
+        numbers = ", ".join(map(str, bad[:_MOST_NAMED])) + ", ..." * (len(bad) > _MOST_NAMED)
+        others = torch.isfinite(gramian[finite][:, finite]).all()
+        extent = (
+            "Only their rows and columns of the Gramian are concerned."
+            if others
+            else "Other entries of the Gramian are not finite either."
+        )
+        return (
+            f"The Gramian cannot be verified: the gradients of the objectives {numbers} (in the "
+            f"row-major order of the losses) are infinite or not a number. {extent} Look for a "
+            "division by zero or an overflow in these samples; "
+            "`torch.autograd.detect_anomaly()` finds it."
+        )
+    names = [f"`{c.name}`" for c in compared if not c.is_finite]
+    if names:
+        return (
+            "The Gramian cannot be verified: there are gradients that are infinite or not a "
+            f"number, for {', '.join(names[:_MOST_NAMED])}. If no single objective has one, an "
+            "ordinary backward pass overflows: in half precision, scale the losses down."
+        )
+    return None
+
+
+def _cause(concerned: Sequence[Comparison]) -> str:
+    """The likely cause, and its fix."""
+    uses = [use for c in concerned for use in c.uses.values()]
+    rules = dict.fromkeys(rule for use in uses if (rule := place_of_rule(use)))
+    foreign = [f"`{rule}`" for rule in rules if not rule.startswith("autogram.")]
+    if foreign:
+        return _BY_RULE.format(rules=", ".join(foreign))
+    lacking = [f"`{c.name}`" for c in concerned if c.gramian < c.gradient and not c.uses]
+    if lacking:
+        return _BY_MISSING.format(names=", ".join(lacking[:_MOST_NAMED]))
+    return _BY_MISSING.format(names="them, perhaps,") + " " + _UNKNOWN
+
+
+def _describe(comparison: Comparison) -> str:
+    """A parameter, how far it is off, and the calls that use it."""
+    uses = ", ".join(_describe_use(use) for use in comparison.uses.values())
+    seen = f"used in {uses}" if uses else "of which no use was seen"
+    return (
+        f"`{comparison.name}`: {comparison.gramian:.6g} and {comparison.gradient:.6g}, "
+        f"{comparison.gap:.1e} apart, {seen}"
+    )
+
+
+def _describe_use(use: Use) -> str:
+    """A use by its function, and by the rule that its block is from."""
+    rule = place_of_rule(use)
+    return f"`{use.function}` (rule `{rule}`)" if rule else f"`{use.function}` (without a rule)"

@@ -1,0 +1,271 @@
+"""Verification: the Gramian against one ordinary backward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns
+from autogram._capture.autograd.graph import dtypes_of
+from autogram._capture.autograd.passes import Pass
+from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Arrival, Use
+
+Verify = Literal["first", "always", "never"]
+
+# With TF32, matrix products and convolutions of float32 numbers keep ten bits of each.
+_EPSILON_OF_TF32 = 2.0**-10
+
+# At most so many calls from one check to the next: an ordinary backward pass, about two thirds of
+# a step, is about one percent of them.
+_LONGEST = 64
+
+
+@dataclass
+class Comparison:
+    """One parameter on both sides: uᵀ G u by the engine, and the squared norm of Jᵀ u by autograd.
+
+    Both are sums over the elements of the parameter, so that each parameter is compared alone.
+    """
+
+    name: str
+    gramian: float = 0.0
+    scale: float = 0.0
+    """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
+    gradient: float = 0.0
+    elements: int = 0
+    """Of the parameter."""
+    uses: dict[str, Use] = field(default_factory=dict)
+    """The uses that were seen, by function."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether anything can be said."""
+        return isfinite(self.gramian) and isfinite(self.gradient)
+
+    @property
+    def gap(self) -> float:
+        """How far both are apart, relative to the larger of them and of the scale."""
+        largest = max(self.gramian, self.gradient, self.scale)
+        return abs(self.gramian - self.gradient) / largest if largest else 0.0
+
+
+class Check:
+    """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
+
+    It is an observer of assemblies, from which it learns the Gramian of each parameter.
+
+    Args:
+        survey: The graph behind the objectives.
+        vector: u, of their shape.
+
+    References:
+        Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
+    """
+
+    def __init__(self, survey: Survey, vector: Tensor) -> None:
+        self.losses = survey.losses
+        self.vector = vector
+        self._leaves = survey.leaves
+        self.comparisons: dict[Tensor, Comparison] = {}
+        dtypes = dtypes_of(survey.losses, survey.nodes)
+        self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
+        self._by_sample = vector
+
+    def restart(self, objectives: Objectives) -> None:
+        """Forgets the Gramian of an earlier pass."""
+        self._by_sample = objectives.by_sample(self.vector)
+        self.comparisons.clear()
+
+    def see_block(self, arrival: Arrival) -> None:
+        """Notes which calls a parameter is used in, and their precision."""
+        use, cotangent = arrival.use, arrival.cotangent
+        for dtype in {cotangent.dtype, *use.recording.dtypes}:
+            self.epsilon = max(self.epsilon, _epsilon(cotangent, dtype))
+        for parameter in arrival.tracked.sources:
+            name = use.recording.names.get(parameter, "")
+            self.comparisons.setdefault(parameter, Comparison(name)).uses[use.function] = use
+
+    def see_gramian(self, parameter: Tensor, part: Tensor) -> None:
+        """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
+        u = self._by_sample.flatten().to(part.device, torch.float64)
+        part = part.flatten(2).flatten(0, 1).to(torch.float64)
+        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison.gramian += float(u @ part @ u)
+        comparison.scale += float(u.square() @ part.diagonal())
+
+    def see_columns(self, parameter: Tensor, columns: Columns, limit: int) -> None:
+        """Takes in the rows of one parameter, which are kept, by their products."""
+        u = self._by_sample
+        gradient, norms = columns.weighted_sum(u, limit), columns.square_norms(limit)
+        if gradient is None or norms is None:
+            return
+        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison.gramian += _squared_norm(gradient)
+        comparison.scale += float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+
+    def compare(self, channel: Channel) -> list[Comparison]:
+        """Does the ordinary backward pass, and puts its gradients beside what was seen.
+
+        Returns:
+            One comparison for each trainable parameter of the engine's modules.
+        """
+        names = channel.parameters(self.comparisons)
+        parameters = [p for p in names if p.requires_grad]
+        # Also of what is none of the engine's: a pass inside of this one shows itself there.
+        others = [leaf for leaf in self._leaves if leaf not in names]
+        leaves = parameters + others
+        with _without_hooks(leaves):
+            gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
+        compared = []
+        for parameter, gradient in zip(parameters, gradients, strict=False):
+            comparison = self.comparisons.get(parameter, Comparison(""))
+            comparison.name, comparison.elements = names[parameter], parameter.numel()
+            if gradient is not None:
+                self.epsilon = max(self.epsilon, _epsilon(gradient, parameter.dtype))
+                comparison.gradient = _squared_norm(gradient)
+            compared.append(comparison)
+        return compared
+
+    def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
+        """The parameters for which rounding cannot explain how far both sides are apart.
+
+        Adding n numbers one after the other errs by about √n roundings, and a sum of more than
+        1 / ε numbers gains nothing from the next one: so √ε is what an honest computation in a
+        dtype of precision ε may be off, relative to uᵀ G u as it is on average. Where the parts of
+        a gradient cancel (the bias in front of a normalisation), what is left is their rounding,
+        ε² of what they were; that is not known, so the network's gradient as a whole stands for it.
+        Where gradients vanish, each product in the Gramian may be lost below the smallest number.
+        """
+        t = sqrt(self.epsilon)
+        total = sum(max(c.scale, c.gradient) for c in compared)
+        dtype = torch.promote_types(self.losses.dtype, torch.float32)
+        lost = torch.finfo(dtype).tiny * self.losses.numel() ** 2
+        return [
+            c
+            for c in compared
+            if abs(c.gramian - c.gradient)
+            > t * max(c.scale, c.gramian) + t * t * total + lost * c.elements
+        ]
+
+
+class Schedule:
+    """When to verify, and with which vector.
+
+    Args:
+        mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph
+            behind the losses is new in more than sizes.
+        capacity: How many graphs to remember.
+    """
+
+    def __init__(self, mode: Verify, capacity: int) -> None:
+        self._mode = mode
+        self._capacity = capacity
+        self._calls = 0
+        self._due = 1
+        self._confirmed = 0
+        self._seen: dict[bytes, None] = {}
+        # Of its own: the user's random state is not touched.
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def next(self, survey: Survey, *, must: bool) -> Check | None:
+        """The check of the next call, if one is due or must be."""
+        self._calls += 1
+        if self._mode == "first":
+            must |= self._calls >= self._due or survey.structure not in self._seen
+            self._seen[survey.structure] = None
+            if len(self._seen) > self._capacity:
+                del self._seen[next(iter(self._seen))]
+        return self.check(survey) if must or self._mode == "always" else None
+
+    def confirm(self) -> None:
+        """Notes that a check of the last call has found nothing wrong."""
+        self._confirmed = self._calls
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Notes that the last call was checked. A call that failed before leaves its check due."""
+        if self._calls >= self._due:
+            self._due = self._calls + min(self._calls, _LONGEST)
+
+    @property
+    def doubted(self) -> tuple[int, int]:
+        """The calls since the last check that found nothing wrong, the first and the last."""
+        return self._confirmed + 1, self._calls
+
+    def check(self, survey: Survey) -> Check:
+        """A check with a new vector.
+
+        Its entries are 1 or 1/2, with random signs: powers of two, with which products are exact,
+        and not above 1, with which cotangents overflow no sooner than in the pass that is verified.
+        Equal entries would not show that samples are mixed, and entries of sum zero would not show
+        what is missing from all objectives alike, so neither is used.
+        """
+        losses, m = survey.losses, survey.losses.numel()
+        while True:
+            u = torch.randint(4, (m,), generator=self._generator, device="cpu")
+            u = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")[u]
+            if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
+                return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
+
+
+@dataclass
+class _Silent:
+    """The hooks of one parameter, while they are kept from running."""
+
+    hooks: dict[int, Any]
+    passes: int = 0
+
+
+_SILENCING = threading.Lock()
+_SILENT: dict[int, _Silent] = {}  # by the `id` of the object that held the hooks
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
+    hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
+    with _SILENCING:
+        for of_parameter in hooks:
+            silent = _SILENT.setdefault(id(of_parameter), _Silent(dict(of_parameter)))
+            silent.passes += 1
+            of_parameter.clear()  # autograd holds the same object
+    try:
+        yield
+    finally:
+        with _SILENCING:
+            for of_parameter in hooks:
+                silent = _SILENT[id(of_parameter)]
+                silent.passes -= 1
+                if not silent.passes:  # no other thread is in the middle of the same
+                    of_parameter.update(_SILENT.pop(id(of_parameter)).hooks)
+
+
+def _squared_norm(gradient: Tensor) -> float:
+    """The squared norm of a gradient, in double precision."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def _epsilon(tensor: Tensor, dtype: torch.dtype) -> float:
+    """The distance of neighbouring numbers of a dtype around one, as far as products keep it."""
+    if dtype == torch.float32 and tensor.is_cuda and _may_use_tf32():
+        return _EPSILON_OF_TF32
+    return float(torch.finfo(dtype).eps)
+
+
+def _may_use_tf32() -> bool:
+    """Whether float32 products on a GPU may be rounded to TF32."""
+    try:
+        return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set through the other of PyTorch's two interfaces
+        return True

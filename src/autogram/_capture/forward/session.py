@@ -1,0 +1,129 @@
+"""Sessions: one recording for each forward pass, opened and closed by the hooks of the modules."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autogram._capture.distribution import will_exchange
+from autogram._capture.forward.recorder import Recorder
+from autogram._capture.recording import Channel
+from autogram.hooks import HookManager
+
+
+class Recordings(threading.local):
+    """The recording that is open, one for each thread.
+
+    The first module that is entered opens it, and closes it when it is left. Modules inside find
+    it open. With gradients disabled nothing is opened, and nothing inside of a `torch.func`
+    transform, whose results belong to the transform, or while `torch.jit.trace` runs.
+    """
+
+    def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
+        self._channel = channel
+        # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
+        self._modules = modules
+        self._roots = {id(root()) for root in modules}
+        self._recorder: Recorder | None = None
+        self._depth = 0
+        self._outermost: nn.Module | None = None
+        self._frame: FrameType | None = None
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enters a module."""
+        if self._recorder is not None and self._was_abandoned(module):
+            self._close()
+        if self._recorder is not None:
+            self._depth += 1
+            self._recorder.enter((args, kwargs), module)
+        elif torch.is_grad_enabled() and not _is_transformed():
+            recorder = Recorder(self._channel, self._channel.parameters_now())
+            recorder.begin((args, kwargs), module)
+            recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
+            self._recorder, self._depth, self._outermost = recorder, 1, module
+            self._frame = sys._getframe(1)  # which lasts as long as the module's call
+        if self._recorder is not None and will_exchange():
+            self._recorder.note_exchange()
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """Leaves a module, also if its forward raised."""
+        del module
+        if self._recorder is None:
+            return None
+        self._depth -= 1
+        if self._depth:
+            self._recorder.checkpoints.leave()
+            return None
+        recorder = self._close()
+        ended = recorder.end(output)
+        return None if ended is output else ended
+
+    def abandon(self) -> None:
+        """Closes what is open in this thread: the engine is removed inside of a forward."""
+        if self._recorder is not None:
+            self._close()
+
+    def _close(self) -> Recorder:
+        """Takes the recorder off PyTorch's stack of modes."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        self._outermost = self._frame = None
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
+        return recorder
+
+    def _was_abandoned(self, module: nn.Module) -> bool:
+        """Whether the call that opened the recording has ended without closing it.
+
+        A keyboard interrupt may strike between the hooks of a module and its forward. The next pass
+        enters one of the engine's modules, or the module that was left: only then is it worth a
+        look.
+        """
+        if module is not self._outermost and id(module) not in self._roots:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the engine that are alive."""
+        return [module for module in (root() for root in self._modules) if module is not None]
+
+
+def _is_transformed() -> bool:
+    """Whether `torch.func` or `torch.jit.trace` makes something else of the calls."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+
+
+def hook_all(modules: Iterable[nn.Module], recordings: Recordings) -> HookManager:
+    """Lets modules, and all inside of them that have parameters, open and close recordings.
+
+    Every module, and not the outermost ones alone: activation checkpointing runs some of them again
+    in the backward pass, where the same taps must appear.
+    """
+    hooks = HookManager()
+    for root in modules:
+        for module in root.modules():
+            if module is root or _can_be_hooked(module):
+                hooks.hook(module, recordings.begin, recordings.end, only_with_gradients=True)
+    return hooks
+
+
+def take_off(hooks: HookManager, recordings: Recordings) -> None:
+    """Removes the hooks, and closes the recording that they would have closed."""
+    hooks.remove()
+    recordings.abandon()
+
+
+def _can_be_hooked(module: nn.Module) -> bool:
+    """Whether a module has parameters, and a forward that Python runs."""
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return not is_scripted and next(module.parameters(), None) is not None

@@ -1,0 +1,104 @@
+"""When samples are sought, and when their places are remembered."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import Engine
+from autogram._capture.samples.places import Search
+from tests.unit.engines import assert_exact, batch, per_sample
+
+# At the second call, an engine looks at the samples again in any case.
+ORDERS = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0])
+
+
+@pytest.fixture
+def calls_that_sought(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the searches, of which each call has one, that had to look for samples."""
+    begin, count, sought = Search.begin, itertools.count(), list[int]()
+
+    def noted(self: Search) -> None:
+        number = next(count)
+        begin(self)
+        if self.has_sought:
+            sought.append(number)
+
+    monkeypatch.setattr(Search, "begin", noted)
+    return sought
+
+
+class Rows(nn.Module):
+    """Rows of a linear layer's output, taken by a function of it and of an index."""
+
+    def __init__(self, take: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.take = take
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        rows = self.layer(x)
+        return rows if self.take is None else self.take(rows, order)
+
+
+TAKES = {
+    "embedding": lambda x, order: F.embedding(order, x),
+    "torch.embedding": lambda x, order: torch.embedding(x, order),
+    "embedding_bag": lambda x, order: F.embedding_bag(order.unsqueeze(1), x, mode="sum"),
+    "[]": lambda x, order: x[order],
+}
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "behind"])
+@pytest.mark.parametrize("name", TAKES)
+def test_rows_in_an_order_that_changes(name: str, is_inside: bool) -> None:
+    """Activations used as a table, the first times in their own order."""
+    take = TAKES[name]
+    model = Rows(take if is_inside else None)
+    engine = Engine(model)
+    for order in map(torch.tensor, ORDERS):
+        rows = model(batch(4, 3), order)
+        assert_exact(engine, per_sample(rows if is_inside else take(rows, order)), model)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(lambda w, tokens: F.embedding(tokens, w), id="embedding"),
+        pytest.param(lambda w, tokens: F.embedding(tokens, w * 2), id="derived table"),
+        pytest.param(lambda w, tokens: F.embedding(tokens, w.detach()) * w[0], id="frozen table"),
+        pytest.param(lambda w, tokens: w[tokens], id="[]"),
+        pytest.param(lambda w, tokens: F.embedding_bag(tokens, w).unsqueeze(1), id="bag"),
+    ],
+)
+def test_new_tokens_move_no_samples(
+    table: Callable[[Tensor, Tensor], Tensor], calls_that_sought: list[int]
+) -> None:
+    """Tokens of a table of parameters: the samples are sought at the first call alone."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(batch(7, 4))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return table(self.weight, tokens)
+
+    model = Tokens()
+    engine = Engine(model, verify="never")
+    for _ in range(4):
+        assert_exact(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
+    assert calls_that_sought == [0]
+
+
+def test_the_call_behind_a_check_looks_again(calls_that_sought: list[int]) -> None:
+    """Calls 2, 4 and 8 are checked with the places that are remembered."""
+    model = Rows(None)
+    engine = Engine(model)
+    for _ in range(9):
+        assert_exact(engine, per_sample(model(batch(4, 3), torch.arange(4))), model)
+    assert calls_that_sought == [0, 2, 4, 8]
