@@ -20,7 +20,7 @@ from autogram._arguments import (
     check_weights,
     is_reduced,
 )
-from autogram._blocks import Arena, Keep, Reserve
+from autogram._blocks import Arena, Keep
 from autogram._capture import (
     BatchDim,
     Channel,
@@ -126,7 +126,7 @@ class Engine:
         self._limit = Limit.of_bytes(memory_limit_bytes)
         self._recordings = recordings = Recordings(channel, references)
         self._drivers = Drivers(partial(Driver, channel, batch_dim, self._limit, verify, unseen))
-        self._arena, self._reserve = Arena(), Reserve()
+        self._arena = Arena()
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -264,8 +264,7 @@ class Engine:
             Cost: the Gramian, and the weights' gradients, but no second pass through the
             activations. Memory: the cotangents of all activations until the weights are known, and
             at most the memory limit for rows that serve both. On a CPU, the engine keeps the memory
-            of the rows for the next call, and that of gradients, to be used again once they are
-            dropped: as much as the memory limit of each.
+            of the rows for the next call.
 
         Raises:
             InvalidOperandError: The weights have another shape, or the weighting is no function of
@@ -296,10 +295,7 @@ class Engine:
             return (weights, gramian) if return_gramian else weights
         if is_exchanged(self._channel, losses):
             refuse_gradients("engine.backward")
-        with (
-            self._arena.borrowed() as arena,
-            self._reserve.borrowed(self._limit.elements) as memory,
-        ):
+        with self._arena.borrowed() as arena:
             with self._drivers.one() as driver:
                 objectives, columns, gramian, outside = driver.step(
                     losses, "rows", arena, retain_graph=retain_graph
@@ -307,7 +303,7 @@ class Engine:
             with without_autocast(losses.device):
                 weights = check_weights(weighting(gramian))
             weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-            accumulate_grad(objectives, columns, weights, self._limit, memory)
+            accumulate_grad(objectives, columns, weights, self._limit)
             del columns  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
@@ -426,7 +422,7 @@ class Engine:
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
-        self._arena, self._reserve = Arena(), Reserve()  # lets go of their memory
+        self._arena = Arena()  # lets go of its memory
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import weights_of
-from autogram._blocks import Columns, Memory, weighted_sums
+from autogram._blocks import Columns, weighted_sums
 from autogram._capture import Limit, Objectives, exact, retried_with_less, running_pass
 from autogram._errors import InvalidOperandError, MemoryLimitError, UnsupportedError
 
@@ -18,7 +18,7 @@ _FIRST = threading.Lock()
 
 
 def weighted_gradients(
-    columns: Mapping[Tensor, Columns], weights: Tensor, limit: int, memory: Memory | None = None
+    columns: Mapping[Tensor, Columns], weights: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Jᵀ w for each parameter that an objective reaches, in any order.
 
@@ -26,12 +26,11 @@ def weighted_gradients(
         columns: Those of each parameter.
         weights: ``(k, b)``, or several of them, ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
-        memory: Where to put them.
 
     Returns:
         Pairs of a parameter and a tensor ``(*parameter)``, or ``(s, *parameter)``.
     """
-    for parameter, gradient in weighted_sums(columns, weights, limit, memory):
+    for parameter, gradient in weighted_sums(columns, weights, limit):
         if gradient is None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             shape = weights.shape[:-2] + parameter.shape
@@ -44,7 +43,6 @@ def accumulate_grad(
     columns: Mapping[Tensor, Columns],
     w: Tensor,
     limit: Limit,
-    memory: Memory | None = None,
 ) -> None:
     """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
@@ -53,7 +51,6 @@ def accumulate_grad(
         columns: Those of each parameter.
         w: ``(m,)``, or of the losses' shape.
         limit: That of the engine.
-        memory: Where to put the gradients.
 
     Raises:
         InvalidOperandError: The weights have another shape.
@@ -76,7 +73,7 @@ def accumulate_grad(
                 f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` takes "
                 "one. Pass one vector, or use `vjp`."
             )
-        gradients = _Gradients(columns, weights, limit, memory)
+        gradients = _Gradients(columns, weights, limit)
         try:
             while (found := gradients.next()) is not None:
                 _accumulate(*found)
@@ -92,7 +89,6 @@ class _Gradients:
         columns: Those of each parameter.
         weights: ``(k, b)``.
         limit: That of the engine.
-        memory: Where to put gradients.
     """
 
     def __init__(
@@ -100,12 +96,10 @@ class _Gradients:
         columns: Mapping[Tensor, Columns],
         weights: Tensor,
         limit: Limit,
-        memory: Memory | None,
     ) -> None:
         self._left = dict(columns)
         self._weights = weights
         self._limit = limit
-        self._memory = memory
         self._found: Iterator[tuple[Tensor, Tensor]] | None = None
 
     @retried_with_less
@@ -114,7 +108,7 @@ class _Gradients:
         found, self._found = self._found, None
         if found is None:  # at first, and where memory ran out
             left, limit = dict(self._left), self._limit.elements
-            found = weighted_gradients(left, self._weights, limit, self._memory)
+            found = weighted_gradients(left, self._weights, limit)
         pair = next(found, None)
         self._found = found
         if pair is not None:

@@ -2,15 +2,10 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
-from autogram._blocks import reserve, settled
-from autogram._blocks.program import Program
-from autogram._blocks.tracer import Tracer
 
 DTYPE = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float64"))
 DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
@@ -51,32 +46,3 @@ def without_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def reused_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the memory of small gradients again, too."""
-    monkeypatch.setattr(reserve, "_LARGE", 0)
-
-
-def no_memory(shape: Sequence[int], like: Tensor) -> None:
-    """Memory that is used up."""
-    del shape, like
-
-
-@pytest.fixture(autouse=True)
-def checked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settle contractions at once, and compare what was traced with what was computed."""
-    settled._MEMOS.clear()
-    monkeypatch.setattr(settled, "_WORTH_A_TRACE", 1)
-    trace = Tracer.program
-
-    def checked(tracer: Tracer, result: Tensor) -> Program | None:
-        program = trace(tracer, result)
-        if program is not None:
-            inputs = [x if isinstance(x, Tensor) else no_memory for x in tracer._inputs]
-            again = program(inputs)
-            torch.testing.assert_close(again, result, rtol=0, atol=0, equal_nan=True)
-        return program
-
-    monkeypatch.setattr(Tracer, "program", checked)

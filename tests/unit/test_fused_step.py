@@ -241,27 +241,6 @@ def test_a_removed_engine_lets_go_of_its_memory() -> None:
     assert memory() is None
 
 
-def test_memory_of_gradients_is_used_again() -> None:
-    """Once they are dropped, and no sooner: who holds them holds what they were."""
-    model = mlp()
-    engine = Engine(model)
-    x, weight = batch(4, 3), model[0].weight
-
-    def step() -> int:
-        model.zero_grad()
-        engine.backward(per_sample(model(x)), weighting)
-        return weight.grad.data_ptr()
-
-    place = step()
-    assert step() == place
-    held = [parameter.grad.view(-1) for parameter in model.parameters()]
-    values = [gradient.clone() for gradient in held]
-    x = batch(4, 3)
-    assert step() != place
-    for gradient, value in zip(held, values, strict=True):
-        assert torch.equal(gradient, value)
-
-
 def test_a_step_inside_of_a_weighting() -> None:
     model = positions_model()
     twin = copy.deepcopy(model)

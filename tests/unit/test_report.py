@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._blocks import Bundles, gram, settled
+from autogram._blocks import Bundles, gram
 from autogram._capture.backward.record import Record
 from autogram._capture.forward.containers import tensors_in
 from autogram._report import ParameterReport, Report
@@ -221,7 +221,6 @@ def test_the_last_call_counts() -> None:
 def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report plans again, from shapes, and each parameter alone."""
     monkeypatch.setattr(Bundles, "add", lambda bundles, columns: [columns])  # noqa: ARG005
-    monkeypatch.setattr(settled, "_WORTH_A_TRACE", 2**30)  # what is settled is not planned again
     taken: list[gram.Plan] = []
     find = gram.find_plan
 

@@ -20,14 +20,10 @@ from autogram._blocks.layout import (
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.plan import Plan, meta
 from autogram._blocks.region import Region
-from autogram._blocks.reserve import Reserve
 from autogram._blocks.scratch import Memory
-from autogram._blocks.tracer import GEOMETRY
-from autogram._blocks.transpose import copy_channels_last
 from autogram._blocks.unchanged import Seen, check_unchanged
 
 __all__ = [
-    "GEOMETRY",
     "Adjoint",
     "Arena",
     "Block",
@@ -43,7 +39,6 @@ __all__ = [
     "Placement",
     "Plan",
     "Region",
-    "Reserve",
     "Routed",
     "Scattered",
     "Seen",
@@ -53,7 +48,6 @@ __all__ = [
     "bundled",
     "candidates",
     "check_unchanged",
-    "copy_channels_last",
     "gram_of_bundle",
     "meta",
     "rows",

@@ -1,9 +1,7 @@
 """Bundles: small columns of several parameters, contracted together.
 
-A contraction of small factors takes less time than the calls that lead to it. Those of a bundle are
-one settled function: its program has their calls to PyTorch alone, and makes once those that
-several of them have in common, as a weight and its bias do. Tiny columns of equal form are stacked,
-to be contracted as those of one parameter with one more dimension.
+A contraction of small factors takes less time than the calls that lead to it. Tiny columns of equal
+form are stacked, to be contracted as those of one parameter with one more dimension.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from autogram._blocks.gram import gram
 from autogram._blocks.plan import forms_rows, meta
 from autogram._blocks.products import weighted_sum
 from autogram._blocks.region import Region
-from autogram._blocks.scratch import Memory
-from autogram._blocks.settled import settled
 from autogram._blocks.storage import own, restore, strides_of_gradient
 
 # Elements of factors or rows. Contractions of larger ones take longer than the calls around them.
@@ -136,7 +132,7 @@ def gram_of_bundle(bundle: Sequence[Columns], limit: int) -> Tensor | None:
 
 
 def weighted_sums(
-    found: Mapping[Tensor, Columns], weights: Tensor, limit: int, memory: Memory | None = None
+    found: Mapping[Tensor, Columns], weights: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """J^T w of some parameters, as :meth:`Columns.weighted_sum` gives it, in any order.
 
@@ -144,7 +140,6 @@ def weighted_sums(
         found: The columns of each parameter.
         weights: ``(k, b)``, or several of them, ``(s, k, b)``.
         limit: The number of elements that one intermediate result may have.
-        memory: Where to put results.
 
     Returns:
         Tensors that own their memory, with strides as autograd would give them.
@@ -154,7 +149,7 @@ def weighted_sums(
         if len(bundle) == 1:
             ((parameter, columns, _),) = bundle
             moved = weights.to(parameter.device)
-            total = columns.weighted_sum(moved, limit, memory)
+            total = columns.weighted_sum(moved, limit)
             yield parameter, None if total is None else own([total], [_strides(total, columns)])[0]
             continue
         for _, columns, _ in bundle:
@@ -162,7 +157,7 @@ def weighted_sums(
         parameters, together, blocks = zip(*bundle, strict=True)
         moved = weights.to(blocks[0].operands[0])
         regions = tuple([columns.parameter for columns in together])
-        sums = _sums_of_all([*blocks], moved, regions, limit, memory)
+        sums = _sums_of_all([*blocks], moved, regions, limit)
         strides = [_strides(total, of) for total, of in zip(sums, together, strict=True)]
         yield from zip(parameters, own(sums, strides), strict=True)
 
@@ -194,7 +189,6 @@ def _bundles_for_sums(
     yield from bundler.rest()
 
 
-@settled
 def _gram_of_all(blocks: list[Block], limit: int) -> Tensor:
     """The sum of the Gramians of some blocks, each of a tensor of its own."""
     k, b = blocks[0].sizes["k"], blocks[0].sizes["b"]
@@ -203,19 +197,17 @@ def _gram_of_all(blocks: list[Block], limit: int) -> Tensor:
     return reduce(torch.add, parts).view(k, b, k, b)
 
 
-@settled
 def _sums_of_all(
     blocks: list[Block],
     weights: Tensor,
     regions: tuple[Region, ...],
     limit: int,
-    memory: Memory | None,
 ) -> tuple[Tensor, ...]:
     """The weighted sums of some blocks, each of a parameter of its own."""
     stack = weights if weights.dim() == 3 else weights.unsqueeze(0)
     sums: dict[int, Tensor] = {}
     for block, members in _stacks(blocks):
-        total = weighted_sum([block], stack, limit, memory if len(members) == 1 else None)
+        total = weighted_sum([block], stack, limit)
         for i, member in enumerate(members):
             part = total if len(members) == 1 else total.select(1, i)
             found = restore(part.reshape(len(stack), -1), regions[member])

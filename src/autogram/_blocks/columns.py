@@ -229,15 +229,12 @@ class Columns:
         found = [total for total in totals if total is not None]
         return reduce(torch.add, found) if found else None
 
-    def weighted_sum(
-        self, weights: Tensor, limit: int, memory: Memory | None = None
-    ) -> Tensor | None:
+    def weighted_sum(self, weights: Tensor, limit: int) -> Tensor | None:
         """J^T w for this parameter.
 
         Args:
             weights: ``(k, b)``, or several of them, ``(s, k, b)``.
             limit: The number of elements that one intermediate result may have.
-            memory: Where to put the result, if it is a matrix product.
 
         Returns:
             ``(*parameter)`` with the parameter's strides, or ``(s, *parameter)``; or ``None`` if
@@ -249,8 +246,7 @@ class Columns:
         self._prepare()
         stack = weights.to(dtype).view(-1, *weights.shape[-2:])
         parts = [
-            (region, weighted_sum(blocks, stack, limit, memory))
-            for region, blocks in self._blocks.items()
+            (region, weighted_sum(blocks, stack, limit)) for region, blocks in self._blocks.items()
         ]
         parts += [
             (self._whole, lookup.weighted_sum(stack, self._whole.shape[0]))

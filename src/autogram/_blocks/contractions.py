@@ -12,11 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.matmul import is_faster, multiply, multiply_batch, zeros_behind
 from autogram._blocks.scratch import Memory, Purpose, allocate, scratch
-
-# Elements of the products of a batch that are computed at once where their factors are copied.
-_PART_OF_BATCH = 2**20
 
 # Elements of a product that is summed up at once: a quarter of a core's cache.
 _PART = 2**17
@@ -148,56 +144,11 @@ class MatrixProduct:
 
     def __call__(self, x: Tensor, y: Tensor, memory: Memory | None = None) -> Tensor:
         """The einsum of two tensors, in some memory where that can be chosen."""
-        (n, rows, summed), (_, _, columns) = self.shapes
-        is_other_faster = is_faster(x, n, rows, summed, columns)
-        out = None
-        if memory is not None and n > 1:
-            out = allocate(memory, (n, rows, columns), x)
-        if is_other_faster and n > 1 and self._has_runs(x, y):
-            result = self._by_parts(x, y, out)
-        else:
-            left = _arranged(x, self.orders[0], self.shapes[0], "first")
-            right = _arranged(y, self.orders[1], self.shapes[1], "second")
-            if n == 1:
-                result = multiply(left[0], right[0].mT, memory)
-            else:
-                result = torch.bmm(left, right, out=out)
-        return result.reshape(self.sizes).permute(self.output)
-
-    def _has_runs(self, x: Tensor, y: Tensor) -> bool:
-        """Whether the matrices can be copied without transposing them, which takes too long."""
-        return all(z.stride(order[-1]) == 1 for z, order in zip((x, y), self.orders, strict=True))
-
-    def _by_parts(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
-        """The products of some samples at a time, so that what is copied stays in the cache."""
-        (n, rows, summed), (_, _, columns) = self.shapes
-        x, y = x.permute(self.orders[0]), y.permute(self.orders[1])
-        if out is None:
-            out = x.new_empty(n, rows, columns)
-        zeros = zeros_behind(rows, summed)
-        inner = n // len(x)  # products for each index of the first dimension of the batch
-        step = max(2, _PART_OF_BATCH // (inner * rows * columns))
-        for start in range(0, len(x), step):
-            count = min(step, len(x) - start)
-            part = slice(start * inner, (start + count) * inner)
-            left = _padded(x.narrow(0, start, count), (rows, summed), (0, zeros), "first")
-            right = _padded(y.narrow(0, start, count), (summed, columns), (zeros, 0), "second")
-            out[part] = multiply_batch(left, right)
-        return out
-
-
-def _padded(
-    tensor: Tensor, shape: tuple[int, int], zeros: tuple[int, int], purpose: Purpose
-) -> Tensor:
-    """A contiguous batch of matrices, with zeros behind their rows and columns, valid for now."""
-    rows, columns = shape
-    n = tensor.numel() // (rows * columns)
-    padded = (n, rows + zeros[0], columns + zeros[1])
-    memory = allocate(scratch(purpose), padded, tensor)
-    memory[:, rows:] = 0
-    memory[:, :, columns:] = 0
-    memory[:, :rows, :columns].view(tensor.shape).copy_(tensor)
-    return memory
+        (n, rows, _), (_, _, columns) = self.shapes
+        out = None if memory is None else allocate(memory, (n, rows, columns), x)
+        left = _arranged(x, self.orders[0], self.shapes[0], "first")
+        right = _arranged(y, self.orders[1], self.shapes[1], "second")
+        return torch.bmm(left, right, out=out).reshape(self.sizes).permute(self.output)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:

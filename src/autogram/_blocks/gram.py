@@ -10,11 +10,9 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, Shapes, cross_equation, unused_labels
 from autogram._blocks.contractions import repeats
-from autogram._blocks.matmul import is_faster, multiply
 from autogram._blocks.path import einsum
 from autogram._blocks.plan import Plan, find_plan, limit_on, order_of_rows, signature_of
 from autogram._blocks.scratch import Memory, allocate, fits, scratch
-from autogram._blocks.settled import settled
 
 # With fewer samples on a side, the products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
@@ -26,7 +24,6 @@ _WORTH_SPLITTING = 2**19
 _PARTS = 4
 
 
-@settled
 def gram(blocks: list[Block], limit: int) -> Tensor:
     """The Gramian of the sum of some blocks of one tensor.
 
@@ -84,7 +81,6 @@ def explicit(blocks: list[Block], memory: Memory | None = None) -> Block:
     return Block(_equation_of_rows(blocks[0].equation), (_dense(blocks, memory),))
 
 
-@settled
 def _dense(blocks: list[Block], memory: Memory | None) -> Tensor:
     """Explicit rows in the order that takes no copy."""
     order = order_of_rows(blocks[0].equation)
@@ -212,9 +208,8 @@ def _outer(matrix: Tensor) -> Tensor:
 
 def _long_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right.T`` for matrices with few rows and many columns."""
-    is_other_faster = is_faster(left, 1, len(left), left.shape[1], len(right))
-    if is_other_faster or left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
-        return multiply(left, right)
+    if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
+        return left @ right.mT
     left, right = (
         x.view(len(x), _PARTS, -1).transpose(0, 1)
         for x in (left, right)  # (parts, rows, n)

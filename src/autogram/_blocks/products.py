@@ -16,16 +16,11 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, Shapes, cross_equation, sizes_of, unused_labels
 from autogram._blocks.gram import cross, merge, rows
-from autogram._blocks.matmul import multiply
 from autogram._blocks.path import einsum, find_path
 from autogram._blocks.plan import Signature, count_parts, limit_on, signature_of
-from autogram._blocks.scratch import Memory
-from autogram._blocks.settled import settled
 
 
-def weighted_sum(
-    blocks: list[Block], weights: Tensor, limit: int, memory: Memory | None = None
-) -> Tensor:
+def weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
     """Sums of rows: J^T w.
 
     The weights go to the cotangents before anything is summed over, where that is cheaper, so that
@@ -36,30 +31,26 @@ def weighted_sum(
         blocks: Some blocks.
         weights: ``(s, k, b)``.
         limit: See above.
-        memory: Where to put a gradient that is a matrix product.
 
     Returns:
         ``(s, *tensor)``.
     """
     if len(weights) > 1:
-        return _weighted_sum(blocks, weights, limit, None)
+        return _weighted_sum(blocks, weights, limit)
     adjoints = [block.adjoint for block in blocks if block.adjoint is not None]
     parts = [adjoint(weights[0]).unsqueeze(0) for adjoint in adjoints]
     if len(adjoints) < len(blocks):
         others = [block for block in blocks if block.adjoint is None]
-        parts.append(_weighted_sum(others, weights, limit, memory))
+        parts.append(_weighted_sum(others, weights, limit))
     return reduce(torch.add, parts)
 
 
-@settled
-def _weighted_sum(
-    blocks: list[Block], weights: Tensor, limit: int, memory: Memory | None
-) -> Tensor:
+def _weighted_sum(blocks: list[Block], weights: Tensor, limit: int) -> Tensor:
     """Weighted sums by an einsum."""
     parts: list[Tensor] = []
     for block in merge(blocks):
         if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
-            parts.append(_gradient(block, weights[0], limit, memory).unsqueeze(0))
+            parts.append(_gradient(block, weights[0], limit).unsqueeze(0))
             continue
         inputs, output = block.equation.split("->")
         s = next(unused_labels(block.equation))
@@ -68,7 +59,7 @@ def _weighted_sum(
     return reduce(torch.add, parts)
 
 
-def _gradient(block: Block, weights: Tensor, limit: int, memory: Memory | None) -> Tensor:
+def _gradient(block: Block, weights: Tensor, limit: int) -> Tensor:
     """One weighted sum of the rows of a cotangent and a factor, in the tensor's own order.
 
     The product of the two has the indices of its first operand outside. In another order than the
@@ -88,11 +79,10 @@ def _gradient(block: Block, weights: Tensor, limit: int, memory: Memory | None) 
     for w, cotangent, factor in (part.operands for part in whole.chunks("b", count)):
         weighted = einsum(f"kb,{first}->{kept}", (w, cotangent))
         pair = (factor, weighted) if is_swapped else (weighted, factor)
-        total.append(einsum(equation, pair, memory if count == 1 else None))
+        total.append(einsum(equation, pair))
     return reduce(torch.add, total)
 
 
-@settled
 def directional(blocks: list[Block], direction: Tensor, limit: int) -> Tensor:
     """Products of the rows with one direction: J v.
 
@@ -112,7 +102,6 @@ def directional(blocks: list[Block], direction: Tensor, limit: int) -> Tensor:
     return reduce(torch.add, total)
 
 
-@settled
 def square_norms(blocks: list[Block], limit: int) -> Tensor:
     """Squared Euclidean norms of the rows, ``(k, b)``.
 
@@ -142,7 +131,6 @@ def row_products(first: Block, second: Block) -> Tensor:
     return einsum(equation, first.operands + second.operands)
 
 
-@settled
 def cross_gram(first: list[Block], second: list[Block], limit: int) -> Tensor:
     """Inner products of the rows of two Jacobians for one tensor, ``(k, b, k', b')``."""
     first, second = merge(first), merge(second)
@@ -155,7 +143,7 @@ def cross_gram(first: list[Block], second: list[Block], limit: int) -> Tensor:
     total: list[Tensor] = []
     for parts in zip(*cut, strict=True):
         left, right = rows(parts[: len(first)]), rows(parts[len(first) :])
-        total.append(multiply(left.flatten(0, 1).flatten(1), right.flatten(0, 1).flatten(1)))
+        total.append(left.flatten(0, 1).flatten(1) @ right.flatten(0, 1).flatten(1).mT)
     sizes = [block.sizes[label] for block in (first[0], second[0]) for label in "kb"]
     return reduce(torch.add, total).view(sizes)
 

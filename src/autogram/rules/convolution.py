@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from autogram._blocks import copy_channels_last
 from autogram.rules._recipe import Recipe, positions, product
 from autogram.rules._registry import register_rule
 
@@ -150,7 +149,7 @@ class Window:
             inside.narrow(dim, 0, before).zero_()
             inside.narrow(dim, before + size, behind).zero_()
             inside = inside.narrow(dim, before, size)
-        copy_channels_last(input, inside)
+        inside.copy_(input.movedim(1, -1))
         return padded
 
 

@@ -18,7 +18,6 @@ from autogram._blocks import (
     weighted_sums,
 )
 from autogram._errors import ChangedTensorError
-from tests.unit._blocks.blocks import Operators
 from tests.unit.checks import assert_close_to_reference
 
 K, B = 2, 3
@@ -115,21 +114,6 @@ def test_equal_forms_are_stacked_if_tiny(
     (together,) = bundled(found.values(), LIMIT)
     assert_close_to_reference(gram_of_bundle(together, LIMIT), gramian_one_by_one(found))
     assert sorted(seen) == counts
-
-
-def test_common_factors_are_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight and its bias, of the same cotangent."""
-    monkeypatch.setattr(bundle, "_TINY", 0)
-    weight, bias = torch.zeros(40, 50), torch.zeros(40)
-    cotangent, input = torch.randn(K, B, 40).double(), torch.randn(B, 50).double()
-    found = [Columns(Region.of_parameter(p)) for p in (weight, bias)]
-    found[0].add(Region.of_parameter(weight), Block("kbo,bi->kboi", (cotangent, input)))
-    found[1].add(Region.of_parameter(bias), Block("kbo->kbo", (cotangent,)))
-    expected = sum(columns.gram(LIMIT) for columns in found)
-    assert_close_to_reference(gram_of_bundle(found, LIMIT), expected)
-    with Operators() as operators:
-        assert_close_to_reference(gram_of_bundle(found, LIMIT), expected)
-    assert sum(name in ("aten::mm", "aten::bmm") for name in operators.names) == 2
 
 
 def test_gradients_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

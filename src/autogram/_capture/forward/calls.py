@@ -9,12 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from autogram._blocks import GEOMETRY
 from autogram._capture.forward.containers import tensors_in_call
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
-_PROPERTIES = "requires_grad is_leaf grad_fn is_nested is_sparse"
-_QUESTIONS = GEOMETRY | {getattr(Tensor, name).__get__ for name in _PROPERTIES.split()}
+_PROPERTIES = (
+    "shape dtype device ndim layout is_cuda requires_grad is_leaf grad_fn is_nested is_sparse"
+)
+_METHODS = "size dim numel stride is_contiguous is_floating_point is_complex element_size __len__"
+_QUESTIONS = {
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+}
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 _SHOW_COTANGENTS = {"retain_grad", "register_hook"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
