@@ -20,7 +20,7 @@ from autogram._arguments import (
     check_weights,
     is_reduced,
 )
-from autogram._blocks import Arena, Keep
+from autogram._blocks import Devices, Keep
 from autogram._capture import (
     BatchDim,
     Channel,
@@ -125,8 +125,10 @@ class Engine:
         self._channel = channel = Channel(Parameters(references))
         self._limit = Limit.of_bytes(memory_limit_bytes)
         self._recordings = recordings = Recordings(channel, references)
-        self._drivers = Drivers(partial(Driver, channel, batch_dim, self._limit, verify, unseen))
-        self._arena = Arena()
+        self._devices = devices = Devices(self._limit)
+        self._drivers = Drivers(
+            partial(Driver, channel, batch_dim, self._limit, devices, verify, unseen)
+        )
         self._hooks = hook_all(modules, recordings)
         self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
 
@@ -295,7 +297,7 @@ class Engine:
             return (weights, gramian) if return_gramian else weights
         if is_exchanged(self._channel, losses):
             refuse_gradients("engine.backward")
-        with self._arena.borrowed() as arena:
+        with self._devices.step() as arena:
             with self._drivers.one() as driver:
                 objectives, columns, gramian, outside = driver.step(
                     losses, "rows", arena, retain_graph=retain_graph
@@ -422,7 +424,7 @@ class Engine:
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
-        self._arena = Arena()  # lets go of its memory
+        self._devices.free()
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

@@ -18,19 +18,18 @@ _FIRST = threading.Lock()
 
 
 def weighted_gradients(
-    columns: Mapping[Tensor, Columns], weights: Tensor, limit: int
+    columns: Mapping[Tensor, Columns], weights: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Jᵀ w for each parameter that an objective reaches, in any order.
 
     Args:
         columns: Those of each parameter.
         weights: ``(k, b)``, or several of them, ``(s, k, b)``.
-        limit: The number of elements that one intermediate result may have.
 
     Returns:
         Pairs of a parameter and a tensor ``(*parameter)``, or ``(s, *parameter)``.
     """
-    for parameter, gradient in weighted_sums(columns, weights, limit):
+    for parameter, gradient in weighted_sums(columns, weights):
         if gradient is None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             shape = weights.shape[:-2] + parameter.shape
@@ -107,8 +106,7 @@ class _Gradients:
         """Another parameter and its gradient, or ``None`` behind the last one."""
         found, self._found = self._found, None
         if found is None:  # at first, and where memory ran out
-            left, limit = dict(self._left), self._limit.elements
-            found = weighted_gradients(left, self._weights, limit)
+            found = weighted_gradients(dict(self._left), self._weights)
         pair = next(found, None)
         self._found = found
         if pair is not None:

@@ -100,8 +100,8 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            found = bundled(self._columns.values(), self._limit.elements)
-            parts = (gram_of_bundle(bundle, self._limit.elements) for bundle in found)
+            found = bundled(self._columns.values())
+            parts = (gram_of_bundle(bundle) for bundle in found)
             return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
     @retried_with_less
@@ -122,7 +122,7 @@ class Jacobian:
         with self._exact():
             for group, parameters in groups.items():
                 found = [self._columns[p] for p in parameters if p in self._columns]
-                parts = (columns.gram(self._limit.elements) for columns in found)
+                parts = (columns.gram() for columns in found)
                 total = self._sum(parts, self._sizes * 2)
                 gramians[group] = self._objectives.arrange_gramian(total)
         return gramians
@@ -139,9 +139,7 @@ class Jacobian:
             Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
         """
         with self._exact():
-            parts = (
-                columns.square_norms(self._limit.elements) for columns in self._columns.values()
-            )
+            parts = (columns.square_norms() for columns in self._columns.values())
             return self._arranged(self._sum(parts, self._sizes)).sqrt()
 
     @retried_with_less
@@ -167,7 +165,7 @@ class Jacobian:
         """
         with self._exact():
             weights = weights_of(w, self._objectives)
-            found = dict(weighted_gradients(self._columns, weights, self._limit.elements))
+            found = dict(weighted_gradients(self._columns, weights))
             dtype = self.dtype
             gradients = {}
             for parameter, name in self._names.items():
@@ -214,7 +212,7 @@ class Jacobian:
         with self._exact():
             by_parameter = direction_of(direction, self._names)
             parts = (
-                columns.directional(by_parameter[parameter], self._limit.elements)
+                columns.directional(by_parameter[parameter])
                 for parameter, columns in self._columns.items()
                 if parameter in by_parameter
             )
@@ -241,7 +239,7 @@ class Jacobian:
             )
         with self._exact(), other._exact():
             parts = (
-                columns.cross_gram(other._columns[parameter], self._limit.elements)
+                columns.cross_gram(other._columns[parameter])
                 for parameter, columns in self._columns.items()
                 if parameter in other._columns
             )

@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
-from autogram._blocks import Block, Columns, Lookup, Region, meta
-from autogram._blocks.path import find_path
+import torch
+
+from autogram._blocks import Block, Columns, Devices, Lookup, Region
+from autogram._blocks.kernels.contraction import find_einsum
 from autogram._capture import Entry, Record
 from autogram._capture.uses import rows_block
 
@@ -208,7 +210,8 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     """The report on one parameter."""
     region = next(of for entry in entries for source, of in entry.sources if source == name)
     itemsize = max(entry.dtype.itemsize for entry in entries)
-    columns = Columns(region)
+    kernels = Devices(record.limit).on(entries[0].device)
+    columns = Columns(region, kernels)
     flops, intermediate = 0, 0
     names, costs = set[str](), dict[str, int]()
     for entry in entries:
@@ -217,9 +220,9 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
         else:
             flops += _flops_of_rows(entry)
     if any(entry.derived for entry in entries):
-        rows = meta(((record.per_sample, record.samples, *region.shape),))[0]
+        rows = torch.empty((record.per_sample, record.samples, *region.shape), device="meta")
         columns.add(region, rows_block(rows.to(entries[0].dtype)))
-    for considered in columns.plans(entries[0].device, record.limit.elements):
+    for considered in columns.plans():
         best = considered[0]
         names.add(best.method)
         flops += 2 * best.multiplications
@@ -254,7 +257,7 @@ def _use(entry: Entry) -> UseReport:
 
 def _block(entry: Entry) -> Block | Lookup:
     """The block of an entry, without data."""
-    tensors = tuple(x.to(entry.dtype) for x in meta(entry.shapes))
+    tensors = tuple(torch.empty(shape, dtype=entry.dtype, device="meta") for shape in entry.shapes)
     if entry.equation is None:
         return Lookup(tensors[0].long(), tensors[1])
     return Block(entry.equation, tensors)
@@ -266,7 +269,7 @@ def _flops_of_rows(entry: Entry) -> int:
     if isinstance(block, Lookup):
         return prod(entry.shapes[1])
     block = block.reorder(entry.region.order)  # an index of size one stands in no operand
-    return 2 * find_path(block.equation, block.shapes).multiplications
+    return 2 * find_einsum(block.equation, block.shapes).multiplications
 
 
 def _flops_of_lookup(entry: Entry, region: Region) -> int:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Folded, Layout, Region, Routed
+from autogram._blocks import Columns, Folded, Kernels, Layout, Region, Routed
 from autogram._capture.forward.calls import kind_of
 from autogram._capture.forward.containers import map_tensors, tensors_in
 from autogram._capture.forward.recorder import Recorder
+from autogram._capture.limit import Limit
 from autogram._capture.recording import Channel
 from autogram._capture.uses import RuleUse, Use, one_sample_each
 from autogram._capture.visit import visit
@@ -49,7 +50,7 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_PRECISION = 5e-2  # the reference itself is rounded to two or three digits
 _PER_SAMPLE = (1, 3)  # numbers of objectives for each sample
-_NO_LIMIT = 2**40
+_NO_LIMIT = Limit(2**40)
 
 Shown = tuple[Use, tuple[Tensor, ...], Tensor]
 
@@ -197,13 +198,14 @@ def _rows_of_blocks(
 ) -> dict[Tensor, Tensor]:
     """Rows ``(k, b, elements)`` of each parameter, in the order of its memory."""
     columns: dict[Tensor, Columns] = {}
-    dtype = torch.promote_types(cotangent.dtype, torch.float32)
     with torch.no_grad():
         for tracked, region, block in use.contributions(
-            layout, cotangent.to(dtype), saved, _NO_LIMIT
+            layout, cotangent, saved, _NO_LIMIT.elements
         ):
             (parameter,) = tracked.sources
-            known = columns.setdefault(parameter, Columns(Region.of_parameter(parameter)))
+            known = columns.setdefault(
+                parameter, Columns(Region.of_parameter(parameter), Kernels(_NO_LIMIT))
+            )
             known.add(region, block)
         return {parameter: known.dense() for parameter, known in columns.items()}
 
@@ -212,7 +214,7 @@ def _rows_of_autograd(
     layout: Layout | None, output: Tensor, cotangents: Tensor, parameters: list[Tensor]
 ) -> list[Tensor]:
     """The same by plain autograd: the rows of a sample are those of its part of the output."""
-    (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT, 1)  # (k, b, *output)
+    (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT.elements, 1)  # (k, b, *output)
     single = [
         torch.autograd.grad(
             output, parameters, g, retain_graph=True, allow_unused=True, materialize_grads=True

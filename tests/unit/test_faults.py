@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from autogram._blocks.gram import gram
 from torch import Tensor, nn
 
 from autogram import Engine, MemoryLimitError, MixedSamplesError, NonFiniteError
 from autogram._blocks import bundle, columns
-from autogram._blocks.gram import gram
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import (

@@ -232,8 +232,8 @@ def test_a_removed_engine_lets_go_of_its_memory() -> None:
     engine = Engine(model)
     for _ in range(2):
         engine.backward(per_sample(model(torch.randn(6, 20, 4))), weighting)
-    memory = weakref.ref(engine._arena._memory)
-    kept = len(engine._arena._memory)
+    memory = weakref.ref(engine._devices._cpu.workspace.arena._memory)
+    kept = len(memory())
 
     engine.remove()
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._blocks import Bundles, gram
+from autogram._blocks import Bundles, Plan, products
 from autogram._capture.backward.record import Record
 from autogram._capture.forward.containers import tensors_in
 from autogram._report import ParameterReport, Report
@@ -221,14 +221,15 @@ def test_the_last_call_counts() -> None:
 def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report plans again, from shapes, and each parameter alone."""
     monkeypatch.setattr(Bundles, "add", lambda bundles, columns: [columns])  # noqa: ARG005
-    taken: list[gram.Plan] = []
-    find = gram.find_plan
+    taken: list[Plan] = []
+    find = products.plans
 
-    def find_plan(*arguments: Any) -> gram.Plan:
-        taken.append(find(*arguments))
-        return taken[-1]
+    def plans(*arguments: Any) -> tuple[Plan, ...]:
+        found = find(*arguments)
+        taken.append(found[0])
+        return found
 
-    monkeypatch.setattr(gram, "find_plan", find_plan)
+    monkeypatch.setattr(products, "plans", plans)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(36, 3)
     )

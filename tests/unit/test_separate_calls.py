@@ -487,8 +487,8 @@ def test_cost_does_not_grow_with_the_square(monkeypatch: pytest.MonkeyPatch) -> 
         added.append(block.sizes["b"])
         add(self, region, block, *rest)
 
-    def look(self: Columns, limit: int) -> Tensor | None:
-        found = gram(self, limit)
+    def look(self: Columns) -> Tensor | None:
+        found = gram(self)
         kept.append(sum(x.numel() for block in self._all for x in block.operands))
         return found
 

@@ -1,10 +1,9 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
-from autogram._blocks.arena import Arena
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
-from autogram._blocks.columns import Columns, Keep
-from autogram._blocks.gram import rows
+from autogram._blocks.columns import Columns, Keep, check_unchanged
+from autogram._blocks.kernels import Arena, Devices, Kernels
 from autogram._blocks.layout import (
     Folded,
     Layout,
@@ -18,10 +17,8 @@ from autogram._blocks.layout import (
     candidates,
 )
 from autogram._blocks.lookup import Lookup
-from autogram._blocks.plan import Plan, meta
+from autogram._blocks.plan import Plan
 from autogram._blocks.region import Region
-from autogram._blocks.scratch import Memory
-from autogram._blocks.unchanged import Seen, check_unchanged
 
 __all__ = [
     "Adjoint",
@@ -29,11 +26,12 @@ __all__ = [
     "Block",
     "Bundles",
     "Columns",
+    "Devices",
     "Folded",
     "Keep",
+    "Kernels",
     "Layout",
     "Lookup",
-    "Memory",
     "Partial",
     "Piece",
     "Placement",
@@ -41,7 +39,6 @@ __all__ = [
     "Region",
     "Routed",
     "Scattered",
-    "Seen",
     "Subset",
     "agree",
     "assemble",
@@ -49,7 +46,5 @@ __all__ = [
     "candidates",
     "check_unchanged",
     "gram_of_bundle",
-    "meta",
-    "rows",
     "weighted_sums",
 ]

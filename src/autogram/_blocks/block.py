@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from string import ascii_letters
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from autogram._blocks.kernels.contraction import Shapes, sizes_of
 from autogram._blocks.layout import Layout
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class Adjoint:
             shape[self.dim + 1] = weights.shape[1]
         weighted = weights.view(shape) * self.cotangent
         total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
-        gradient = self.function(total, *self.saved)
+        saved = [x.to(total.dtype) if x.is_floating_point() else x for x in self.saved]
+        gradient = self.function(total, *saved)
         if self.order is None:
             return gradient
         summed = [d for d in range(gradient.dim()) if d not in self.order]
@@ -52,13 +51,42 @@ class Adjoint:
         return replace(self, order=tuple(self.order[d] for d in order) if self.order else order)
 
 
-class Form(NamedTuple):
-    """What a block is, its data aside: blocks of equal form can be stacked."""
+class Equation:
+    """The indices of a block's einsum.
 
-    equation: str
-    shapes: Shapes
-    device: torch.device
-    dtypes: tuple[torch.dtype, ...]
+    Attributes:
+        inputs: The indices of each operand.
+        parameter: The indices of the tensor's dimensions.
+        is_rows: Whether the block is explicit rows, with their dimensions in any order.
+        is_sum: Whether rows are sums over one operand, as those of a bias are.
+        order_of_factors: The tensor's dimensions in the order of the block's operands.
+    """
+
+    def __init__(self, text: str) -> None:
+        inputs, output = text.split("->")
+        self._text = text
+        self.inputs = tuple(inputs.split(","))
+        self.parameter = output[2:]
+        is_single = len(self.inputs) == 1
+        self.is_rows = is_single and len(inputs) == len(output)
+        self.is_sum = is_single and len(inputs) > len(output)
+        found = [inputs.find(label) for label in self.parameter]  # -1 for a dimension of one
+        self.order_of_factors = tuple(sorted(range(len(found)), key=found.__getitem__))
+        self._orders = {tuple(range(len(found))): text}
+
+    def reordered(self, order: tuple[int, ...]) -> str:
+        """The equation with the dimensions in another order, and a sum over those left out."""
+        found = self._orders.get(order)
+        if found is None:
+            labels = "".join(self.parameter[dim] for dim in order)
+            found = self._orders[order] = f"{','.join(self.inputs)}->kb{labels}"
+        return found
+
+
+@lru_cache(maxsize=4096)
+def parsed(equation: str) -> Equation:
+    """The indices of a block's einsum."""
+    return Equation(equation)
 
 
 @dataclass(frozen=True)
@@ -72,32 +100,22 @@ class Block:
     equation: str
     operands: tuple[Tensor, ...]
     adjoint: Adjoint | None = None
-    """Of this very block: what is cut or cast has none."""
+    """Dropped by slicing."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The indices of each operand."""
-        return _terms(self.equation)[0]
+        return parsed(self.equation).inputs
 
     @property
     def parameter(self) -> str:
         """The indices of the tensor's dimensions."""
-        return _terms(self.equation)[1][2:]
+        return parsed(self.equation).parameter
 
     @property
     def is_rows(self) -> bool:
         """Whether these are explicit rows, with their dimensions in any order."""
-        return _summed(self.equation) == 0
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether its rows are sums over one operand, as those of a bias are."""
-        return (_summed(self.equation) or 0) > 0
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the operands."""
-        return self.operands[0].dtype
+        return parsed(self.equation).is_rows
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -110,21 +128,24 @@ class Block:
         return sizes_of(self.equation, self.shapes)
 
     @property
-    def form(self) -> Form:
-        """What it is, its data aside."""
-        dtypes = tuple([operand.dtype for operand in self.operands])
-        return Form(self.equation, self.shapes, self.operands[0].device, dtypes)
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that it keeps. What shares memory with the cotangent stands for it."""
+        """Everything that the block keeps."""
         return self.operands if self.adjoint is None else self.operands + self.adjoint.saved
+
+    @cached_property
+    def versions(self) -> list[int]:
+        """The versions of these tensors when this was first asked for."""
+        return [x._version for x in self.tensors]
 
     def map(self, label: str, function: Callable[[Tensor, int], Tensor]) -> Block:
         """The block with ``function(operand, dim)`` for every operand that has index ``label``."""
         pairs = zip(self.inputs, self.operands, strict=True)
-        operands = (function(x, of.index(label)) if label in of else x for of, x in pairs)
+        operands = [function(x, of.index(label)) if label in of else x for of, x in pairs]
         return Block(self.equation, tuple(operands))
+
+    def narrow(self, label: str, start: int, length: int) -> Block:
+        """The block with a range of one index."""
+        return self.map(label, lambda x, dim: x.narrow(dim, start, length))
 
     def chunks(self, label: str, count: int) -> Iterator[Block]:
         """The block cut into ``count`` ranges of one index (fewer if they would be empty)."""
@@ -134,8 +155,7 @@ class Block:
         size = self.sizes[label]
         step = -(-size // count)
         for start in range(0, size, step):
-            length = min(step, size - start)
-            yield self.map(label, lambda x, dim, s=start, n=length: x.narrow(dim, s, n))  # type: ignore[misc]  # defaults bind the loop's values
+            yield self.narrow(label, start, min(step, size - start))
 
     def at(self, samples: Tensor) -> Block:
         """The block of some samples."""
@@ -143,14 +163,11 @@ class Block:
 
     def reorder(self, order: tuple[int, ...]) -> Block:
         """The block with the tensor's dimensions in another order; it sums over those left out."""
-        if order == _in_order(self.equation):
+        equation = parsed(self.equation).reordered(order)
+        if equation == self.equation:
             return self
         adjoint = self.adjoint and self.adjoint.reorder(order)
-        return Block(_reordered_equation(self.equation, order), self.operands, adjoint)
-
-    def to(self, dtype: torch.dtype) -> Block:
-        """The block with its operands in another dtype."""
-        return Block(self.equation, tuple(x.to(dtype) for x in self.operands))
+        return Block(equation, self.operands, adjoint)
 
 
 def assemble(
@@ -190,33 +207,6 @@ def assemble(
 
 
 @lru_cache(maxsize=4096)
-def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
-    """The size of every index of an einsum."""
-    pairs = zip(_terms(equation)[0], shapes, strict=True)
-    return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
-
-
-@lru_cache(maxsize=4096)
-def _terms(equation: str) -> tuple[tuple[str, ...], str]:
-    """The indices of the operands of an einsum, and those of its result."""
-    inputs, output = equation.split("->")
-    return tuple(inputs.split(",")), output
-
-
-@lru_cache(maxsize=4096)
-def _summed(equation: str) -> int | None:
-    """Over how many indices of a single operand a block sums, or ``None`` if it has several."""
-    inputs, output = _terms(equation)
-    return len(inputs[0]) - len(output) if len(inputs) == 1 else None
-
-
-@lru_cache(maxsize=4096)
-def _in_order(equation: str) -> tuple[int, ...]:
-    """The dimensions of a block's tensor."""
-    return tuple(range(len(equation.split("->")[1]) - 2))
-
-
-@lru_cache(maxsize=4096)
 def _split_equation(
     equation: str, label: str, has_before: bool, has_after: bool
 ) -> tuple[str, list[int | None], bool]:
@@ -235,13 +225,6 @@ def _split_equation(
     if diagonal:
         split_inputs.append(split + label)
     return f"{','.join(split_inputs)}->kb{out}", found, diagonal
-
-
-@lru_cache(maxsize=4096)
-def _reordered_equation(equation: str, order: tuple[int, ...]) -> str:
-    """The equation of a block with the tensor's dimensions in another order."""
-    inputs, output = equation.split("->")
-    return f"{inputs}->kb{''.join(output[2 + dim] for dim in order)}"
 
 
 @lru_cache(maxsize=4096)

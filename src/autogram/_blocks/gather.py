@@ -8,17 +8,19 @@ they are what one call for all samples would have been.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, unused_labels
-from autogram._blocks.gram import explicit
+from autogram._blocks.block import Block, parsed, unused_labels
+from autogram._blocks.kernels import Kernels
 from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import Lookup
+from autogram._blocks.products import explicit
+from autogram._blocks.region import Region
 
 
 class _Part(NamedTuple):
@@ -29,61 +31,110 @@ class _Part(NamedTuple):
 
 
 class Gathering:
-    """Blocks of one region of a parameter that have rows of some samples only."""
+    """Blocks and lookups of one parameter that have rows of some samples only.
 
-    def __init__(self) -> None:
-        self._parts: list[_Part] = []
-        self._rows: dict[tuple[Subset, str], int] = {}
-        """The places of explicit rows among the parts."""
+    Args:
+        kernels: How to contract them.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._lookups: list[tuple[Subset, Lookup]] = []
+        self._parts: dict[Region, list[_Part]] = {}
+        self._rows: dict[tuple[Region, Subset, str], int] = {}
+        """The positions of explicit rows among the parts."""
+
+    def __bool__(self) -> bool:
+        return bool(self._parts or self._lookups)
 
     @property
-    def subsets(self) -> list[Subset]:
-        """The samples that each block has rows of."""
-        return [part.subset for part in self._parts]
+    def all(self) -> list[Block | Lookup]:
+        """Everything that was added."""
+        found: list[Block | Lookup] = [part.block for of in self._parts.values() for part in of]
+        return found + [lookup for _, lookup in self._lookups]
 
-    def add(self, subset: Subset, block: Block) -> Block:
-        """Takes in a block, and returns what is kept of it: rows where these are no larger."""
+    @property
+    def together(self) -> Subset:
+        """The samples that any block has rows of."""
+        subsets = [part.subset for parts in self._parts.values() for part in parts]
+        subsets += [subset for subset, _ in self._lookups]
+        samples = sorted({sample for subset in subsets for sample in subset.samples})
+        return Subset(tuple(samples), subsets[0].batch)
+
+    def add(self, region: Region, subset: Subset, block: Block) -> None:
+        """Takes in a block of a region, as rows where these are no larger."""
         sizes = block.sizes
         rows = prod(sizes[label] for label in "kb" + block.parameter)
         if not block.is_rows and rows <= sum(x.numel() for x in block.operands):
-            block = explicit([block])
+            block = explicit([block], self._kernels)
         block = _with_samples(block, len(subset.samples))
+        parts = self._parts.setdefault(region, [])
+        position = len(parts)
         if block.is_rows:
+            position = self._rows.setdefault((region, subset, block.equation), position)
+        if position < len(parts):
             # Rows of one call and the next are added up at once, as in a recurrent loop.
-            place = self._rows.setdefault((subset, block.equation), len(self._parts))
-            if place < len(self._parts):
-                total = self._parts[place].block.operands[0] + block.operands[0]
-                block = Block(block.equation, (total,))
-                self._parts[place] = _Part(subset, block)
-                return block
-        self._parts.append(_Part(subset, block))
-        return block
+            total = parts.pop(position).block.operands[0] + block.operands[0]
+            block = Block(block.equation, (total,))
+        parts.insert(position, _Part(subset, block))
+        block.versions  # noqa: B018 - remembers them
 
-    def blocks(self, samples: Sequence[int] | None = None) -> list[Block]:
-        """Blocks that have rows of all samples, or of those that are given."""
-        groups: dict[object, list[_Part]] = {}
-        for part in self._parts:
-            groups.setdefault(_kind(part.block), []).append(part)
-        return [_gathered(parts, samples) for parts in groups.values()]
+    def add_lookup(self, subset: Subset, lookup: Lookup) -> None:
+        """Takes in a lookup."""
+        self._lookups.append((subset, lookup))
 
+    def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, list[Block]]]:
+        """For each region, blocks that have rows of all samples, or of those that are given."""
+        for region, parts in self._parts.items():
+            groups: dict[object, list[_Part]] = {}
+            for part in parts:
+                groups.setdefault(_kind(part.block), []).append(part)
+            yield region, [self._gathered(group, samples) for group in groups.values()]
 
-def gather_lookups(
-    found: Sequence[tuple[Subset, Lookup]], samples: Sequence[int] | None = None
-) -> Lookup:
-    """One lookup that has rows of all samples, or of those that are given.
+    def lookups(self, samples: Sequence[int] | None) -> list[Lookup]:
+        """One lookup, if there are any, that has rows of all samples, or of those given."""
+        if not self._lookups:
+            return []
+        arrangement = _Arrangement([subset for subset, _ in self._lookups], samples)
+        longest = max(lookup.indices.shape[1] for _, lookup in self._lookups)
+        indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in self._lookups]
+        cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in self._lookups]
+        # The calls of a sample are behind one another, each with its reads.
+        return [
+            Lookup(
+                arrangement.side_by_side(indices, 0).flatten(1),
+                arrangement.side_by_side(cotangents, 1).flatten(2, 3),
+            )
+        ]
 
-    Args:
-        found: Lookups in one table, and the samples that their rows belong to.
-        samples: The samples, or ``None`` for all.
-    """
-    arrangement = _Arrangement([subset for subset, _ in found], samples)
-    longest = max(lookup.indices.shape[1] for _, lookup in found)
-    indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in found]
-    cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in found]
-    return Lookup(
-        arrangement.side_by_side(indices, 0).flatten(1),  # the calls of a sample, and their places
-        arrangement.side_by_side(cotangents, 1).flatten(2, 3),
-    )
+    def _gathered(self, parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
+        """One block for several of one kind."""
+        first = parts[0].block
+        arrangement = _Arrangement([part.subset for part in parts], samples)
+        positions = _positions(first)
+        sizes = {of: max(part.block.sizes[of] for part in parts) for of in positions}
+        full = {**first.sizes, **sizes, "b": arrangement.samples * arrangement.most}
+        filled = sum(prod(full[label] for label in of) for of in first.inputs)
+        rows = arrangement.samples * prod(full[label] for label in "k" + first.parameter)
+        if not first.is_rows and rows < filled:  # few calls have as many positions as the longest
+            parts = [_Part(subset, explicit([block], self._kernels)) for subset, block in parts]
+            first = parts[0].block
+        if first.is_rows:
+            rows_of_all = [part.block.operands[0] for part in parts]
+            dim = first.inputs[0].index("b")
+            return Block(first.equation, (arrangement.added_up(rows_of_all, dim),))
+        operands = []
+        for i, of in enumerate(first.inputs):
+            dims = [of.index(label) for label in positions]
+            padded = [_padded(part.block.operands[i], dims, sizes.values()) for part in parts]
+            operands.append(arrangement.side_by_side(padded, of.index("b")))
+        if arrangement.most == 1:
+            dims = [of.index("b") + 1 for of in first.inputs]
+            squeezed = [x.squeeze(dim) for x, dim in zip(operands, dims, strict=True)]
+            return Block(first.equation, tuple(squeezed))
+        more = next(unused_labels(first.equation))  # counts the calls of one sample
+        inputs = ",".join(of.replace("b", "b" + more) for of in first.inputs)
+        return Block(f"{inputs}->kb{first.parameter}", tuple(operands))
 
 
 class _Arrangement:
@@ -94,22 +145,21 @@ class _Arrangement:
         samples: The samples that are wanted, or ``None`` for all.
     """
 
-    def __init__(self, subsets: Iterable[Subset], samples: Sequence[int] | None) -> None:
-        subsets = list(subsets)
+    def __init__(self, subsets: Sequence[Subset], samples: Sequence[int] | None) -> None:
         samples = range(subsets[0].batch) if samples is None else samples
-        places = {sample: place for place, sample in enumerate(samples)}
+        numbers = {sample: number for number, sample in enumerate(samples)}
         self.samples = len(samples)
-        self._came = [places[sample] for subset in subsets for sample in subset.samples]
+        self._came = [numbers[sample] for subset in subsets for sample in subset.samples]
         counts = Counter[int]()
         ranks = []
-        for place in self._came:
-            ranks.append(counts[place])
-            counts[place] += 1
+        for number in self._came:
+            ranks.append(counts[number])
+            counts[number] += 1
         self.most = max(counts.values())
         """How many rows the sample has that has most of them."""
         pairs = zip(self._came, ranks, strict=True)
-        self._places = [place * self.most + rank for place, rank in pairs]
-        self._is_in_order = self._places == list(range(self.samples * self.most))
+        self._targets = [number * self.most + rank for number, rank in pairs]
+        self._is_in_order = self._targets == list(range(self.samples * self.most))
 
     def added_up(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """The sum of the rows of each sample: ``dim`` has all samples, with zeros."""
@@ -118,8 +168,8 @@ class _Arrangement:
             return rows
         shape = list(rows.shape)
         shape[dim] = self.samples
-        places = torch.tensor(self._came, device=rows.device)
-        return rows.new_zeros(shape).index_add(dim, places, rows)
+        targets = torch.tensor(self._came, device=rows.device)
+        return rows.new_zeros(shape).index_add(dim, targets, rows)
 
     def side_by_side(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """The rows of each sample together: ``dim`` becomes ``(samples, most)``, with zeros."""
@@ -127,8 +177,8 @@ class _Arrangement:
         if not self._is_in_order:
             shape = list(rows.shape)
             shape[dim] = self.samples * self.most
-            places = torch.tensor(self._places, device=rows.device)
-            rows = rows.new_zeros(shape).index_copy(dim, places, rows)
+            targets = torch.tensor(self._targets, device=rows.device)
+            rows = rows.new_zeros(shape).index_copy(dim, targets, rows)
         arranged: Tensor = rows.unflatten(dim, (self.samples, self.most))
         return arranged
 
@@ -143,8 +193,9 @@ def _with_samples(block: Block, samples: int) -> Block:
 
 def _positions(block: Block) -> str:
     """The indices that every operand has and that are summed over: their sizes may differ."""
-    common = set.intersection(*(set(of) for of in block.inputs))
-    return "".join(sorted(common - set("kb" + block.parameter)))
+    found = parsed(block.equation)
+    common = set.intersection(*(set(of) for of in found.inputs))
+    return "".join(sorted(common - set("kb" + found.parameter)))
 
 
 def _kind(block: Block) -> object:
@@ -152,35 +203,6 @@ def _kind(block: Block) -> object:
     differing = "b" + _positions(block)
     sizes = tuple([(of, n) for of, n in sorted(block.sizes.items()) if of not in differing])
     return block.equation, sizes, tuple([x.dtype for x in block.operands])
-
-
-def _gathered(parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
-    """One block for several of one kind."""
-    first = parts[0].block
-    arrangement = _Arrangement([part.subset for part in parts], samples)
-    positions = _positions(first)
-    sizes = {of: max(part.block.sizes[of] for part in parts) for of in positions}
-    full = {**first.sizes, **sizes, "b": arrangement.samples * arrangement.most}
-    filled = sum(prod(full[label] for label in of) for of in first.inputs)
-    rows = arrangement.samples * prod(full[label] for label in "k" + first.parameter)
-    if not first.is_rows and rows < filled:  # few calls have as many positions as the longest
-        parts = [_Part(subset, explicit([block])) for subset, block in parts]
-        first = parts[0].block
-    if first.is_rows:
-        rows_of_all = [part.block.operands[0] for part in parts]
-        dim = first.inputs[0].index("b")
-        return Block(first.equation, (arrangement.added_up(rows_of_all, dim),))
-    operands = []
-    more = next(unused_labels(first.equation))
-    for i, of in enumerate(first.inputs):
-        dims = [of.index(label) for label in positions]
-        padded = [_padded(part.block.operands[i], dims, sizes.values()) for part in parts]
-        operands.append(arrangement.side_by_side(padded, of.index("b")))
-    if arrangement.most > 1:
-        inputs = ",".join(of.replace("b", "b" + more) for of in first.inputs)
-        return Block(f"{inputs}->kb{first.parameter}", tuple(operands))
-    squeezed = [x.squeeze(of.index("b") + 1) for of, x in zip(first.inputs, operands, strict=True)]
-    return Block(first.equation, tuple(squeezed))
 
 
 def _padded(tensor: Tensor, dims: Iterable[int], sizes: Iterable[int]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,46 +32,6 @@ class Piece(NamedTuple):
     subset: Subset | None
     layout: Layout | None
     cotangent: Tensor
-
-
-class Placement(Protocol):
-    """Which sample each place of a use's output belongs to."""
-
-    def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
-        ...
-
-    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
-        """A use with this cotangent ``(k, *output)`` in parts that rules can make blocks of."""
-        ...
-
-
-class Layout(Placement, Protocol):
-    """Which sample each place along one dimension of a use's output belongs to, of all samples."""
-
-    @property
-    def dim(self) -> int:
-        """The dimension."""
-        ...
-
-    @property
-    def batch(self) -> int:
-        """B."""
-        ...
-
-    @property
-    def has_before(self) -> bool:
-        """Whether :meth:`split` gives a dimension before that of the samples."""
-        ...
-
-    @property
-    def has_after(self) -> bool:
-        """Whether :meth:`split` gives a dimension behind that of the samples."""
-        ...
-
-    def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """``tensor`` with dimension ``dim`` unfolded to ``(before, batch, after)``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -214,6 +174,13 @@ class Scattered:
 
     def __str__(self) -> str:
         return f"single elements ({self.batch} samples, scattered)"
+
+
+Layout = Folded | Routed
+"""Which sample each place along one dimension of a use's output belongs to, of all samples."""
+
+Placement = Folded | Routed | Partial | Scattered
+"""Which sample each place of a use's output belongs to."""
 
 
 def agree(layouts: Sequence[Placement], places: Tensor) -> bool:

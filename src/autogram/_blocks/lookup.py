@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block
-from autogram._blocks.gram import cross, gram
-from autogram._blocks.products import row_products
+from autogram._blocks.kernels import Kernels
+from autogram._blocks.plan import cross
+from autogram._blocks.products import gram, row_products
 
 
 @dataclass(frozen=True)
@@ -27,24 +28,20 @@ class Lookup:
     """``(k, b, t, d)``, where ``d`` runs over all further dimensions of the table."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the cotangents."""
-        return self.cotangents.dtype
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that it keeps."""
         return self.indices, self.cotangents
+
+    @cached_property
+    def versions(self) -> list[int]:
+        """The versions of these tensors when this was first asked for."""
+        return [x._version for x in self.tensors]
 
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
         labels = "vdefghij"[: len(shape)]
         dense = self.rows(shape[0])
         return Block(f"kb{labels}->kb{labels}", (dense.view(*dense.shape[:2], *shape),))
-
-    def to(self, dtype: torch.dtype) -> Lookup:
-        """The lookup with its cotangents in another dtype."""
-        return Lookup(self.indices, self.cotangents.to(dtype))
 
     def at(self, samples: Tensor) -> Lookup:
         """The lookup of some samples."""
@@ -53,20 +50,25 @@ class Lookup:
     def rows(self, size: int) -> Tensor:
         """Explicit rows for a table with ``size`` rows, of shape ``(k, b, size, d)``."""
         k, b, t, d = self.cotangents.shape
-        places = self.indices + size * torch.arange(b, device=self.indices.device).unsqueeze(1)
-        dense = self.cotangents.new_zeros(k, b * size, d)
-        dense.index_add_(1, places.flatten(), self.cotangents.reshape(k, b * t, d))
+        targets = self.indices + size * torch.arange(b, device=self.indices.device).unsqueeze(1)
+        dense = self._wide.new_zeros(k, b * size, d)
+        dense.index_add_(1, targets.flatten(), self._wide.reshape(k, b * t, d))
         return dense.view(k, b, size, d)
 
     def weighted_sum(self, weights: Tensor, size: int) -> Tensor:
         """Sums of rows with weights ``(s, k, b)``, of shape ``(s, size, d)``: J^T w."""
-        weighted = torch.einsum("skb,kbtd->sbtd", weights, self.cotangents)
+        weighted = torch.einsum("skb,kbtd->sbtd", weights, self._wide.to(weights.dtype))
         total = weighted.new_zeros(len(weights), size, weighted.shape[-1])
         return total.index_add_(1, self.indices.flatten(), weighted.flatten(1, 2))
 
     def directional(self, direction: Tensor) -> Tensor:
         """Products of the rows with a direction ``(size, d)``, of shape ``(k, b)``: J v."""
-        return torch.einsum("kbtd,btd->kb", self.cotangents, direction[self.indices])
+        return torch.einsum("kbtd,btd->kb", self._wide.to(direction.dtype), direction[self.indices])
+
+    @property
+    def _wide(self) -> Tensor:
+        """The cotangents in a dtype in which sums of them are exact enough."""
+        return self.cotangents.to(torch.promote_types(self.cotangents.dtype, torch.float32))
 
 
 def concatenate(lookups: Sequence[Lookup]) -> Lookup:
@@ -77,7 +79,7 @@ def concatenate(lookups: Sequence[Lookup]) -> Lookup:
     return Lookup(indices, torch.cat([lookup.cotangents for lookup in lookups], 2))
 
 
-def gram_of_lookup(lookup: Lookup, dense: Sequence[Block], limit: int) -> Tensor:
+def gram_of_lookup(lookup: Lookup, dense: Sequence[Block], kernels: Kernels) -> Tensor:
     """The Gramian of a lookup, and its cross terms with dense blocks of the same table.
 
     Only the rows of the table that occur take part, in the dense blocks too: for a language model
@@ -86,38 +88,36 @@ def gram_of_lookup(lookup: Lookup, dense: Sequence[Block], limit: int) -> Tensor
     Args:
         lookup: All lookups in the table.
         dense: Blocks of the whole table, whose own products are not part of the result.
-        limit: The number of elements that one intermediate result may have.
+        kernels: How to contract them.
 
     Returns:
         Inner products of shape ``(k, b, k, b)``.
     """
-    k, b = lookup.cotangents.shape[:2]
-    total = lookup.cotangents.new_zeros(k, b, k, b)
-    for own, others in _on_support(lookup, dense, limit):
-        total += gram([own], limit)
+    totals = []
+    for own, others in _on_support(lookup, dense, kernels):
+        totals.append(gram([own], kernels))
         for block in others:
-            product = cross(block, own)
-            total += product + product.permute(2, 3, 0, 1)
-    return total
+            product = cross(block, own, kernels)
+            totals.append(product + product.permute(2, 3, 0, 1))
+    return reduce(torch.add, totals)
 
 
-def square_norms_of_lookup(lookup: Lookup, dense: Sequence[Block], limit: int) -> Tensor:
+def square_norms_of_lookup(lookup: Lookup, dense: Sequence[Block], kernels: Kernels) -> Tensor:
     """What a lookup adds to the squared norms of the rows of dense blocks, ``(k, b)``."""
     found = []
     # One sample at a time: it reads few rows of the table, and all together read many.
     for sample in torch.arange(len(lookup.indices), device=lookup.indices.device).split(1):
         blocks = [block.at(sample) for block in dense]
-        total = lookup.cotangents.new_zeros(lookup.cotangents.shape[0], 1)
-        for own, others in _on_support(lookup.at(sample), blocks, limit):
-            total += own.operands[0].square().sum((2, 3))
-            for block in others:
-                total += 2 * row_products(block, own)
-        found.append(total)
+        totals = []
+        for own, others in _on_support(lookup.at(sample), blocks, kernels):
+            totals.append(own.operands[0].square().sum((2, 3)))
+            totals += [2 * row_products(block, own, kernels) for block in others]
+        found.append(reduce(torch.add, totals))
     return torch.cat(found, 1)
 
 
 def cross_gram_with_lookup(
-    blocks: Sequence[Block | Lookup], lookup: Lookup, limit: int
+    blocks: Sequence[Block | Lookup], lookup: Lookup, kernels: Kernels
 ) -> Tensor | None:
     """Inner products of the rows of some blocks of a table with those of a lookup in it.
 
@@ -125,18 +125,20 @@ def cross_gram_with_lookup(
         ``(k, b, k', b')``, or ``None`` if there are no blocks.
     """
     products = [
-        cross(block, own) for own, others in _on_support(lookup, blocks, limit) for block in others
+        cross(block, own, kernels)
+        for own, others in _on_support(lookup, blocks, kernels)
+        for block in others
     ]
     return reduce(torch.add, products) if products else None
 
 
 def _on_support(
-    lookup: Lookup, blocks: Sequence[Block | Lookup], limit: int
+    lookup: Lookup, blocks: Sequence[Block | Lookup], kernels: Kernels
 ) -> Iterator[tuple[Block, list[Block]]]:
     """A lookup and other blocks, on the rows that it reads, some columns at a time."""
     support, places = torch.unique(lookup.indices, return_inverse=True)
     k, b, _, columns = lookup.cotangents.shape
-    step = max(1, limit // max(1, k * b * len(support)))
+    step = max(1, kernels.limit.elements // max(1, k * b * len(support)))
     for start in range(0, columns, step):
         stop = min(columns, start + step)
         part = Lookup(places, lookup.cotangents[..., start:stop]).rows(len(support))

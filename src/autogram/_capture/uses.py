@@ -126,8 +126,7 @@ class RuleUse:
         del limit
         found: list[Contribution] = []
         for operand in self.operands:
-            factors = [_as(cotangent.dtype, x) for x in saved[operand.saved]]
-            found += operand.contributions(layout, cotangent, factors)
+            found += operand.contributions(layout, cotangent, saved[operand.saved])
         return found
 
 
@@ -265,10 +264,3 @@ def rows_block(rows: Tensor) -> Block:
 def _region(tracked: Tracked) -> Region:
     """The region that the blocks of a tracked tensor are for."""
     return tracked.region or Region.contiguous(tracked.shape)
-
-
-def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """A saved tensor in the dtype of the contraction; indices and masks stay as they are."""
-    if tensor.dtype == dtype or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autogram._blocks import Block
+from autogram._blocks import Block, Kernels
+from autogram._blocks.kernels import CpuKernels
+from autogram._capture.limit import Limit
 
 
 class Operators(TorchDispatchMode):
@@ -46,6 +48,11 @@ EQUATIONS = [
     pytest.param("bkoi->kboi", id="rows, samples first"),
     pytest.param("kbto,tj->kboj", id="factor without samples"),
 ]
+
+
+def kernels(limit: int = 2**40) -> Kernels:
+    """Those of the CPU, with a number of elements that one result may have."""
+    return CpuKernels(Limit(limit))
 
 
 def make_block(equation: str) -> Block:

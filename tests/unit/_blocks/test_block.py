@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Folded, Layout, assemble
+from autogram._blocks import Folded, Layout, assemble
 from tests.unit._blocks.blocks import EQUATIONS, dense, make_block
 from tests.unit.checks import assert_close_to_reference
 
@@ -83,8 +83,3 @@ def test_description() -> None:
     assert block.parameter == "oi"
     assert block.shapes == ((2, 3, 5, 6), (3, 5, 7))
     assert block.sizes == {"k": 2, "b": 3, "t": 5, "o": 6, "i": 7}
-
-
-def test_other_dtype() -> None:
-    block = Block("kbo->kbo", (torch.ones(1, 2, 3, dtype=torch.float64),)).to(torch.float32)
-    assert block.operands[0].dtype == torch.float32

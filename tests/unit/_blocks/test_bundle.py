@@ -1,7 +1,5 @@
 """Bundles: small columns contracted together are what they are one by one."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,16 +10,15 @@ from autogram._blocks import (
     Columns,
     Lookup,
     Region,
-    bundle,
     bundled,
     gram_of_bundle,
     weighted_sums,
 )
 from autogram._errors import ChangedTensorError
+from tests.unit._blocks.blocks import kernels
 from tests.unit.checks import assert_close_to_reference
 
 K, B = 2, 3
-LIMIT = 2**40
 MATRICES = [torch.zeros(4, 5) for _ in range(3)]
 PARAMETERS = {
     "matrices": MATRICES,
@@ -39,9 +36,9 @@ def found(request: pytest.FixtureRequest) -> dict[Tensor, Columns]:
     return {p: columns_of(p) for p in request.param}
 
 
-def columns_of(parameter: Tensor) -> Columns:
+def columns_of(parameter: Tensor, limit: int = 2**40) -> Columns:
     """Columns with random rows, in float64."""
-    columns = Columns(Region.of_parameter(parameter))
+    columns = Columns(Region.of_parameter(parameter), kernels(limit))
     columns.add(Region.of_parameter(parameter), block_of(parameter))
     return columns
 
@@ -60,145 +57,94 @@ def factors(columns: Columns) -> tuple[Tensor, ...]:
 
 
 def gramian_one_by_one(found: dict[Tensor, Columns]) -> Tensor:
-    return sum(columns.gram(LIMIT) for columns in found.values())
-
-
-def numbers_of_factors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks each Gramian and each weighted sum is of, from now on."""
-    counts: list[int] = []
-    make = bundle._stacks
-
-    def stacks(blocks: list[Block]) -> Iterator[tuple[Block, list[int]]]:
-        for block, members in make(blocks):
-            counts.append(len(members))
-            yield block, members
-
-    monkeypatch.setattr(bundle, "_stacks", stacks)
-    return counts
+    return sum(columns.gram() for columns in found.values())
 
 
 def test_gramian(found: dict[Tensor, Columns]) -> None:
-    total = sum(gram_of_bundle(some, LIMIT) for some in bundled(found.values(), LIMIT))
+    total = sum(gram_of_bundle(some) for some in bundled(found.values()))
     assert_close_to_reference(total, gramian_one_by_one(found))
 
 
-@pytest.mark.parametrize("tiny", [0, 2**13])
 @pytest.mark.parametrize("count", [1, 2])
-def test_weighted_sums(
-    found: dict[Tensor, Columns], count: int, tiny: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bundle, "_TINY", tiny)
+def test_weighted_sums(found: dict[Tensor, Columns], count: int) -> None:
     weights = torch.randn(count, K, B, dtype=torch.float64)
-    expected = {p: columns.weighted_sum(weights, LIMIT) for p, columns in found.items()}
-    actual = dict(weighted_sums(found, weights, LIMIT))
+    expected = {p: columns.weighted_sum(weights) for p, columns in found.items()}
+    actual = dict(weighted_sums(found, weights))
     assert set(actual) == set(found)
     for parameter, gradient in actual.items():
         assert gradient[0].shape == parameter.shape
         assert gradient[0].stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter])
-    for parameter, gradient in weighted_sums(found, weights[0], LIMIT):
+    for parameter, gradient in weighted_sums(found, weights[0]):
         assert gradient.shape == parameter.shape
         assert gradient.stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter][0])
-        one_by_one = found[parameter].weighted_sum(weights[0], LIMIT)
+        one_by_one = found[parameter].weighted_sum(weights[0])
         assert_close_to_reference(one_by_one, expected[parameter][0])
 
 
-@pytest.mark.parametrize(("tiny", "counts"), [(2**13, [1, 2, 3]), (0, [1] * 6)])
-def test_equal_forms_are_stacked_if_tiny(
-    tiny: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bundle, "_TINY", tiny)
-    seen = numbers_of_factors(monkeypatch)
+def test_equal_forms_are_together() -> None:
     found = {p: columns_of(p) for p in PARAMETERS["of several forms"]}
-    (together,) = bundled(found.values(), LIMIT)
-    assert_close_to_reference(gram_of_bundle(together, LIMIT), gramian_one_by_one(found))
-    assert sorted(seen) == counts
+    bundles = list(bundled(found.values()))
+    assert sorted(map(len, bundles)) == [1, 2, 3]
+    total = sum(gram_of_bundle(some) for some in bundles)
+    assert_close_to_reference(total, gramian_one_by_one(found))
 
 
-def test_gradients_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_share_no_memory() -> None:
     """Though they are equal."""
-    monkeypatch.setattr(bundle, "_TINY", 0)
     parameters = [torch.zeros(4), torch.zeros(4)]
     cotangent = torch.randn(K, B, 4).double()
     found = {}
     for p in parameters:
-        found[p] = Columns(Region.of_parameter(p))
+        found[p] = Columns(Region.of_parameter(p), kernels())
         found[p].add(Region.of_parameter(p), Block("kbo->kbo", (cotangent,)))
     weights = torch.randn(1, K, B, dtype=torch.float64)
-    for _ in range(2):  # as computed, and as repeated
-        first, second = dict(weighted_sums(found, weights, LIMIT)).values()
-        assert torch.equal(first, second)
-        first.zero_()
-        assert second.any()
+    first, second = dict(weighted_sums(found, weights)).values()
+    assert torch.equal(first, second)
+    first.zero_()
+    assert second.any()
 
 
-def test_bundle_is_closed_before_what_does_not_fit() -> None:
-    """However large that is."""
-    limit = 2 * sum(x.numel() for x in factors(columns_of(MATRICES[0])))
-    *found, larger = [columns_of(p) for p in (*MATRICES[:2], torch.zeros(60, 70))]
-    bundles = Bundles(limit)
-    assert [bundles.add(columns) for columns in found] == [[], []]
-    assert bundles.add(larger) == found
-    assert list(bundles.rest()) == [[larger]]
+def test_a_bundle_that_is_full_is_ready() -> None:
+    member = 20 + sum(x.numel() for x in factors(columns_of(MATRICES[0])))
+    first, second, third = [columns_of(p, limit=3 * member - 1) for p in MATRICES]
+    bundles = Bundles()
+    assert bundles.add(first) == bundles.add(second) == []
+    assert bundles.add(third) == [first, second, third]
+    assert list(bundles.rest()) == []
 
 
 def test_dtypes_are_kept_apart() -> None:
-    exact, single = columns_of(MATRICES[0]), Columns(Region.of_parameter(MATRICES[1]))
-    single.add(Region.of_parameter(MATRICES[1]), block_of(MATRICES[1]).to(torch.float32))
-    assert list(bundled([exact, single], LIMIT)) == [[single], [exact]]
-
-
-def test_weighted_sums_keep_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-    sums = bundle._sums_of_all
-    monkeypatch.setattr(
-        bundle,
-        "_sums_of_all",
-        lambda blocks, *args: counts.append(len(blocks)) or sums(blocks, *args),
-    )
-    found = {torch.zeros(4, 5): columns_of(MATRICES[0]) for _ in range(5)}
-    limit = 2 * (20 + sum(x.numel() for x in factors(columns_of(MATRICES[0]))))
-    weights = torch.randn(1, K, B, dtype=torch.float64)
-    assert len(dict(weighted_sums(found, weights, limit))) == 5
-    assert counts == [2, 2]  # and one alone
-
-
-def test_large_factors_with_small_rows_wait_as_rows() -> None:
-    found = {p: Columns(Region.of_parameter(p)) for p in (torch.zeros(4), torch.zeros(4))}
-    for parameter, columns in found.items():
-        operands = [torch.randn(K, B, 2**14, 4).double(), torch.randn(B, 2**14, 4).double()]
-        block = Block("kbti,bti->kbi", tuple(operands))
-        columns.add(Region.of_parameter(parameter), block)
-    expected = gramian_one_by_one(found)
-    (together,) = bundled(found.values(), LIMIT)
-    assert [factors(columns)[0].shape for columns in together] == [(K, B, 4)] * 2
-    assert_close_to_reference(gram_of_bundle(together, LIMIT), expected)
+    exact = columns_of(MATRICES[0])
+    single = Columns(Region.of_parameter(MATRICES[1]), kernels())
+    block = block_of(MATRICES[1])
+    operands = tuple(x.float() for x in block.operands)
+    single.add(Region.of_parameter(MATRICES[1]), Block(block.equation, operands))
+    assert list(bundled([exact, single])) == [[single], [exact]]
 
 
 def test_large_ones_do_not_wait() -> None:
     columns = columns_of(torch.zeros(2**9, 2**9))
-    assert Bundles(LIMIT).add(columns) == [columns]
+    assert Bundles().add(columns) == [columns]
 
 
 def test_what_was_changed_is_refused() -> None:
     found = {p: columns_of(p) for p in MATRICES}
     factors(found[MATRICES[1]])[0].add_(1)
     with pytest.raises(ChangedTensorError):
-        gram_of_bundle(list(found.values()), LIMIT)
+        gram_of_bundle(list(found.values()))
     with pytest.raises(ChangedTensorError):
-        list(weighted_sums(found, torch.ones(1, K, B, dtype=torch.float64), LIMIT))
+        list(weighted_sums(found, torch.ones(1, K, B, dtype=torch.float64)))
 
 
 def test_others_are_left_alone() -> None:
-    """Lookups, parts of a parameter, gaps in its memory, several dtypes, and nothing at all."""
+    """Lookups, parts of a parameter, gaps in its memory, and nothing at all."""
     table, gaps = torch.zeros(4, 5), torch.zeros(4, 6)[:, :5]
     lookup = Lookup(torch.tensor([[0, 1]] * B), torch.randn(K, B, 2, 5))
-    others = [Columns(Region.of_parameter(table)) for _ in range(4)]
+    others = [Columns(Region.of_parameter(table), kernels()) for _ in range(3)]
     others[0].add(Region.of_parameter(table), lookup)
     others[1].add(Region.of(table[:2]), block_of(table[:2]))
-    mixed = Block("kbo,bi->kboi", (torch.randn(K, B, 4).double(), torch.randn(B, 5).float()))
-    others[2].add(Region.of_parameter(table), mixed)
     others.append(columns_of(gaps))
     for columns in others:
-        assert Bundles(LIMIT).add(columns) == [columns]
+        assert Bundles().add(columns) == [columns]

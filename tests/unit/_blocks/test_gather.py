@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Columns, Lookup, Region, Subset
-from autogram._blocks.gather import Gathering, gather_lookups
-from tests.unit._blocks.blocks import dense, gramian_of
+from autogram._blocks.gather import Gathering
+from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
 
 K, B = 2, 5
+REGION = Region.contiguous((3, 4))
 ROWS, WIDTH = 3, 4
 
 # Of a call for one sample, and of one for two of them, whose second operand has the samples or not.
@@ -55,64 +56,69 @@ def spread(found: Sequence[tuple[Subset, Tensor]]) -> Tensor:
 def test_blocks(
     single: str, group: str, calls: list[tuple[int, ...]], positions: list[int]
 ) -> None:
-    gathering, expected = Gathering(), []
+    gathering, expected = Gathering(kernels()), []
     for i, samples in enumerate(calls):
         block = make_block((single, group), len(samples), positions[i % len(positions)])
-        gathering.add(Subset(samples, B), block)
+        gathering.add(REGION, Subset(samples, B), block)
         expected.append((Subset(samples, B), dense(block)))
-    blocks = gathering.blocks()
+    ((_, blocks),) = gathering.blocks(None)
     assert_close_to_reference(torch.stack([dense(x) for x in blocks]).sum(0), spread(expected))
     there = sorted({sample for samples in calls for sample in samples})
-    narrow = torch.stack([dense(x) for x in gathering.blocks(there)]).sum(0)
+    ((_, some),) = gathering.blocks(there)
+    narrow = torch.stack([dense(x) for x in some]).sum(0)
     assert_close_to_reference(narrow, spread(expected)[:, there])
 
 
 def test_factors_of_a_loop_are_those_of_a_batch() -> None:
     """One call for each sample costs the same memory as one for all."""
-    gathering = Gathering()
+    gathering = Gathering(kernels())
     whole = make_block(("", "kbto,bti->kboi"), B, 1)
     g, x = whole.operands
     for b in range(B):
-        gathering.add(Subset((b,), B), Block("kbto,ti->kboi", (g[:, b : b + 1], x[b])))
-    (block,) = gathering.blocks()
+        gathering.add(REGION, Subset((b,), B), Block("kbto,ti->kboi", (g[:, b : b + 1], x[b])))
+    ((_, (block,)),) = gathering.blocks(None)
     assert block.equation == whole.equation
     assert all(torch.equal(p, q) for p, q in zip(block.operands, whole.operands, strict=True))
 
 
 def test_rows_of_a_sample_are_added_up_as_they_come() -> None:
-    gathering = Gathering()
+    gathering = Gathering(kernels())
     for _ in range(10):
-        gathering.add(Subset((1,), B), make_block(("kbto,ti->kboi", ""), 1, 40))
-    assert len(gathering.subsets) == 1
+        gathering.add(REGION, Subset((1,), B), make_block(("kbto,ti->kboi", ""), 1, 40))
+    assert len(gathering.all) == 1
 
 
 def test_uneven_calls_are_not_filled_up_beyond_rows() -> None:
     """One sample with hundreds of calls: its rows are less than zeros for all others."""
-    gathering = Gathering()
+    gathering = Gathering(kernels())
     for b in [0] * 300 + list(range(B)):
-        gathering.add(Subset((b,), B), make_block(("kbo,i->kboi", ""), 1, 1))
-    (block,) = gathering.blocks()
+        gathering.add(REGION, Subset((b,), B), make_block(("kbo,i->kboi", ""), 1, 1))
+    ((_, (block,)),) = gathering.blocks(None)
     assert sum(x.numel() for x in block.operands) == K * B * ROWS * WIDTH
 
 
 @pytest.mark.parametrize("calls", CALLS)
 def test_lookups(calls: list[tuple[int, ...]]) -> None:
-    found, expected = [], []
+    gathering, expected = Gathering(kernels()), []
     for i, samples in enumerate(calls):
         t, b = 1 + i % 3, len(samples)
         lookup = Lookup(torch.randint(0, 6, (b, t)), torch.randn(K, b, t, 4))
-        found.append((Subset(samples, B), lookup))
+        gathering.add_lookup(Subset(samples, B), lookup)
         expected.append((Subset(samples, B), lookup.rows(6)))
-    assert_close_to_reference(gather_lookups(found).rows(6), spread(expected))
+    assert_close_to_reference(gathering.lookups(None)[0].rows(6), spread(expected))
     there = sorted({sample for samples in calls for sample in samples})
-    narrow = gather_lookups(found, there).rows(6)
+    narrow = gathering.lookups(there)[0].rows(6)
     assert_close_to_reference(narrow, spread(expected)[:, there])
 
 
 def test_columns_of_all_kinds() -> None:
     """Blocks of all samples, of some, and lookups of either, in one parameter."""
     table = torch.zeros(6, 4)
-    region, columns, expected = Region.of(table), Columns(Region.of(table)), torch.zeros(K, B, 6, 4)
+    region, columns, expected = (
+        Region.of(table),
+        Columns(Region.of(table), kernels()),
+        torch.zeros(K, B, 6, 4),
+    )
     for samples in (None, (1,), (4, 0)):
         b = B if samples is None else len(samples)
         block = Block("kbtv,btd->kbvd", (torch.randn(K, b, 2, 6), torch.randn(b, 2, 4)))
@@ -123,12 +129,12 @@ def test_columns_of_all_kinds() -> None:
         rows = dense(block) + lookup.rows(6)
         expected = expected + (rows if subset is None else spread([(subset, rows)]))
     assert columns.narrow() is None
-    assert_close_to_reference(columns.gram(2**40), gramian_of(expected))
+    assert_close_to_reference(columns.gram(), gramian_of(expected))
 
 
 def test_columns_of_some_samples() -> None:
     weight = torch.zeros(ROWS, WIDTH)
-    columns, expected = Columns(Region.of(weight)), []
+    columns, expected = Columns(Region.of(weight), kernels()), []
     for samples in ((3,), (1,)):
         block = make_block(("kbto,ti->kboi", ""), 1, 2)
         columns.add(Region.of(weight), block, Subset(samples, B))
@@ -139,14 +145,14 @@ def test_columns_of_some_samples() -> None:
 
 
 def test_nothing_to_narrow() -> None:
-    assert Columns(Region.of(torch.zeros(2, 2))).narrow() is None
+    assert Columns(Region.of(torch.zeros(2, 2)), kernels()).narrow() is None
 
 
 def test_change_in_place_is_seen() -> None:
     weight = torch.zeros(ROWS, WIDTH)
-    columns = Columns(Region.of(weight))
+    columns = Columns(Region.of(weight), kernels())
     block = make_block(("kbo,i->kboi", ""), 1, 1)
     columns.add(Region.of(weight), block, Subset((1,), B))
     block.operands[1].mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
-        columns.gram(2**40)
+        columns.gram()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from autogram._blocks import Block, Lookup
 from autogram._blocks.lookup import concatenate, gram_of_lookup
-from tests.unit._blocks.blocks import dense, gramian_of
+from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
 
 K, B, T, V, D = 2, 3, 5, 7, 4
@@ -49,7 +49,9 @@ def test_concatenate() -> None:
 def test_gram(limit: int, rows: int) -> None:
     """Repeated tokens, and tokens of the table that do not occur."""
     lookup = make_lookup(rows=rows)
-    assert_close_to_reference(gram_of_lookup(lookup, [], limit), gramian_of(dense_rows(lookup)))
+    assert_close_to_reference(
+        gram_of_lookup(lookup, [], kernels(limit)), gramian_of(dense_rows(lookup))
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 30, 2**40])
@@ -59,16 +61,17 @@ def test_gram_with_dense_blocks(limit: int, count: int) -> None:
     lookup, blocks = make_lookup(rows=4), [dense_block() for _ in range(count)]
     whole = gramian_of(dense_rows(lookup), *map(dense, blocks))
     expected = whole - gramian_of(*map(dense, blocks))
-    assert_close_to_reference(gram_of_lookup(lookup, blocks, limit), expected)
+    assert_close_to_reference(gram_of_lookup(lookup, blocks, kernels(limit)), expected)
 
 
 def test_one_token_for_all() -> None:
     lookup = Lookup(torch.zeros(B, T, dtype=torch.long), torch.randn(K, B, T, D))
     expected = gramian_of(lookup.cotangents.sum(2))
-    assert_close_to_reference(gram_of_lookup(lookup, [], 2**40), expected)
+    assert_close_to_reference(gram_of_lookup(lookup, [], kernels()), expected)
 
 
-def test_other_dtype() -> None:
-    lookup = make_lookup().to(torch.float32)
-    assert lookup.cotangents.dtype == torch.float32
-    assert not lookup.indices.is_floating_point()
+def test_half_precision_is_added_up_in_single_precision() -> None:
+    lookup = Lookup(torch.zeros(B, 300, dtype=torch.long), torch.ones(K, B, 300, D).bfloat16())
+    rows = lookup.rows(V)
+    assert rows.dtype == torch.float32
+    assert (rows[:, :, 0] == 300).all()

@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Layout, Piece, Placement, Region, Seen, check_unchanged
+from autogram._blocks import (
+    Block,
+    Columns,
+    Devices,
+    Layout,
+    Piece,
+    Placement,
+    Region,
+    check_unchanged,
+)
 from autogram._capture.backward.sinks import Sink
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
@@ -48,8 +56,8 @@ class _Shown(NamedTuple):
     """Where the samples lie, or ``None`` if the cotangent is zero or all is one sample."""
     saved: tuple[Tensor, ...]
     cotangent: Tensor
-    seen: list[Seen]
-    """These tensors, as they were when they were shown."""
+    versions: list[int]
+    """The versions of these tensors when they were shown."""
 
 
 @dataclass(slots=True)
@@ -62,10 +70,11 @@ class _Account:
     columns: Columns | None = None
     """What has arrived, from the first use until the sink takes it."""
 
-    def open(self) -> Columns:
+    def open(self, devices: Devices) -> Columns:
         """What has arrived, empty at first."""
         if self.columns is None:
-            self.columns = Columns(Region.of_parameter(self.parameter))
+            kernels = devices.on(self.parameter.device)
+            self.columns = Columns(Region.of_parameter(self.parameter), kernels)
         return self.columns
 
 
@@ -84,6 +93,7 @@ class Assembly(Generic[S]):
         survey: The graph behind the losses.
         layout_of: Where the samples lie, or ``None`` if all is one sample.
         limit: That of the engine.
+        devices: How to contract blocks.
         sink: What to do with the columns of a parameter.
         observers: Who is told of each block.
     """
@@ -94,12 +104,14 @@ class Assembly(Generic[S]):
         survey: Survey,
         layout_of: LayoutOf | None,
         limit: Limit,
+        devices: Devices,
         sink: S,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._channel = channel
         self._layout_of = layout_of
         self._limit = limit
+        self._devices = devices
         self._sink = sink
         self._observers = observers
         self._accounts: dict[int, _Account] = {}  # by the `id` of the parameter
@@ -123,9 +135,10 @@ class Assembly(Generic[S]):
         """
         self.has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
-        seen = [(x, x._version) for x in (cotangent, *saved)]
-        shown = _Shown(use, layout, saved, cotangent, seen)
-        elements = sum([x.numel() for x, _ in seen])
+        tensors = (cotangent, *saved)
+        versions = [x._version for x in tensors]
+        shown = _Shown(use, layout, saved, cotangent, versions)
+        elements = sum([x.numel() for x in tensors])
         if elements > _LARGE or use.needs_graph:
             self._take_in(shown)
             return
@@ -161,8 +174,9 @@ class Assembly(Generic[S]):
 
     def _take_in(self, shown: _Shown) -> None:
         """Takes in one use."""
-        use, layout, saved, cotangent, seen = shown
-        check_unchanged(seen)
+        use, layout, saved, cotangent, versions = shown
+        for tensor, version in zip((cotangent, *saved), versions, strict=True):
+            check_unchanged(tensor, version)
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
@@ -174,10 +188,7 @@ class Assembly(Generic[S]):
         """Adds the blocks of a use to the columns of what it reads."""
         if not use.is_seen:
             self.unseen.append(use)
-        # Half precision is for the network: products of gradients are accumulated in float32.
-        dtype = torch.promote_types(cotangent.dtype, torch.float32)
-        exact = cotangent if cotangent.dtype == dtype else cotangent.to(dtype)
-        pieces = (Piece(None, None, exact),) if layout is None else layout.pieces(exact)
+        pieces = (Piece(None, None, cotangent),) if layout is None else layout.pieces(cotangent)
         for subset, within, part in pieces:
             for tracked, region, block in self._contributions(use, within, saved, part):
                 for observer in self._observers:
@@ -188,10 +199,12 @@ class Assembly(Generic[S]):
     def _columns(self, tracked: Tracked) -> Columns:
         """What has arrived for a tracked tensor: for its parameter where it is a region of one."""
         if tracked.region is not None:
-            return self._account(tracked.sources[0]).open()
+            return self._account(tracked.sources[0]).open(self._devices)
         columns = self._derived.get(tracked)
         if columns is None:
-            columns = self._derived[tracked] = Columns(Region.contiguous(tracked.shape))
+            kernels = self._devices.on(tracked.sources[0].device)
+            columns = Columns(Region.contiguous(tracked.shape), kernels)
+            self._derived[tracked] = columns
         return columns
 
     def _account(self, parameter: Tensor) -> _Account:
@@ -210,7 +223,7 @@ class Assembly(Generic[S]):
         for parameter in tracked.sources:
             account = self._account(parameter)
             account.expected -= 1
-            account.open()  # and empty where every cotangent was zero
+            account.open(self._devices)  # and empty where every cotangent was zero
             if account.expected == 0 and self._is_complete:
                 self._finish(account)
 
@@ -219,7 +232,8 @@ class Assembly(Generic[S]):
         columns = self._derived.pop(tracked)
         subset = columns.narrow()
         for parameter, block in self._pulled_back(tracked, columns.dense()):
-            self._account(parameter).open().add(Region.of_parameter(parameter), block, subset)
+            account = self._account(parameter)
+            account.open(self._devices).add(Region.of_parameter(parameter), block, subset)
 
     @retried_with_less
     def _contributions(

@@ -10,7 +10,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._blocks import Arena, Columns, Keep
+from autogram._blocks import Arena, Columns, Devices, Keep
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import Assembly, LayoutOf, Observer
@@ -80,6 +80,7 @@ class Driver:
         batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
             ``"auto"`` to find out.
         limit: What the engine and its Jacobians share.
+        devices: How to contract blocks.
         verify: When to compare with an ordinary backward pass.
         unseen: Whether to refuse parameters that are used where nothing is recorded.
 
@@ -92,12 +93,14 @@ class Driver:
         channel: Channel,
         batch_dim: BatchDim,
         limit: Limit,
+        devices: Devices,
         verify: Verify = "first",
         unseen: Unseen = "rows",
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
+        self._devices = devices
         self._places = Places(channel)
         self._schedule = Schedule(verify, REMEMBERED)
         self.record = Record(limit)
@@ -305,7 +308,9 @@ class Driver:
             for observer in observers:
                 observer.restart(objectives)
             sink = job.make_sink(job.check)
-            assembly = Assembly(self._channel, survey, layout_of, self._limit, sink, observers)
+            assembly = Assembly(
+                self._channel, survey, layout_of, self._limit, self._devices, sink, observers
+            )
             if in_tail is not None:
                 assembly.add_tail(in_tail, objectives)
             return assembly

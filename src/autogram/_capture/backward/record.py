@@ -88,7 +88,7 @@ class Record:
                 region,
                 equation,
                 tuple(tuple(x.shape) for x in factors),
-                block.dtype,
+                next(x.dtype for x in reversed(factors) if x.is_floating_point()),
                 cotangent.device.type,
             )
         )

@@ -35,7 +35,7 @@ class GramianSum:
     def __init__(self, limit: Limit, check: Check | None = None) -> None:
         self._limit = limit
         self._check = check
-        self._bundles = Bundles(limit.elements)
+        self._bundles = Bundles()
         self._total: Tensor | None = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
@@ -54,7 +54,7 @@ class GramianSum:
     @retried_with_less
     def _gram(self, bundle: list[Columns]) -> Tensor | None:
         """The sum of the Gramians of some columns."""
-        return gram_of_bundle(bundle, self._limit.elements)
+        return gram_of_bundle(bundle)
 
     def _add(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns."""
@@ -116,7 +116,7 @@ class Store:
     @retried_with_less
     def _show(self, check: Check, parameter: Tensor, columns: Columns) -> None:
         """Shows columns to a check."""
-        check.see_columns(parameter, columns, self._limit.elements)
+        check.see_columns(parameter, columns)
 
 
 class StoreWithGramian(Store):

@@ -103,10 +103,10 @@ class Check:
         comparison.gramian += float(u @ part @ u)
         comparison.scale += float(u.square() @ part.diagonal())
 
-    def see_columns(self, parameter: Tensor, columns: Columns, limit: int) -> None:
+    def see_columns(self, parameter: Tensor, columns: Columns) -> None:
         """Takes in the rows of one parameter, which are kept, by their products."""
         u = self._by_sample
-        gradient, norms = columns.weighted_sum(u, limit), columns.square_norms(limit)
+        gradient, norms = columns.weighted_sum(u), columns.square_norms()
         if gradient is None or norms is None:
             return
         comparison = self.comparisons.setdefault(parameter, Comparison(""))

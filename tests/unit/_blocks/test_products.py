@@ -1,23 +1,17 @@
 """Products of blocks: whatever the plan, the result is that of the rows."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autogram._blocks import Block, rows
-from autogram._blocks.gram import (
-    _gram_of_factors,
-    cross,
-    explicit,
-    gram,
-    merge,
-)
-from autogram._blocks.plan import find_plan, find_plans
-from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, make_block
+from autogram._blocks import Block
+from autogram._blocks.kernels import cpu
+from autogram._blocks.plan import Plan, cross, plans
+from autogram._blocks.products import explicit, gram, merge, rows
+from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, kernels, make_block
 from tests.unit.checks import assert_close_to_reference
 
 
@@ -34,6 +28,11 @@ class Copies(TorchDispatchMode):
         return output
 
 
+def best(block: Block, limit: int = 2**40) -> Plan:
+    """The plan that is chosen for a block."""
+    return plans([block], kernels(limit))[0]
+
+
 LIMITS = [1, 10, 100, 2**40]
 OF_A_MATRIX = [param for param in EQUATIONS if len(param.values[0].split("->")[1]) == 4]
 PAIRS = [
@@ -47,7 +46,7 @@ PAIRS = [
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_gram(equation: str, limit: int) -> None:
     block = make_block(equation)
-    assert_close_to_reference(gram([block], limit), gramian_of(dense(block)))
+    assert_close_to_reference(gram([block], kernels(limit)), gramian_of(dense(block)))
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -55,14 +54,14 @@ def test_gram(equation: str, limit: int) -> None:
 def test_gram_of_a_sum(first: str, second: str, limit: int) -> None:
     """The cross terms of two uses are part of it, of equal and of different forms."""
     blocks = [make_block(first), make_block(second)]
-    assert_close_to_reference(gram(blocks, limit), gramian_of(*map(dense, blocks)))
+    assert_close_to_reference(gram(blocks, kernels(limit)), gramian_of(*map(dense, blocks)))
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_gram_of_many(limit: int) -> None:
     equations = ["kbto,bti->kboi", "kbo,bi->kboi", "kbto,bti->kboi", "kboi->kboi"]
     blocks = [make_block(equation) for equation in equations]
-    assert_close_to_reference(gram(blocks, limit), gramian_of(*map(dense, blocks)))
+    assert_close_to_reference(gram(blocks, kernels(limit)), gramian_of(*map(dense, blocks)))
 
 
 # For the first, factors are cheaper, and for the second, rows are.
@@ -78,7 +77,8 @@ MANY = ("kbto,bti->kboi", ((1, 4, 60, 5), (4, 60, 6)))
     ],
 )
 def test_method_follows_cost(signature, method: str) -> None:
-    assert find_plan((signature,), 2**40).method == method
+    equation, shapes = signature
+    assert best(Block(equation, tuple(map(torch.empty, shapes)))).method == method
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_method_follows_cost(signature, method: str) -> None:
 def test_both_methods_in_parts(signature, limit: int) -> None:
     equation, shapes = signature
     block = Block(equation, tuple(torch.randn(shape) for shape in shapes))
-    assert find_plan((signature,), limit).chunks > 1
-    assert_close_to_reference(gram([block], limit), gramian_of(dense(block)))
+    assert best(block, limit).pieces > 1
+    assert_close_to_reference(gram([block], kernels(limit)), gramian_of(dense(block)))
 
 
 def test_parts_are_at_most_as_many_as_there_are_places() -> None:
     block = make_block("kbo->kbo")
-    plan = find_plan(((block.equation, block.shapes),), 1)
-    assert plan.chunks <= max(block.sizes.values())
+    plan = best(block, 1)
+    assert plan.pieces <= max(block.sizes.values())
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 50])
@@ -108,18 +108,18 @@ def test_parts_are_at_most_as_many_as_there_are_places() -> None:
 def test_cross(first: str, second: str, chunks: int) -> None:
     p, q = make_block(first), make_block(second)
     expected = torch.einsum("kboi,lcoi->kblc", dense(p), dense(q))
-    assert_close_to_reference(cross(p, q, chunks), expected)
+    assert_close_to_reference(cross(p, q, kernels(), chunks), expected)
 
 
 def test_rows() -> None:
     blocks = [make_block("kbto,bti->kboi"), make_block("kbo,bi->kboi")]
-    assert_close_to_reference(rows(blocks), sum(map(dense, blocks)))
+    assert_close_to_reference(rows(blocks, kernels()), sum(map(dense, blocks)))
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_explicit_rows(equation: str) -> None:
     block = make_block(equation)
-    found = explicit([block])
+    found = explicit([block], kernels())
     assert found.is_rows
     assert found.operands[0].is_contiguous()
     assert_close_to_reference(dense(found), dense(block))
@@ -127,12 +127,12 @@ def test_explicit_rows(equation: str) -> None:
 
 def test_explicit_rows_of_a_sum() -> None:
     blocks = [make_block("kbqot,bqipt->kbqoip"), make_block("kbqoip->kbqoip")]
-    assert_close_to_reference(dense(explicit(blocks)), sum(map(dense, blocks)))
+    assert_close_to_reference(dense(explicit(blocks, kernels())), sum(map(dense, blocks)))
 
 
 def test_explicit_rows_are_taken_as_a_product_leaves_them() -> None:
     """Patches with their channels last: no transposing copy of the rows."""
-    found = explicit([make_block("kbto,btji->kboij")])
+    found = explicit([make_block("kbto,btji->kboij")], kernels())
     assert found.equation == "kboji->kboij"
 
 
@@ -140,10 +140,10 @@ def test_explicit_rows_are_taken_as_a_product_leaves_them() -> None:
 def test_explicit_rows_are_there_already(equation: str) -> None:
     """They are not formed again, nor cut into parts that would have to be copied."""
     block = make_block(equation)
-    plan = find_plan(((block.equation, block.shapes),), 1)
+    plan = best(block, 1)
     assert plan.method == "rows"
     with Copies() as copies:
-        found = gram([block], 1)
+        found = gram([block], kernels(1))
     assert 0 < copies.elements < block.operands[0].numel()
     assert_close_to_reference(found, gramian_of(dense(block)))
 
@@ -160,7 +160,9 @@ def test_positions_of_any_number_are_joined() -> None:
     g, x = block.operands
     short = Block("kbto,bti->kboi", (g[:, :, :1], x[:, :1]))
     (joined,) = merge([block, short])
-    torch.testing.assert_close(rows([joined]), rows([block]) + rows([short]))
+    torch.testing.assert_close(
+        rows([joined], kernels()), rows([block], kernels()) + rows([short], kernels())
+    )
 
 
 def test_shapes_tell_forms_apart() -> None:
@@ -171,8 +173,7 @@ def test_shapes_tell_forms_apart() -> None:
 
 def test_plans_are_found_once() -> None:
     block = make_block("kbo->kbo")
-    signature = ((block.equation, block.shapes),)
-    assert find_plan(signature, 100) is find_plan(signature, 100)
+    assert best(block, 100) is best(block, 100)
 
 
 @pytest.mark.parametrize("samples", [33, 64])
@@ -182,23 +183,24 @@ def test_long_rows_are_multiplied_in_parts(samples: int, elements: int) -> None:
     dense_rows = torch.randn(1, samples, elements)
     block = Block("kbo->kbo", (dense_rows,))
     expected = (dense_rows[0] @ dense_rows[0].T).view(1, samples, 1, samples)
-    assert_close_to_reference(gram([block], 2**30), expected)
+    assert_close_to_reference(gram([block], kernels()), expected)
 
 
 def test_factors_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autogram._blocks.gram._WORTH_MIRRORING", 0)
+    monkeypatch.setattr(cpu, "_WORTH_MIRRORING", 0)
     block = Block("kbo,bi->kboi", (torch.randn(2, 70, 6), torch.randn(70, 7)))
-    assert find_plan(((block.equation, block.shapes),), 2**30).method == "factors"
-    flat = rows([block]).reshape(140, -1)
-    assert_close_to_reference(gram([block], 2**30), (flat @ flat.T).view(2, 70, 2, 70))
+    assert best(block, 2**30).method == "factors"
+    flat = rows([block], kernels()).reshape(140, -1)
+    assert_close_to_reference(gram([block], kernels()), (flat @ flat.T).view(2, 70, 2, 70))
 
 
-def test_factors_that_repeat_elements() -> None:
+def test_factors_that_repeat_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """An expanded cotangent and patches of an image: memory for one copy is not enough for two."""
+    monkeypatch.setattr(cpu, "_WORTH_MIRRORING", 0)
+    monkeypatch.setattr(cpu, "_FEWEST_SAMPLES", 2)
     cotangent = torch.randn(1, 4, 1, 3).expand(1, 4, 5, 3)
     patches = torch.randn(4, 7, 2).unfold(1, 3, 1)
     block = Block("kbto,btix->kboix", (cotangent, patches))
-    plans = find_plans(((block.equation, block.shapes),), 2**20)
-    by_factors = next(plan for plan in plans if plan.method == "factors")
-    found = _gram_of_factors(block, replace(by_factors, chunks=2))
+    by_factors = next(plan for plan in plans([block], kernels()) if plan.method == "factors")
+    found = by_factors([block], kernels())
     assert_close_to_reference(found, gramian_of(dense(block)))

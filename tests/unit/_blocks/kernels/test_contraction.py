@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from autogram._blocks.block import Shapes
-from autogram._blocks.path import einsum, find_path
-from tests.unit._blocks.blocks import SIZES
+from autogram._blocks.kernels.contraction import Shapes, find_einsum
+from tests.unit._blocks.blocks import SIZES, kernels
 from tests.unit.checks import assert_close_to_reference
 
 EQUATIONS = [
@@ -31,17 +30,19 @@ EQUATIONS = [
 def test_result_is_that_of_torch(equation: str) -> None:
     inputs = equation.split("->")[0].split(",")
     operands = [torch.randn([SIZES[label] for label in labels]) for labels in inputs]
-    assert_close_to_reference(einsum(equation, operands), torch.einsum(equation, *operands))
+    assert_close_to_reference(
+        kernels().einsum(equation, operands), torch.einsum(equation, *operands)
+    )
 
 
 def test_dimensions_of_size_one() -> None:
     operands = [torch.randn(1, 4, 1), torch.randn(1, 4, 3)]
     expected = torch.einsum("bto,bti->boi", *operands)
-    assert_close_to_reference(einsum("bto,bti->boi", operands), expected)
+    assert_close_to_reference(kernels().einsum("bto,bti->boi", operands), expected)
 
 
 def test_cost_of_a_matrix_product() -> None:
-    path = find_path("to,ti->oi", ((5, 2), (5, 3)))
+    path = find_einsum("to,ti->oi", ((5, 2), (5, 3)))
     assert len(path.steps) == 1
     assert path.steps[0].multiplications == 5 * 2 * 3
     assert path.largest == 2 * 3
@@ -49,18 +50,18 @@ def test_cost_of_a_matrix_product() -> None:
 
 def test_largest_counts_a_product_before_its_sum() -> None:
     """No matrix product is to be had, so the elementwise product is formed."""
-    assert find_path("bto,bto->b", ((2, 50, 60), (2, 50, 60))).largest == 2 * 50 * 60
+    assert find_einsum("bto,bto->b", ((2, 50, 60), (2, 50, 60))).largest == 2 * 50 * 60
 
 
 def test_cheapest_order() -> None:
     """A chain is contracted from its narrow end."""
     shapes = ((100, 1), (1, 100), (100, 1))
-    assert find_path("ab,bc,cd->ad", shapes).largest == 100
+    assert find_einsum("ab,bc,cd->ad", shapes).largest == 100
 
 
 def test_paths_are_found_once() -> None:
     shapes = ((5, 2), (5, 3))
-    assert find_path("to,ti->oi", shapes) is find_path("to,ti->oi", shapes)
+    assert find_einsum("to,ti->oi", shapes) is find_einsum("to,ti->oi", shapes)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,9 @@ def test_paths_are_found_once() -> None:
 )
 def test_a_large_product_is_summed_in_parts(equation: str, shapes: Shapes) -> None:
     operands = [torch.randn(shape) for shape in shapes]
-    assert_close_to_reference(einsum(equation, operands), torch.einsum(equation, *operands))
+    assert_close_to_reference(
+        kernels().einsum(equation, operands), torch.einsum(equation, *operands)
+    )
 
 
 def test_operands_are_copied_where_they_do_not_lie_in_order() -> None:
@@ -84,6 +87,6 @@ def test_operands_are_copied_where_they_do_not_lie_in_order() -> None:
     windows, other = signal.unfold(1, 5, 2), torch.randn(5, 18, 3).permute(2, 1, 0)
     before = windows.clone(), other.clone()
     expected = torch.einsum("bti,btj->bij", windows, other)
-    assert_close_to_reference(einsum("bti,btj->bij", (windows, other)), expected)
+    assert_close_to_reference(kernels().einsum("bti,btj->bij", (windows, other)), expected)
     assert torch.equal(windows, before[0])
     assert torch.equal(other, before[1])

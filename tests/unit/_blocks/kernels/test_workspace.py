@@ -1,23 +1,31 @@
-"""Memory that is handed out piece by piece, and taken back as a whole."""
+"""Memory that is written to again and again."""
+
+import threading
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Arena
+from autogram._blocks.kernels.workspace import Workspace
 
 LIKE = torch.zeros((), dtype=torch.float32)
 
 
-def take(arena: Arena | None, *shapes: tuple[int, ...]) -> list[Tensor | None]:
+def take(arena: Arena | None, *shapes: tuple[int, ...]) -> list[Tensor]:
     assert arena is not None
     return [arena.take(shape, LIKE) for shape in shapes]
+
+
+def is_inside(arena: Arena, tensor: Tensor) -> bool:
+    """Whether a tensor lies in the memory of an arena."""
+    return tensor.untyped_storage().data_ptr() == arena._memory.untyped_storage().data_ptr()
 
 
 def after_a_step(*shapes: tuple[int, ...]) -> Arena:
     """An arena that has been asked for some pieces in an earlier step."""
     arena = Arena()
     with arena.borrowed() as memory:
-        assert take(memory, *shapes) == [None] * len(shapes)
+        assert not any(is_inside(arena, piece) for piece in take(memory, *shapes))
     return arena
 
 
@@ -27,9 +35,8 @@ def test_as_much_as_in_the_step_before() -> None:
     with arena.borrowed() as memory:
         first, second, third = take(memory, (3, 5), (7,), (9,))
 
-    assert first is not None
-    assert second is not None
-    assert (first.shape, second.shape, third) == ((3, 5), (7,), None)
+    assert (first.shape, second.shape, third.shape) == ((3, 5), (7,), (9,))
+    assert [is_inside(arena, x) for x in (first, second, third)] == [True, True, False]
     assert first.is_contiguous()
 
 
@@ -38,8 +45,6 @@ def test_pieces_are_apart() -> None:
 
     with arena.borrowed() as memory:
         first, second = take(memory, (3, 5), (7,))
-        assert first is not None
-        assert second is not None
         version = first._version
         first.fill_(1)
         second.fill_(2)
@@ -55,24 +60,9 @@ def test_other_dtypes() -> None:
         assert memory is not None
         odd, double = memory.take((3,), LIKE.byte()), memory.take((4,), LIKE.double())
 
-    assert odd is not None
-    assert double is not None
     assert (odd.dtype, double.dtype) == (torch.uint8, torch.float64)
+    assert is_inside(arena, double)
     assert double.data_ptr() % 8 == 0
-
-
-def test_the_same_memory_again() -> None:
-    arena = after_a_step((3, 5))
-    found = []
-
-    for _ in range(2):
-        with arena.borrowed() as memory:
-            found += take(memory, (3, 5))
-
-    first, second = found
-    assert first is not None
-    assert second is not None
-    assert first.data_ptr() == second.data_ptr()
 
 
 def test_a_step_that_begins_again() -> None:
@@ -83,8 +73,6 @@ def test_a_step_that_begins_again() -> None:
         arena.restart()
         (second,) = take(memory, (3, 5))
 
-    assert first is not None
-    assert second is not None
     assert first.data_ptr() == second.data_ptr()
 
 
@@ -96,7 +84,7 @@ def test_smaller_steps_let_go_of_memory() -> None:
             take(memory, (10, 10))
 
     with arena.borrowed() as memory:
-        assert take(memory, (10, 10), (1000,))[1] is None
+        assert not is_inside(arena, take(memory, (10, 10), (1000,))[1])
 
 
 def test_one_borrower_at_a_time() -> None:
@@ -117,6 +105,30 @@ def test_not_for_another_device() -> None:
 
     with arena.borrowed() as memory:
         assert memory is not None
-        assert memory.take((3, 5), LIKE.to("meta")) is None
+        assert memory.take((3, 5), LIKE.to("meta")).is_meta
 
     assert len(arena._memory) == 0
+
+
+def test_scratch_memory_is_used_again_and_grows() -> None:
+    workspace = Workspace()
+    first = workspace.scratch("rows", (3, 5), LIKE)
+    assert workspace.scratch("rows", (5, 2), LIKE).data_ptr() == first.data_ptr()
+    assert workspace.scratch("first", (3, 5), LIKE).data_ptr() != first.data_ptr()
+    assert workspace.scratch("rows", (40, 5), LIKE).shape == (40, 5)
+
+
+def test_each_thread_has_its_own() -> None:
+    workspace = Workspace()
+    found = [workspace.scratch("rows", (3, 5), LIKE)]
+    arenas = [workspace.arena]
+
+    def look() -> None:
+        found.append(workspace.scratch("rows", (3, 5), LIKE))
+        arenas.append(workspace.arena)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found[0].data_ptr() != found[1].data_ptr()
+    assert arenas[0] is not arenas[1]

@@ -1,0 +1,118 @@
+"""Kernels for a CPU: pieces that stay in its caches, and memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.kernels.base import Kernels, Limit, Memory
+from autogram._blocks.kernels.contraction import Elementwise, Matrices, repeats
+from autogram._blocks.kernels.workspace import Purpose, Workspace
+
+# Bytes of one piece of rows, or of a copy of a factor. Larger results are written piece by piece
+# into the same memory: of the sizes from 8 to 128 MiB, the smallest that was as fast as the best.
+_PIECE = 2**26
+
+# Elements of an elementwise product that is summed at once, so that the product stays in a cache.
+_PRODUCT = 2**17
+
+# With fewer samples on a side, products are too thin to gain from leaving out their mirror.
+_FEWEST_SAMPLES = 16
+_WORTH_MIRRORING = 2**28
+
+# A matrix product with few rows and columns and a long sum leaves all but one thread with little
+# to do. Cut into parts of the sum, the product took three quarters of the time on two threads.
+_WORTH_SPLITTING = 2**19
+_PARTS = 4
+
+
+class CpuKernels(Kernels):
+    """Contractions on a CPU.
+
+    Attributes:
+        workspace: Memory that is used again.
+    """
+
+    tiny = 2**13
+
+    def __init__(self, limit: Limit) -> None:
+        super().__init__(limit)
+        self.workspace = Workspace()
+
+    def most_elements(self, dtype: torch.dtype) -> int:
+        """The limit, or what fits in one piece."""
+        return min(self.limit.elements, _PIECE // self.accumulating(dtype).itemsize)
+
+    def multiply_matrices(
+        self, how: Matrices, x: Tensor, y: Tensor, memory: Memory | None = None
+    ) -> Tensor:
+        """An einsum of two tensors as one batched matrix product."""
+        left, right = how.arranged(x, y, self._copy)
+        (n, rows, _), (_, _, columns) = how.shapes
+        out = None if memory is None else memory((n, rows, columns), left)
+        return how.restored(torch.bmm(left, right, out=out))
+
+    def multiply_elements(self, how: Elementwise, x: Tensor, y: Tensor) -> Tensor:
+        """An einsum of two tensors as a product and a sum, in parts of the result."""
+        x, y = how.aligned(x, y)
+        shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
+        elements, summed = prod(shape), how.summed
+        dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
+        if not summed or dim is None or elements <= _PRODUCT:
+            return how.restored(how.product_sum(x, y))
+        step = max(1, shape[dim] * _PRODUCT // elements)
+        parts = []
+        for start in range(0, shape[dim], step):
+            n = min(step, shape[dim] - start)
+            some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
+            out = self.workspace.scratch("rows", [*shape[:dim], n, *shape[dim + 1 :]], x)
+            parts.append(torch.mul(*some, out=out).sum(summed))
+        return how.restored(torch.cat(parts, dim - sum(d < dim for d in summed)))
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left @ right.mT``, long sums in parts."""
+        if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
+            return left @ right.mT
+        left, right = (x.view(len(x), _PARTS, -1).transpose(0, 1) for x in (left, right))
+        return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
+
+    def gram(self, rows: Tensor) -> Tensor:
+        """Rows times themselves, of which one of two mixed quarters is the mirror of the other."""
+        m = len(rows)
+        if m < 2 * _FEWEST_SAMPLES or rows.numel() < _WORTH_SPLITTING:
+            return self.multiply(rows, rows)
+        half = m // 2
+        gram = rows.new_empty(m, m)
+        gram[:, :half] = self.multiply(rows, rows[:half])
+        gram[half:, half:] = self.multiply(rows[half:], rows[half:])
+        gram[:half, half:] = gram[half:, :half].mT
+        return gram
+
+    def parts_to_mirror(self, cost: int, samples: int) -> int:
+        """Into how many ranges of samples to cut a product of a block with itself."""
+        return min(4, samples // _FEWEST_SAMPLES) if cost > _WORTH_MIRRORING else 1
+
+    def scratch_rows(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for rows that are read once."""
+        return self._scratch("rows", shape, like)
+
+    def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The operands with one copy of the largest, if that repeats elements, as patches do."""
+        largest = max(operands, key=Tensor.numel)
+        if not repeats(largest) or largest.nbytes > _PIECE:
+            return operands
+        copy = self._copy(largest, "factor")
+        return tuple([copy if x is largest else x for x in operands])
+
+    def _copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy, valid for now."""
+        return self._scratch(purpose, tensor.shape, tensor).copy_(tensor)
+
+    def _scratch(self, purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory that is valid until the same purpose asks again."""
+        if prod(shape) * like.dtype.itemsize > _PIECE:
+            return like.new_empty(shape)
+        return self.workspace.scratch(purpose, shape, like)

@@ -1,0 +1,39 @@
+"""The kernels of an engine: one object for each kind of device that its tensors are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from autogram._blocks.kernels.base import Kernels, Limit
+from autogram._blocks.kernels.cpu import CpuKernels
+from autogram._blocks.kernels.workspace import Arena, Workspace
+
+
+class Devices:
+    """Gives the kernels for a device.
+
+    Args:
+        limit: The number of elements that one intermediate result may have.
+    """
+
+    def __init__(self, limit: Limit) -> None:
+        self._cpu = CpuKernels(limit)
+        self._other = Kernels(limit)
+
+    def on(self, device: torch.device | str) -> Kernels:
+        """The kernels for a device."""
+        kind = device if isinstance(device, str) else device.type
+        return self._cpu if kind == "cpu" else self._other
+
+    def free(self) -> None:
+        """Lets go of memory that is kept between contractions."""
+        self._cpu.workspace = Workspace()
+
+    @contextmanager
+    def step(self) -> Iterator[Arena | None]:
+        """Memory for the rows of one step; ``None`` if another step in this thread has it."""
+        with self._cpu.workspace.arena.borrowed() as arena:
+            yield arena

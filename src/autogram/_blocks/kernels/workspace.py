@@ -1,0 +1,90 @@
+"""Memory of a CPU that contractions write to again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# What scratch memory is for: rows that are read once, a copy of the first or of the second operand
+# of a product, or a copy of a factor for several products.
+Purpose = Literal["rows", "first", "second", "factor"]
+
+_ALIGNMENT = 64
+
+
+class Workspace(threading.local):
+    """Memory that each thread has for itself, and that is freed with the engine.
+
+    Fresh memory is slow: the system clears each page when it is touched for the first time.
+
+    Attributes:
+        arena: Memory for rows that a step keeps until its end.
+    """
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self._scratch: dict[tuple[Purpose, torch.dtype], Tensor] = {}
+
+    def scratch(self, purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
+        elements = prod(shape)
+        memory = self._scratch.get((purpose, like.dtype))
+        if memory is None or memory.numel() < elements:
+            memory = self._scratch[purpose, like.dtype] = like.new_empty(elements)
+        return memory[:elements].view(tuple(shape))
+
+
+class Arena:
+    """Memory that is handed out piece by piece, and taken back as a whole.
+
+    The arena keeps as much memory for the next step as the last step asked for. What does not fit
+    comes from PyTorch.
+    """
+
+    def __init__(self) -> None:
+        self._is_borrowed = False
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._taken = self._wanted = 0
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Arena | None]:
+        """The arena for a step, or ``None`` inside of another step.
+
+        Nothing that was taken may be used behind the block.
+        """
+        if self._is_borrowed:
+            yield None
+            return
+        self._is_borrowed = True
+        try:
+            if not self._wanted <= len(self._memory) <= 2 * self._wanted:
+                self._memory = self._memory.new_empty(0)  # frees it before the new one is there
+                self._memory = self._memory.new_empty(self._wanted)
+            self._taken = self._wanted = 0
+            yield self
+        finally:
+            self._is_borrowed = False
+
+    def restart(self) -> None:
+        """Takes everything back: the step begins again."""
+        self._taken = self._wanted = 0
+
+    def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A contiguous tensor with undefined content, of the dtype and device of ``like``."""
+        if like.device.type != "cpu":
+            return like.new_empty(shape)
+        start = -(-self._taken // _ALIGNMENT) * _ALIGNMENT
+        self._taken = start + prod(shape) * like.dtype.itemsize
+        self._wanted = max(self._wanted, self._taken)
+        if self._taken > len(self._memory):
+            return like.new_empty(shape)
+        # Not a view: all views of one tensor count their changes together.
+        strides = torch.empty(shape, device="meta").stride()
+        offset = start // like.dtype.itemsize
+        return like.new_empty(0).set_(self._memory.untyped_storage(), offset, tuple(shape), strides)
