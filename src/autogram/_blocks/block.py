@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from string import ascii_letters
 
@@ -27,11 +27,11 @@ class Adjoint:
     """The dimension of the output that counts the samples."""
     cotangent: Tensor
     saved: tuple[Tensor, ...]
-    order: tuple[int, ...] | None = None
-    """The dimensions of the gradient that are kept, in this order. The others are summed over."""
+    labels: str
+    """The index of each dimension of the gradient, as in the equation of the block."""
 
-    def __call__(self, weights: Tensor) -> Tensor:
-        """The sum of the rows with weights ``(k, b)``."""
+    def __call__(self, weights: Tensor, parameter: str) -> Tensor:
+        """The sum of the rows with weights ``(k, b)``, in the order of some indices."""
         shape = [1] * self.cotangent.dim()
         shape[0] = len(weights)
         if self.dim is not None:
@@ -40,15 +40,7 @@ class Adjoint:
         total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
         saved = [x.to(total.dtype) if x.is_floating_point() else x for x in self.saved]
         gradient = self.function(total, *saved)
-        if self.order is None:
-            return gradient
-        summed = [d for d in range(gradient.dim()) if d not in self.order]
-        ordered = gradient.permute(*self.order, *summed)
-        return ordered.flatten(len(self.order)).sum(-1) if summed else ordered
-
-    def reorder(self, order: tuple[int, ...]) -> Adjoint:
-        """The same with the dimensions in another order."""
-        return replace(self, order=tuple(self.order[d] for d in order) if self.order else order)
+        return torch.einsum(f"{self.labels}->{parameter}", gradient)
 
 
 class Equation:
@@ -166,8 +158,7 @@ class Block:
         equation = parsed(self.equation).reordered(order)
         if equation == self.equation:
             return self
-        adjoint = self.adjoint and self.adjoint.reorder(order)
-        return Block(equation, self.operands, adjoint)
+        return Block(equation, self.operands, self.adjoint)
 
 
 def assemble(

@@ -168,7 +168,7 @@ class Columns:
         """
         self._complete()
         parts = [self._spread()] if self._has_overlaps else self._blocks.values()
-        return [plans(merge(blocks), self.kernels) for blocks in parts]
+        return [plans("gram", merge(blocks), (), self.kernels) for blocks in parts]
 
     def square_norms(self) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""

@@ -9,10 +9,10 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block
+from autogram._blocks.block import Block, cross_equation
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.plan import cross
-from autogram._blocks.products import gram, row_products
+from autogram._blocks.products import gram
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def square_norms_of_lookup(lookup: Lookup, dense: Sequence[Block], kernels: Kern
         totals = []
         for own, others in _on_support(lookup.at(sample), blocks, kernels):
             totals.append(own.operands[0].square().sum((2, 3)))
-            totals += [2 * row_products(block, own, kernels) for block in others]
+            totals += [2 * _row_products(block, own, kernels) for block in others]
         found.append(reduce(torch.add, totals))
     return torch.cat(found, 1)
 
@@ -130,6 +130,12 @@ def cross_gram_with_lookup(
         for block in others
     ]
     return reduce(torch.add, products) if products else None
+
+
+def _row_products(first: Block, second: Block, kernels: Kernels) -> Tensor:
+    """Inner products of each row with the same row of another block, ``(k, b)``."""
+    equation = cross_equation(first.equation, second.equation, is_diagonal=True)
+    return kernels.einsum(equation, first.operands + second.operands)
 
 
 def _on_support(

@@ -1,19 +1,30 @@
-"""Plans: how the Gramian of some blocks is computed, chosen by cost from their shapes alone."""
+"""Plans: how rows of blocks are multiplied by each other, chosen by cost from shapes alone.
+
+Three kinds of products are alike: the Gramian (rows times themselves), the products with the rows
+of another Jacobian, and the norms (each row times itself). Each can be had from explicit rows, or
+from factors, pair by pair. An einsum path optimiser that is asked for the whole product cannot see
+that rows are used more than once, so that the two are compared here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.kernels.contraction import Einsum, Shapes, find_einsum, sizes_of
+from autogram._blocks.kernels.contraction import Shapes, find_einsum, sizes_of
+
+Kind = Literal["gram", "cross", "norms"]
+
+Signature = tuple[tuple[str, Shapes], ...]
+"""The equations and shapes of some blocks: all that plans depend on."""
 
 # Which method is cheaper does not depend on the limit.
 ANY_LIMIT = 2**62
@@ -21,120 +32,109 @@ ANY_LIMIT = 2**62
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
 
-Signature = tuple[tuple[str, Shapes], ...]
-"""The equations and shapes of some blocks: all that plans depend on."""
-
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to the Gramian of some blocks of one tensor, which can be carried out.
+    """One way to products of rows of one tensor, which can be carried out.
 
     Attributes:
-        label: The index that is cut, where the result on the way would be too large.
-        pieces: Into how many pieces it is cut.
+        kind: Which products.
+        method: ``"rows"`` adds blocks up as explicit rows and multiplies these. ``"factors"``
+            contracts every pair of blocks without rows.
+        label: The index that is cut where a result on the way would be too large: a dimension of
+            the tensor, or the samples.
+        pieces: Into how many pieces that index is cut.
         cost: In multiply-adds, memory traffic included.
         multiplications: Multiply-adds alone.
         elements: Those of the largest result on the way.
-        einsums: What is computed of uncut blocks.
     """
 
-    method: ClassVar[Literal["rows", "factors"]]
+    kind: Kind
+    method: Literal["rows", "factors"]
     label: str
     pieces: int
     cost: int
     multiplications: int
     elements: int
-    einsums: tuple[Einsum, ...]
 
-    def __call__(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-        """The Gramian ``(k, b, k, b)`` of blocks of the shapes that the plan was made for."""
-        raise NotImplementedError
+    def __call__(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
+        """The products, for blocks of the shapes that the plan was made for.
 
+        Args:
+            first: Some blocks.
+            second: Those of another Jacobian, or none.
+            kernels: How to contract them.
 
-@dataclass(frozen=True)
-class ByRows(Plan):
-    """Adds the blocks up as explicit rows, and multiplies these by themselves.
+        Returns:
+            ``(k, b, k', b')``, or ``(k, b)`` for norms, which are squared.
+        """
+        if self.method == "rows":
+            return self._by_rows(first, second, kernels)
+        if self.kind == "cross":
+            pairs = [(p, q) for p in first for q in second]
+            return reduce(torch.add, [cross(p, q, kernels, self.pieces) for p, q in pairs])
+        if self.kind == "norms" and self.pieces > 1:
+            return torch.cat([self._diagonal(part, kernels) for part in self._cut(first)], 1)
+        return self._diagonal(first, kernels)
 
-    The index that is cut is a dimension of the tensor.
-    """
-
-    method = "rows"
-
-    def __call__(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-        """The Gramian."""
+    def _by_rows(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
+        """The products from explicit rows, of one piece after the other."""
+        blocks = [*first, *second]
         are_there = len(blocks) == 1 and blocks[0].is_rows and blocks[0].operands[0].is_contiguous()
-        if self.pieces == 1 or are_there:
-            return self._gram(blocks, self.einsums, kernels)
-        first = blocks[0].equation
-        position = blocks[0].parameter.index(self.label)
-        cut = [block.chunks(block.parameter[position], self.pieces) for block in blocks]
-        total: Tensor | None = None
-        for part in zip(*cut, strict=True):
-            einsums = [find_einsum(_in_order(x.equation, first), x.shapes) for x in part]
-            gram = self._gram(part, einsums, kernels)
-            total = gram if total is None else total + gram
-        assert total is not None
-        return total
+        found: list[Tensor] = []
+        for piece in [blocks] if are_there or self.pieces == 1 else self._cut(blocks):
+            rows = [
+                kernels.einsum(
+                    _in_order(block.equation, blocks[0].equation),
+                    block.operands,
+                    kernels.scratch_rows if len(blocks) == 1 else None,
+                )
+                for block in piece
+            ]
+            total = reduce(torch.add, rows[: len(first)])
+            flat = total.reshape(total.shape[0] * total.shape[1], -1)
+            if self.kind == "norms":
+                norms = torch.linalg.vector_norm(flat, dim=1).square()
+                found.append(norms.view(total.shape[:2]))
+            elif self.kind == "gram":
+                found.append(kernels.gram(flat).view(total.shape[:2] * 2))
+            else:
+                other = reduce(torch.add, rows[len(first) :])
+                dtype = torch.promote_types(total.dtype, other.dtype)
+                right = other.reshape(other.shape[0] * other.shape[1], -1)
+                products = kernels.multiply(flat.to(dtype), right.to(dtype))
+                found.append(products.view(total.shape[:2] + other.shape[:2]))
+        return torch.cat(found, 1) if self.kind == "norms" else reduce(torch.add, found)
 
-    def _gram(self, blocks: Sequence[Block], einsums: Sequence[Einsum], kernels: Kernels) -> Tensor:
-        """The Gramian of some rows, which are read once."""
-        memory = kernels.scratch_rows if len(blocks) == 1 else None
-        rows = reduce(
-            torch.add,
-            [
-                kernels.run(einsum, block.operands, memory)
-                for einsum, block in zip(einsums, blocks, strict=True)
-            ],
-        )
-        k, b = rows.shape[:2]
-        return kernels.gram(rows.reshape(k * b, -1)).view(k, b, k, b)
-
-
-@dataclass(frozen=True)
-class ByFactors(Plan):
-    """Contracts every pair of blocks without rows.
-
-    The index that is cut is the sample of one side.
-    """
-
-    method = "factors"
-
-    def __call__(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-        """The Gramian."""
-        total: Tensor | None = None
-        einsums = iter(self.einsums)
+    def _diagonal(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
+        """The products of blocks with themselves, in which each pair of two counts twice."""
+        products: list[Tensor] = []
         for i, first in enumerate(blocks):
-            for second in blocks[: i + 1]:
-                einsum = next(einsums)
-                if first is second:
-                    product = self._with_itself(first, einsum, kernels)
-                else:
-                    product = cross(first, second, kernels, self.pieces)
-                    product = product + product.permute(2, 3, 0, 1)
-                total = product if total is None else total + product
-        assert total is not None
-        return total
+            for second in blocks[:i]:
+                product = self._of_pair(first, second, kernels)
+                products += [product, product if self.kind == "norms" else _mirrored(product)]
+            products.append(self._of_pair(first, first, kernels))
+        return reduce(torch.add, products)
 
-    def _with_itself(self, block: Block, einsum: Einsum, kernels: Kernels) -> Tensor:
-        """The Gramian of one block, of which one half is the mirror of the other."""
-        sizes = block.sizes
-        pieces = max(self.pieces, kernels.parts_to_mirror(self.cost, sizes["b"]))
-        if pieces == 1:
-            product = kernels.run(einsum, block.operands * 2)
-            return product if product.is_contiguous() else product.permute(2, 3, 0, 1)
-        block = Block(block.equation, kernels.with_copy(block.operands))
-        k, b = sizes["k"], sizes["b"]
-        total = block.operands[0].new_empty(
-            k, b, k, b, dtype=kernels.accumulating(*[x.dtype for x in block.operands])
-        )
-        start = 0
-        for part in block.chunks("b", pieces):
-            stop = start + part.sizes["b"]
-            product = cross(block.narrow("b", start, b - start), part, kernels)
-            total[:, start:, :, start:stop] = product
-            total[:, start:stop, :, start:] = product.permute(2, 3, 0, 1)
-            start = stop
-        return total
+    def _of_pair(self, first: Block, second: Block, kernels: Kernels) -> Tensor:
+        """The products of two blocks, of which both may be the same."""
+        if self.kind == "norms":
+            equation = cross_equation(first.equation, second.equation, is_diagonal=True)
+            return kernels.einsum(equation, first.operands + second.operands)
+        if first is not second:
+            return cross(first, second, kernels, self.pieces)
+        pieces = max(self.pieces, kernels.parts_to_mirror(self.cost, first.sizes["b"]))
+        if pieces > 1:
+            return _with_itself(first, pieces, kernels)
+        product = cross(first, first, kernels)
+        return product if product.is_contiguous() else _mirrored(product)
+
+    def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
+        """Pieces of some blocks."""
+        position = blocks[0].parameter.find(self.label)
+        labels = [self.label if position < 0 else x.parameter[position] for x in blocks]
+        cut = [x.chunks(label, self.pieces) for x, label in zip(blocks, labels, strict=True)]
+        return zip(*cut, strict=True)
 
 
 def cross(first: Block, second: Block, kernels: Kernels, pieces: int = 1) -> Tensor:
@@ -145,75 +145,100 @@ def cross(first: Block, second: Block, kernels: Kernels, pieces: int = 1) -> Ten
     return torch.cat(found, 3) if pieces > 1 else found[0]
 
 
-def plans(blocks: Sequence[Block], kernels: Kernels, limit: int | None = None) -> tuple[Plan, ...]:
-    """All ways that are considered for some blocks, the cheapest first."""
+def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
+    """The Gramian of one block in ranges of samples, of which one half mirrors the other."""
+    block = Block(block.equation, kernels.with_copy(block.operands))
+    k, b = block.sizes["k"], block.sizes["b"]
+    dtype = kernels.accumulating(*[x.dtype for x in block.operands])
+    total = block.operands[0].new_empty(k, b, k, b, dtype=dtype)
+    start = 0
+    for part in block.chunks("b", pieces):
+        stop = start + part.sizes["b"]
+        product = cross(block.narrow("b", start, b - start), part, kernels)
+        total[:, start:, :, start:stop] = product
+        total[:, start:stop, :, start:] = _mirrored(product)
+        start = stop
+    return total
+
+
+def _mirrored(product: Tensor) -> Tensor:
+    """Products ``(k, b, k', b')`` with both sides exchanged."""
+    return product.permute(2, 3, 0, 1)
+
+
+def plans(
+    kind: Kind,
+    first: Sequence[Block],
+    second: Sequence[Block],
+    kernels: Kernels,
+    limit: int | None = None,
+) -> tuple[Plan, ...]:
+    """All ways that are considered to products of some blocks, the cheapest first."""
     if limit is None:
-        limit = kernels.most_elements(blocks[0].operands[0].dtype)
-    return _find_plans(signature_of(blocks), kernels.price_of_memory, limit)
+        limit = kernels.most_elements(first[0].operands[0].dtype)
+    signatures = (tuple([(x.equation, x.shapes) for x in blocks]) for blocks in (first, second))
+    return _find_plans(kind, *signatures, kernels.price_of_memory, limit)
 
 
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
-    return plans(blocks, kernels, ANY_LIMIT)[0].method == "rows"
-
-
-def signature_of(blocks: Sequence[Block]) -> Signature:
-    """What plans depend on."""
-    return tuple([(block.equation, block.shapes) for block in blocks])
+    return plans("gram", blocks, (), kernels, ANY_LIMIT)[0].method == "rows"
 
 
 @lru_cache(maxsize=4096)
-def _find_plans(signature: Signature, price_of_memory: int, limit: int) -> tuple[Plan, ...]:
-    """The ways for blocks of a signature, cut into pieces where results exceed the limit.
-
-    An einsum path optimiser asked for the whole product cannot see that the rows are used twice,
-    so that rows and factors are compared here.
-    """
-    by_rows = _plan_rows(signature, price_of_memory, limit)
-    if len(signature) > _MOST_BLOCKS_IN_PAIRS:
+def _find_plans(
+    kind: Kind, first: Signature, second: Signature, price: int, limit: int
+) -> tuple[Plan, ...]:
+    """The ways for blocks of some signatures, cut into pieces where results exceed the limit."""
+    by_rows = _plan_rows(kind, first, second, price, limit)
+    if len(first) + len(second) > _MOST_BLOCKS_IN_PAIRS:
         return (by_rows,)
-    by_factors = _plan_factors(signature, price_of_memory, limit)
+    by_factors = _plan_factors(kind, first, second, price, limit)
     return (by_factors, by_rows) if by_factors.cost < by_rows.cost else (by_rows, by_factors)
 
 
-def _plan_rows(signature: Signature, price_of_memory: int, limit: int) -> Plan:
+def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limit: int) -> Plan:
     """The plan that forms rows."""
-    sizes, labels = sizes_of(*signature[0]), parsed(signature[0][0]).parameter
-    m = sizes["k"] * sizes["b"]
-    n = prod(sizes[label] for label in labels)
-    first = signature[0][0]
-    paths = [find_einsum(_in_order(equation, first), shapes) for equation, shapes in signature]
-    cost = m * m * n + price_of_memory * m * m
-    if not (len(signature) == 1 and parsed(signature[0][0]).is_rows):  # else rows are there
-        cost += sum(path.cost(price_of_memory) for path in paths) + price_of_memory * m * n
-    work = sum(path.multiplications for path in paths) + m * m * n
+    blocks = (*first, *second)
+    equation, shapes = blocks[0]
+    sizes, labels = sizes_of(equation, shapes), parsed(equation).parameter
+    m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
+    others = sizes_of(*second[0]) if second else sizes
+    columns = 1 if kind == "norms" else others["k"] * others["b"]
+    paths = [find_einsum(_in_order(of, equation), shapes) for of, shapes in blocks]
+    cost = m * n * columns + price * m * columns
+    if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
+        cost += sum(path.cost(price) for path in paths) + price * m * n
+    work = sum(path.multiplications for path in paths) + m * n * columns
     factors = [
-        factor for of, shapes in signature for factor in zip(shapes, parsed(of).inputs, strict=True)
+        factor for of, shapes in blocks for factor in zip(shapes, parsed(of).inputs, strict=True)
     ]
     shape, outer = max(factors, key=lambda factor: prod(factor[0]))
     largest = max(path.largest for path in paths)
     elements = max(prod(shape), largest)
-    # Cut along an outer dimension of the largest factor, so that parts of it are long runs.
-    order = [label for label in outer if label in labels]
-    order += [label for label in labels if label not in outer]
-    enough = [label for label in order if sizes[label] * limit >= elements]
-    label = next(iter(enough), max(order, key=lambda label: sizes[label], default=""))
+    label = "b"
+    if kind != "norms":
+        # Cut along an outer dimension of the largest factor, so that parts of it are long runs.
+        order = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
+        enough = [of for of in order if sizes[of] * limit >= elements]
+        label = next(iter(enough), max(order, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
-    return ByRows(label, pieces, cost, work, -(-largest // pieces), tuple(paths))
+    return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 
 
-def _plan_factors(signature: Signature, price_of_memory: int, limit: int) -> Plan:
-    """The plan that contracts every pair of blocks without rows."""
+def _plan_factors(kind: Kind, first: Signature, second: Signature, price: int, limit: int) -> Plan:
+    """The plan that contracts pairs of blocks without rows."""
+    others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
     paths = [
-        find_einsum(cross_equation(p, q), of_p + of_q)
-        for i, (p, of_p) in enumerate(signature)
-        for q, of_q in signature[: i + 1]
+        find_einsum(cross_equation(p, q, is_diagonal=kind == "norms"), of_p + of_q)
+        for (p, of_p), of_second in zip(first, others, strict=True)
+        for q, of_q in of_second
     ]
-    elements = max(path.largest for path in paths)
-    pieces = count_pieces(elements, limit, sizes_of(*signature[0])["b"])
-    cost = sum(path.cost(price_of_memory) for path in paths)
+    largest = max(path.largest for path in paths)
+    pieces = count_pieces(largest, limit, sizes_of(*(second or first)[0])["b"])
+    cost = sum(path.cost(price) for path in paths)
     work = sum(path.multiplications for path in paths)
-    return ByFactors("b", pieces, cost, work, -(-elements // pieces), tuple(paths))
+    return Plan(kind, "factors", "b", pieces, cost, work, -(-largest // pieces))
 
 
 def count_pieces(elements: int, limit: int, size: int) -> int:
@@ -221,6 +246,7 @@ def count_pieces(elements: int, limit: int, size: int) -> int:
     return max(1, min(-(-elements // limit), size))
 
 
+@lru_cache(maxsize=4096)
 def _in_order(equation: str, first: str) -> str:
     """The equation of rows with dimensions in the order of the first block's factors.
 

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, reduce
-from itertools import combinations
 from math import prod
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, cross_equation, parsed, unused_labels
+from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import Shapes, find_einsum, sizes_of
-from autogram._blocks.plan import Signature, count_pieces, cross, plans, signature_of
+from autogram._blocks.kernels.contraction import Shapes, find_einsum
+from autogram._blocks.plan import count_pieces, plans
 
 
 def gram(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
     """The Gramian of the rows, ``(k, b, k, b)``."""
     blocks = merge(blocks)
-    return plans(blocks, kernels)[0](blocks, kernels)
+    return plans("gram", blocks, (), kernels)[0](blocks, (), kernels)
 
 
 def rows(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
@@ -66,9 +65,10 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
     parts: list[Tensor] = []
     others = list(blocks)
     if len(weights) == 1:
-        adjoints = [block.adjoint for block in blocks if block.adjoint is not None]
-        parts = [adjoint(weights[0]).unsqueeze(0) for adjoint in adjoints]
         others = [block for block in blocks if block.adjoint is None]
+        for block in blocks:
+            if block.adjoint is not None:
+                parts.append(block.adjoint(weights[0], block.parameter).unsqueeze(0))
     for block in merge(others):
         if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
             parts.append(_gradient(block, weights[0], kernels).unsqueeze(0))
@@ -127,87 +127,13 @@ def square_norms(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
     arXiv:2205.10683).
     """
     blocks = merge(blocks)
-    limit = kernels.most_elements(blocks[0].operands[0].dtype)
-    by_rows, pieces = _plan_norms(signature_of(blocks), kernels.price_of_memory, limit)
-    parts = []
-    for some in zip(*(block.chunks("b", pieces) for block in blocks), strict=True):
-        if by_rows:
-            found = rows(some, kernels)
-            flat = found.reshape(*found.shape[:2], -1)
-            parts.append(torch.linalg.vector_norm(flat, dim=2).square())
-        else:
-            total = reduce(torch.add, [row_products(block, block, kernels) for block in some])
-            for first, second in combinations(some, 2):
-                total = total + 2 * row_products(first, second, kernels)
-            parts.append(total)
-    return torch.cat(parts, 1)
-
-
-def row_products(first: Block, second: Block, kernels: Kernels) -> Tensor:
-    """Inner products of each row with the same row of another block, ``(k, b)``."""
-    equation = cross_equation(first.equation, second.equation, is_diagonal=True)
-    return kernels.einsum(equation, first.operands + second.operands)
+    return plans("norms", blocks, (), kernels)[0](blocks, (), kernels)
 
 
 def cross_gram(first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
     """Inner products of the rows of two Jacobians for one tensor, ``(k, b, k', b')``."""
     first, second = merge(first), merge(second)
-    limit = kernels.most_elements(first[0].operands[0].dtype)
-    signatures = signature_of(first), signature_of(second)
-    dim, pieces = _plan_cross(*signatures, kernels.price_of_memory, limit)
-    if dim is None:
-        return reduce(torch.add, [cross(p, q, kernels, pieces) for p in first for q in second])
-    cut = [block.chunks(block.parameter[dim], pieces) for block in (*first, *second)]
-    total: list[Tensor] = []
-    for parts in zip(*cut, strict=True):
-        left, right = rows(parts[: len(first)], kernels), rows(parts[len(first) :], kernels)
-        dtype = torch.promote_types(left.dtype, right.dtype)
-        matrices = (x.flatten(0, 1).flatten(1).to(dtype) for x in (left, right))
-        total.append(kernels.multiply(*matrices))
-    sizes = [block.sizes[label] for block in (first[0], second[0]) for label in "kb"]
-    return reduce(torch.add, total).view(sizes)
-
-
-@lru_cache(maxsize=4096)
-def _plan_norms(signature: Signature, price_of_memory: int, limit: int) -> tuple[bool, int]:
-    """Whether to form rows, and into how many ranges of samples to cut the blocks."""
-    paths = [find_einsum(equation, shapes) for equation, shapes in signature]
-    pairs = [
-        find_einsum(cross_equation(p, q, is_diagonal=True), of_p + of_q)
-        for i, (p, of_p) in enumerate(signature)
-        for q, of_q in signature[: i + 1]
-    ]
-    sizes = sizes_of(*signature[0])
-    elements = prod(sizes[label] for label in signature[0][0].split("->")[1])
-    cost, cost_of_pairs = (sum(x.cost(price_of_memory) for x in of) for of in (paths, pairs))
-    by_rows = cost + elements <= cost_of_pairs
-    largest = max(path.largest for path in (paths if by_rows else pairs))
-    return by_rows, count_pieces(largest, limit, sizes["b"])
-
-
-@lru_cache(maxsize=4096)
-def _plan_cross(
-    first: Signature, second: Signature, price_of_memory: int, limit: int
-) -> tuple[int | None, int]:
-    """How to multiply two Jacobians.
-
-    Returns:
-        The dimension of the tensor that is cut if rows are formed, or ``None`` to contract factors
-        and cut the samples of the second; and the number of pieces.
-    """
-    paths = [find_einsum(equation, shapes) for equation, shapes in (*first, *second)]
-    pairs = [
-        find_einsum(cross_equation(p, q), of_p + of_q) for p, of_p in first for q, of_q in second
-    ]
-    sizes, others = sizes_of(*first[0]), sizes_of(*second[0])
-    labels = parsed(first[0][0]).parameter
-    n = prod(sizes[label] for label in labels)
-    products = n * prod(of[label] for of in (sizes, others) for label in "kb")
-    cost, cost_of_pairs = (sum(x.cost(price_of_memory) for x in of) for of in (paths, pairs))
-    if not labels or cost_of_pairs < cost + products:
-        return None, count_pieces(max(path.largest for path in pairs), limit, others["b"])
-    dim = max(range(len(labels)), key=lambda d: sizes[labels[d]])
-    return dim, count_pieces(max(path.largest for path in paths), limit, sizes[labels[dim]])
+    return plans("cross", first, second, kernels)[0](first, second, kernels)
 
 
 def _by_samples(equation: str, operands: tuple[Tensor, ...], kernels: Kernels) -> Iterator[Tensor]:

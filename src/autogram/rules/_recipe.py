@@ -162,7 +162,7 @@ class Product(NamedTuple):
         if layout is not None and (layout.has_before or layout.has_after):
             return block
         dim = None if layout is None else layout.dim
-        return replace(block, adjoint=Adjoint(self.gradient, dim, scaled, saved))
+        return replace(block, adjoint=Adjoint(self.gradient, dim, scaled, saved, block.parameter))
 
     def region(self, region: Region) -> Region:
         """The operand's region, with its first dimension split into groups."""

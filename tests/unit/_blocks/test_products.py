@@ -30,7 +30,7 @@ class Copies(TorchDispatchMode):
 
 def best(block: Block, limit: int = 2**40) -> Plan:
     """The plan that is chosen for a block."""
-    return plans([block], kernels(limit))[0]
+    return plans("gram", [block], (), kernels(limit))[0]
 
 
 LIMITS = [1, 10, 100, 2**40]
@@ -201,6 +201,8 @@ def test_factors_that_repeat_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     cotangent = torch.randn(1, 4, 1, 3).expand(1, 4, 5, 3)
     patches = torch.randn(4, 7, 2).unfold(1, 3, 1)
     block = Block("kbto,btix->kboix", (cotangent, patches))
-    by_factors = next(plan for plan in plans([block], kernels()) if plan.method == "factors")
-    found = by_factors([block], kernels())
+    by_factors = next(
+        plan for plan in plans("gram", [block], (), kernels()) if plan.method == "factors"
+    )
+    found = by_factors([block], (), kernels())
     assert_close_to_reference(found, gramian_of(dense(block)))
