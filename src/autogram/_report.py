@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autogram._blocks import Block, Columns, Devices, Lookup, Region
-from autogram._blocks.kernels.contraction import find_einsum
+from autogram._blocks.kernels.contraction import find_path
 from autogram._capture import Entry, Record
 from autogram._capture.uses import rows_block
 
@@ -269,7 +269,7 @@ def _flops_of_rows(entry: Entry) -> int:
     if isinstance(block, Lookup):
         return prod(entry.shapes[1])
     block = block.reorder(entry.region.order)  # an index of size one stands in no operand
-    return 2 * find_einsum(block.equation, block.shapes).multiplications
+    return 2 * find_path(block.equation, block.shapes).multiplications
 
 
 def _flops_of_lookup(entry: Entry, region: Region) -> int:

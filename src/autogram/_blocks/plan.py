@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.kernels.contraction import Shapes, find_einsum, sizes_of
+from autogram._blocks.kernels.contraction import Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
 
@@ -205,7 +205,7 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
     others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
-    paths = [find_einsum(_in_order(of, equation), shapes) for of, shapes in blocks]
+    paths = [find_path(_in_order(of, equation), shapes) for of, shapes in blocks]
     cost = m * n * columns + price * m * columns
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
         cost += sum(path.cost(price) for path in paths) + price * m * n
@@ -230,7 +230,7 @@ def _plan_factors(kind: Kind, first: Signature, second: Signature, price: int, l
     """The plan that contracts pairs of blocks without rows."""
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
     paths = [
-        find_einsum(cross_equation(p, q, is_diagonal=kind == "norms"), of_p + of_q)
+        find_path(cross_equation(p, q, is_diagonal=kind == "norms"), of_p + of_q)
         for (p, of_p), of_second in zip(first, others, strict=True)
         for q, of_q in of_second
     ]

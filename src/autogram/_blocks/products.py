@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import Shapes, find_einsum
+from autogram._blocks.kernels.contraction import Shapes, find_path
 from autogram._blocks.plan import count_pieces, plans
 
 
@@ -142,7 +142,7 @@ def _by_samples(equation: str, operands: tuple[Tensor, ...], kernels: Kernels) -
     limit = kernels.most_elements(operands[0].dtype)
     # Operands count too: patches of an image are a view that a matrix product must copy.
     shapes = whole.shapes
-    largest = max(find_einsum(equation, shapes).largest, *[prod(shape) for shape in shapes])
+    largest = max(find_path(equation, shapes).largest, *[prod(shape) for shape in shapes])
     for part in whole.chunks("b", count_pieces(largest, limit, whole.sizes["b"])):
         yield kernels.einsum(equation, part.operands)
 

@@ -1,8 +1,8 @@
 """Kernels: what contractions are made of, one object for each kind of device."""
 
-from autogram._blocks.kernels.base import Kernels, Limit, Memory
+from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.devices import Devices
-from autogram._blocks.kernels.workspace import Arena
+from autogram._blocks.kernels.workspace import Arena, Memory
 
 __all__ = ["Arena", "CpuKernels", "Devices", "Kernels", "Limit", "Memory"]

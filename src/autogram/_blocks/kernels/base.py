@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Einsum, Elementwise, Matrices, find_einsum
-
-# Gives memory for a tensor of some shape, like another one.
-Memory = Callable[[Sequence[int], Tensor], Tensor]
+from autogram._blocks.kernels.contraction import find_contractions
+from autogram._blocks.kernels.workspace import Memory, Purpose
 
 
 class Limit(Protocol):
@@ -56,7 +54,7 @@ class Kernels:
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:
-        """An einsum along a path that is found once for its shapes.
+        """An einsum, by contractions that are found once for shapes and strides.
 
         Args:
             equation: That of ``torch.einsum``.
@@ -66,37 +64,21 @@ class Kernels:
         Returns:
             The result, in the dtype in which products accumulate.
         """
-        einsum = find_einsum(equation, tuple([x.shape for x in operands]))
-        return self.run(einsum, operands, memory)
-
-    def run(
-        self, einsum: Einsum, operands: Sequence[Tensor], memory: Memory | None = None
-    ) -> Tensor:
-        """Carries out an einsum, as :meth:`einsum` does."""
         stack = self._promoted(operands)
-        for step in einsum.steps:
-            taken = [stack.pop(position) for position in step.positions]
-            if isinstance(step.contract, Matrices):
-                (x, y), out = taken, None if stack else memory
-                stack.append(self.multiply_matrices(step.contract, x, y, out))
-            elif isinstance(step.contract, Elementwise):
-                stack.append(self.multiply_elements(step.contract, *taken))
-            else:
-                stack.append(step.contract(*taken))
+        shapes, strides = [x.shape for x in stack], [x.stride() for x in stack]
+        for positions, contract in find_contractions(equation, tuple(shapes), tuple(strides)):
+            taken = [stack.pop(position) for position in positions]
+            stack.append(contract(self, taken, None if stack else memory))
         return stack[0]
 
-    def multiply_matrices(
-        self, how: Matrices, x: Tensor, y: Tensor, memory: Memory | None = None
-    ) -> Tensor:
-        """An einsum of two tensors as one batched matrix product."""
-        left, right = how.arranged(x, y)
-        (n, rows, _), (_, _, columns) = how.shapes
-        out = None if memory is None else memory((n, rows, columns), left)
-        return how.restored(torch.bmm(left, right, out=out))
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy, valid until there is another one for the same purpose."""
+        del purpose
+        return tensor.contiguous()
 
-    def multiply_elements(self, how: Elementwise, x: Tensor, y: Tensor) -> Tensor:
-        """An einsum of two tensors as a product and a sum."""
-        return how.restored(how.product_sum(*how.aligned(x, y)))
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """The product of two tensors of equally many dimensions, summed over some of them."""
+        return (x * y).sum(summed) if summed else x * y
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``."""

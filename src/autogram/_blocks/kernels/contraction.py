@@ -1,65 +1,87 @@
-"""Contractions: einsums as lists of products of one or two tensors, found once for their shapes.
+"""Contractions: einsums as lists of products of one or two tensors, found once.
 
+A contraction knows all that follows from its equation and from the shapes and strides of its
+operands: which product, which views, which copies. Carrying it out is a short list of calls.
 ``torch.einsum`` reads its equation at each call, which takes longer than a small contraction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
+from typing import Protocol
 
 import opt_einsum
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.workspace import Purpose
+from autogram._blocks.kernels.workspace import Memory, Purpose
 
 Shapes = tuple[tuple[int, ...], ...]
-Copy = Callable[[Tensor, Purpose], Tensor]
+
+
+class Hardware(Protocol):
+    """What kernels do for contractions."""
+
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy, valid until there is another one for the same purpose."""
+        ...
+
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """The product of two tensors of equally many dimensions, summed over some of them."""
+        ...
+
+
+class Contraction(Protocol):
+    """A product or a sum."""
+
+    def __call__(
+        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
+    ) -> Tensor:
+        """The result, in some memory if it is a matrix product."""
+        ...
 
 
 @dataclass(frozen=True)
-class Step:
-    """One product or sum: which operands leave the stack, and what replaces them."""
+class Path:
+    """The order in which the operands of an einsum meet, and what that costs.
 
-    positions: tuple[int, ...]
-    contract: Matrices | Elementwise | Callable[..., Tensor]
+    Attributes:
+        steps: The positions of operands that leave the stack, and the equation of what replaces
+            them.
+        multiplications: Multiply-adds.
+        moved: Elements that are written on the way.
+        largest: Elements of the largest result on the way.
+    """
+
+    steps: tuple[tuple[tuple[int, ...], str], ...]
     multiplications: int
-    elements: int
-    """Elements of the result, and of the product before the summation where it is formed."""
-
-
-@dataclass(frozen=True)
-class Einsum:
-    """An einsum as steps, with its cost."""
-
-    steps: tuple[Step, ...]
+    moved: int
+    largest: int
 
     def cost(self, price_of_memory: int) -> int:
         """One number to compare plans by, in multiply-adds."""
-        return self.multiplications + price_of_memory * sum(step.elements for step in self.steps)
-
-    @property
-    def multiplications(self) -> int:
-        """Multiply-adds."""
-        return sum(step.multiplications for step in self.steps)
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest result on the way."""
-        return max(step.elements for step in self.steps)
+        return self.multiplications + price_of_memory * self.moved
 
 
 @lru_cache(maxsize=4096)
-def find_einsum(equation: str, shapes: Shapes) -> Einsum:
-    """The cheapest steps for an einsum, by number of operations."""
+def find_path(equation: str, shapes: Shapes) -> Path:
+    """The cheapest path of an einsum, by number of operations."""
     sizes = sizes_of(equation, shapes)
-    if len(shapes) <= 2:
-        return Einsum((_step((0,) * len(shapes), equation, sizes),))
-    _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
-    return Einsum(tuple(_step(tuple(found[0]), found[2], sizes) for found in info.contraction_list))
+    steps: list[tuple[tuple[int, ...], str]] = [((0,) * len(shapes), equation)]
+    if len(shapes) > 2:
+        _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
+        steps = [(tuple(found[0]), found[2]) for found in info.contraction_list]
+    work = [prod(sizes[label] for label in set(of) - {*",->"}) for _, of in steps]
+    moved = [
+        volume
+        if _kind(of, sizes) is Elementwise
+        else prod(sizes[label] for label in of.split("->")[1])
+        for (_, of), volume in zip(steps, work, strict=True)
+    ]
+    return Path(tuple(steps), sum(work), sum(moved), max(moved))
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +91,41 @@ def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
     return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
 
 
-def _step(positions: tuple[int, ...], equation: str, sizes: Mapping[str, int]) -> Step:
+@lru_cache(maxsize=4096)
+def find_contractions(
+    equation: str, shapes: Shapes, strides: Shapes
+) -> tuple[tuple[tuple[int, ...], Contraction], ...]:
+    """The contractions of an einsum, with the positions of operands that leave the stack.
+
+    Tensors without data are contracted alongside, which shows the strides of results on the way.
+    """
+    pairs = zip(shapes, strides, strict=True)
+    stack = [torch.empty_strided(shape, stride, device="meta") for shape, stride in pairs]
+    found: list[tuple[tuple[int, ...], Contraction]] = []
+    for positions, of in find_path(equation, shapes).steps:
+        taken = [stack.pop(position) for position in positions]
+        inputs, output = of.split("->")
+        sizes = sizes_of(of, tuple([x.shape for x in taken]))
+        contraction = _kind(of, sizes).of(inputs.split(","), output, taken, sizes)
+        found.append((positions, contraction))
+        stack.append(contraction(_Meta(), taken, None))
+    return tuple(found)
+
+
+class _Meta:
+    """Hardware for tensors without data."""
+
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy."""
+        del purpose
+        return torch.empty(tensor.shape, device="meta")
+
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """The product of two tensors, summed."""
+        return (x * y).sum(summed) if summed else x * y
+
+
+def _kind(equation: str, sizes: Mapping[str, int]) -> type[Sum | Elementwise | Matrices | Other]:
     """How to carry out one contraction.
 
     Where one side has no index of its own, there is no matrix product to be had, and a product
@@ -78,35 +134,22 @@ def _step(positions: tuple[int, ...], equation: str, sizes: Mapping[str, int]) -
     """
     inputs, output = equation.split("->")
     terms = inputs.split(",")
-    volume = prod(sizes[label] for label in set(inputs) - {","})
-    elements = prod(sizes[label] for label in output)
     if len(terms) == 1 and len(set(inputs)) == len(inputs):
-        return Step(positions, partial(_sum, *_summation(inputs, output)), volume, elements)
+        return Sum
     if len(terms) == 2:
         first, second = terms
         own = [_own(first, second, sizes), _own(second, first, sizes)]
         shared = set(first) & set(second) & set(output)
         if not all(own) and any(sizes[label] > 1 for label in shared):
-            return Step(positions, Elementwise.of(first, second, output, sizes), volume, volume)
+            return Elementwise
         if set("".join(own)) <= set(output):
-            return Step(positions, Matrices.of(first, second, output, sizes), volume, elements)
-    return Step(positions, partial(torch.einsum, equation), volume, elements)
+            return Matrices
+    return Other
 
 
 def _own(labels: str, others: str, sizes: Mapping[str, int]) -> str:
     """The indices that one side has alone, without those of size one."""
     return "".join(label for label in labels if label not in others and sizes[label] != 1)
-
-
-def _summation(labels: str, output: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions that are summed over, and the order of those that are left."""
-    summed = tuple(dim for dim, label in enumerate(labels) if label not in output)
-    return summed, _order("".join(label for label in labels if label in output), output)
-
-
-def _sum(summed: tuple[int, ...], order: tuple[int, ...], x: Tensor) -> Tensor:
-    """An einsum of one tensor."""
-    return (x.sum(summed) if summed else x).permute(order)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
@@ -115,123 +158,170 @@ def _order(labels: str, wanted: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Elementwise:
-    """An einsum of two operands as a broadcast product and a sum, in the order of the larger."""
+class View:
+    """How a tensor is seen: in another order, with other dimensions.
 
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    """Those of the operands without dimensions of size one."""
-    orders: tuple[tuple[int, ...], tuple[int, ...]]
-    missing: tuple[tuple[int, ...], tuple[int, ...]]
-    """Dimensions of the product that the first and the second operand do not have."""
-    summed: tuple[int, ...]
-    output: tuple[int, ...]
-    sizes: tuple[int, ...]
-    """Of the result."""
+    Attributes:
+        order: The order of its dimensions.
+        shape: The shape that it has then.
+        strides: Those of the view, or ``None`` where the tensor must be copied.
+        is_same: Whether it is seen as it is.
+        is_repeating: Whether it reads some elements of its storage more than once.
+    """
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    is_same: bool
+    is_repeating: bool
 
     @classmethod
-    def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> Elementwise:
+    def of(cls, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> View:
+        """The view of a tensor of which shape and strides are known."""
+        try:
+            strides = tensor.permute(order).view(shape).stride()
+        except RuntimeError:
+            return cls(order, shape, None, False, repeats(tensor))
+        is_same = tensor.shape == shape and tensor.stride() == strides
+        return cls(order, shape, strides, is_same, False)
+
+    def __call__(self, tensor: Tensor, hardware: Hardware, purpose: Purpose) -> Tensor:
+        """The tensor, seen so."""
+        if self.is_same:
+            return tensor
+        if self.strides is not None:
+            return tensor.as_strided(self.shape, self.strides)
+        if self.is_repeating:  # as patches of an image are, which are copied in long runs so
+            return hardware.copy(tensor, purpose).permute(self.order).reshape(self.shape)
+        return hardware.copy(tensor.permute(self.order), purpose).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An einsum of one tensor."""
+
+    summed: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
+    ) -> Sum:
+        """The sum that an equation asks for."""
+        del operands, sizes
+        summed = tuple(dim for dim, label in enumerate(terms[0]) if label not in output)
+        return cls(summed, _order("".join(x for x in terms[0] if x in output), output))
+
+    def __call__(
+        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
+    ) -> Tensor:
+        """The result."""
+        del hardware, memory
+        (x,) = operands
+        return (x.sum(self.summed) if self.summed else x).permute(self.order)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An einsum of two tensors as a broadcast product and a sum, in the order of the larger."""
+
+    first: View
+    second: View
+    total: Sum
+
+    @classmethod
+    def of(
+        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
+    ) -> Elementwise:
         """The product that an equation asks for."""
-        shape = tuple(sizes[label] for label in output)
-        first, second, output = (
-            "".join(label for label in labels if sizes[label] != 1)
-            for labels in (first, second, output)
-        )
-        shapes = tuple(tuple(sizes[label] for label in labels) for labels in (first, second))
-        is_larger = prod(shapes[0]) >= prod(shapes[1])
-        product = "".join(dict.fromkeys(first + second if is_larger else second + first))
-        orders = (_order(x, "".join(y for y in product if y in x)) for x in (first, second))
-        missing = (
-            tuple(d for d, label in enumerate(product) if label not in x) for x in (first, second)
-        )
-        summed, order = _summation(product, output)
-        return cls((shapes[0], shapes[1]), _pair(orders), _pair(missing), summed, order, shape)
+        x, y = (prod(sizes[label] for label in labels) for labels in terms)
+        product = "".join(dict.fromkeys("".join(terms if x >= y else terms[::-1])))
+        views = []
+        for tensor, labels in zip(operands, terms, strict=True):
+            order = _order(labels, "".join(label for label in product if label in labels))
+            shape = tuple(sizes[label] if label in labels else 1 for label in product)
+            views.append(View.of(tensor, order, shape))
+        return cls(views[0], views[1], Sum.of([product], output, operands, sizes))
 
-    def aligned(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The operands with the dimensions of the product."""
-        x = x.reshape(self.shapes[0]).permute(self.orders[0])
-        y = y.reshape(self.shapes[1]).permute(self.orders[1])
-        for dim in self.missing[0]:
-            x = x.unsqueeze(dim)
-        for dim in self.missing[1]:
-            y = y.unsqueeze(dim)
-        return x, y
-
-    def product_sum(self, x: Tensor, y: Tensor) -> Tensor:
-        """The product of aligned operands, summed."""
-        return (x * y).sum(self.summed) if self.summed else x * y
-
-    def restored(self, total: Tensor) -> Tensor:
-        """The result in the order and the shape that the equation asks for."""
-        return total.permute(self.output).reshape(self.sizes)
+    def __call__(
+        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
+    ) -> Tensor:
+        """The result."""
+        del memory
+        x, y = operands
+        x, y = self.first(x, hardware, "first"), self.second(y, hardware, "second")
+        return hardware.product_sum(x, y, self.total.summed).permute(self.total.order)
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """An einsum of two operands as one batched matrix product."""
+    """An einsum of two tensors as one matrix product, or a batch of them."""
 
-    orders: tuple[tuple[int, ...], tuple[int, ...]]
-    """Permutations to (batch, own, summed) and to (batch, summed, own)."""
-    shapes: tuple[tuple[int, int, int], tuple[int, int, int]]
-    sizes: tuple[int, ...]
-    """Of the product's indices: batch, those of the first, those of the second."""
-    output: tuple[int, ...]
+    first: View
+    second: View
+    product: tuple[int, ...]
+    """Its shape, ``(rows, columns)`` behind the batch, if there is one."""
+    result: View
 
     @classmethod
-    def of(cls, first: str, second: str, output: str, sizes: Mapping[str, int]) -> Matrices:
+    def of(
+        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
+    ) -> Matrices:
         """The product that an equation asks for."""
+        first, second = terms
         batch = "".join(label for label in first if label in second and label in output)
         summed = "".join(label for label in first if label in second and label not in output)
         # Indices of size one may stand in one operand alone and not in the result.
         rows = "".join(label for label in first if label not in second)
         columns = "".join(label for label in second if label not in first)
-        product = batch + rows + columns
-        n = {name: prod(sizes[label] for label in name) for name in (batch, summed, rows, columns)}
-        kept = "".join(label for label in product if label in output)
+        n, t, r, c = (prod(sizes[label] for label in of) for of in (batch, summed, rows, columns))
+        stack = () if n == 1 else (n,)
+        product = (*stack, r, c)
+        kept = "".join(label for label in batch + rows + columns if label in output)
+        unfolded = torch.empty(product, device="meta").view([sizes[label] for label in kept])
+        ordered = unfolded.permute(_order(kept, output))
+        result = View((), tuple(ordered.shape), ordered.stride(), ordered.shape == product, False)
         return cls(
-            (_order(first, batch + rows + summed), _order(second, batch + summed + columns)),
-            ((n[batch], n[rows], n[summed]), (n[batch], n[summed], n[columns])),
-            tuple(sizes[label] for label in kept),
-            _order(kept, output),
+            View.of(operands[0], _order(first, batch + rows + summed), (*stack, r, t)),
+            View.of(operands[1], _order(second, batch + summed + columns), (*stack, t, c)),
+            product,
+            result,
         )
 
-    def arranged(self, x: Tensor, y: Tensor, copy: Copy | None = None) -> tuple[Tensor, Tensor]:
-        """The operands as a batched matrix product takes them: views, or copies."""
-        left = _arranged(x, self.orders[0], self.shapes[0], "first", copy)
-        return left, _arranged(y, self.orders[1], self.shapes[1], "second", copy)
+    def __call__(
+        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
+    ) -> Tensor:
+        """The result."""
+        x, y = operands
+        x, y = self.first(x, hardware, "first"), self.second(y, hardware, "second")
+        multiply = torch.mm if len(self.product) == 2 else torch.bmm
+        out = None if memory is None else memory(self.product, x)
+        return self.result(multiply(x, y, out=out), hardware, "first")
 
-    def restored(self, product: Tensor) -> Tensor:
-        """The result in the order and the shape that the equation asks for."""
-        return product.reshape(self.sizes).permute(self.output)
 
+@dataclass(frozen=True)
+class Other:
+    """An einsum that is none of these."""
 
-def _arranged(
-    tensor: Tensor,
-    order: tuple[int, ...],
-    shape: tuple[int, ...],
-    purpose: Purpose,
-    copy: Copy | None,
-) -> Tensor:
-    """An operand as a matrix product takes it: a view, or a copy in the order of the operand."""
-    arranged = tensor.permute(order)
-    if copy is None:
-        return arranged.reshape(shape)
-    try:
-        return arranged.view(shape)
-    except RuntimeError:
-        if repeats(tensor):  # as patches of an image do, which are copied in long runs so
-            return copy(tensor, purpose).permute(order).reshape(shape)
-        return copy(arranged, purpose).view(shape)
+    equation: str
+
+    @classmethod
+    def of(
+        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
+    ) -> Other:
+        """The einsum that an equation asks for."""
+        del operands, sizes
+        return cls(f"{','.join(terms)}->{output}")
+
+    def __call__(
+        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
+    ) -> Tensor:
+        """The result."""
+        del hardware, memory
+        return torch.einsum(self.equation, *operands)
 
 
 def repeats(tensor: Tensor) -> bool:
     """Whether a view reads some elements of its storage more than once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return sum((n - 1) * stride for n, stride in pairs) + 1 < tensor.numel()
-
-
-def _pair(
-    found: Iterable[tuple[int, ...]],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two tuples of dimensions, as a pair."""
-    first, second = found
-    return first, second

@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.base import Kernels, Limit, Memory
-from autogram._blocks.kernels.contraction import Elementwise, Matrices, repeats
+from autogram._blocks.kernels.base import Kernels, Limit
+from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.workspace import Purpose, Workspace
 
 # Bytes of one piece of rows, or of a copy of a factor. Larger results are written piece by piece
@@ -46,23 +46,19 @@ class CpuKernels(Kernels):
         """The limit, or what fits in one piece."""
         return min(self.limit.elements, _PIECE // self.accumulating(dtype).itemsize)
 
-    def multiply_matrices(
-        self, how: Matrices, x: Tensor, y: Tensor, memory: Memory | None = None
-    ) -> Tensor:
-        """An einsum of two tensors as one batched matrix product."""
-        left, right = how.arranged(x, y, self._copy)
-        (n, rows, _), (_, _, columns) = how.shapes
-        out = None if memory is None else memory((n, rows, columns), left)
-        return how.restored(torch.bmm(left, right, out=out))
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy, valid until there is another one for the same purpose."""
+        return self._scratch(purpose, tensor.shape, tensor).copy_(tensor)
 
-    def multiply_elements(self, how: Elementwise, x: Tensor, y: Tensor) -> Tensor:
-        """An einsum of two tensors as a product and a sum, in parts of the result."""
-        x, y = how.aligned(x, y)
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """The product of two tensors, summed, in parts of the result."""
+        if not summed:
+            return x * y
         shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
-        elements, summed = prod(shape), how.summed
+        elements = prod(shape)
         dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
-        if not summed or dim is None or elements <= _PRODUCT:
-            return how.restored(how.product_sum(x, y))
+        if dim is None or elements <= _PRODUCT:
+            return (x * y).sum(summed)
         step = max(1, shape[dim] * _PRODUCT // elements)
         parts = []
         for start in range(0, shape[dim], step):
@@ -70,7 +66,7 @@ class CpuKernels(Kernels):
             some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
             out = self.workspace.scratch("rows", [*shape[:dim], n, *shape[dim + 1 :]], x)
             parts.append(torch.mul(*some, out=out).sum(summed))
-        return how.restored(torch.cat(parts, dim - sum(d < dim for d in summed)))
+        return torch.cat(parts, dim - sum(d < dim for d in summed))
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT``, long sums in parts."""
@@ -104,12 +100,8 @@ class CpuKernels(Kernels):
         largest = max(operands, key=Tensor.numel)
         if not repeats(largest) or largest.nbytes > _PIECE:
             return operands
-        copy = self._copy(largest, "factor")
+        copy = self.copy(largest, "factor")
         return tuple([copy if x is largest else x for x in operands])
-
-    def _copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous copy, valid for now."""
-        return self._scratch(purpose, tensor.shape, tensor).copy_(tensor)
 
     def _scratch(self, purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory that is valid until the same purpose asks again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Literal
@@ -14,6 +14,9 @@ from torch import Tensor
 # What scratch memory is for: rows that are read once, a copy of the first or of the second operand
 # of a product, or a copy of a factor for several products.
 Purpose = Literal["rows", "first", "second", "factor"]
+
+# Gives memory for a tensor of some shape, like another one.
+Memory = Callable[[Sequence[int], Tensor], Tensor]
 
 _ALIGNMENT = 64
 
