@@ -97,9 +97,10 @@ class Columns:
         Raises:
             ChangedTensorError: It is not.
         """
-        for block in (*self._all, *self._partial.all):
-            for tensor, version in zip(block.tensors, block.versions, strict=True):
-                check_unchanged(tensor, version)
+        for block in self._all:
+            check_unchanged(block.tensors, block.versions)
+        for block in self._partial.all if self._partial else ():
+            check_unchanged(block.tensors, block.versions)
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
         """Prepares for several products.
@@ -329,13 +330,13 @@ class Columns:
         return spread
 
 
-def check_unchanged(tensor: Tensor, version: int) -> None:
-    """Checks that a tensor was not changed in place since it had a version.
+def check_unchanged(tensors: Sequence[Tensor], versions: list[int]) -> None:
+    """Checks that no tensor was changed in place since they had some versions.
 
     Raises:
-        ChangedTensorError: It was.
+        ChangedTensorError: One was.
     """
-    if tensor._version != version:
+    if versions != [x._version for x in tensors]:
         raise ChangedTensorError(
             "A tensor that the Jacobian is made of was changed in place since it was "
             "computed. If an optimizer's step did this to a parameter, or an in-place "

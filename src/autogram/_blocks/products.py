@@ -62,15 +62,14 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
     Returns:
         ``(s, *tensor)``.
     """
-    parts: list[Tensor] = []
-    others = list(blocks)
-    if len(weights) == 1:
-        others = [block for block in blocks if block.adjoint is None]
-        for block in blocks:
-            if block.adjoint is not None:
-                parts.append(block.adjoint(weights[0], block.parameter).unsqueeze(0))
-    for block in merge(others):
-        if len(weights) == 1 and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
+    is_single = len(weights) == 1
+    parts = [
+        block.adjoint(weights[0], block.parameter).unsqueeze(0)
+        for block in blocks
+        if block.adjoint and is_single
+    ]
+    for block in merge([block for block in blocks if not (block.adjoint and is_single)]):
+        if is_single and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
             parts.append(_gradient(block, weights[0], kernels).unsqueeze(0))
         else:
             inputs, output = block.equation.split("->")

@@ -280,7 +280,9 @@ class Matrices:
         kept = "".join(label for label in batch + rows + columns if label in output)
         unfolded = torch.empty(product, device="meta").view([sizes[label] for label in kept])
         ordered = unfolded.permute(_order(kept, output))
-        result = View((), tuple(ordered.shape), ordered.stride(), ordered.shape == product, False)
+        strides = torch.empty(product, device="meta").stride()
+        is_same = ordered.shape == product and ordered.stride() == strides
+        result = View((), tuple(ordered.shape), ordered.stride(), is_same, False)
         return cls(
             View.of(operands[0], _order(first, batch + rows + summed), (*stack, r, t)),
             View.of(operands[1], _order(second, batch + summed + columns), (*stack, t, c)),

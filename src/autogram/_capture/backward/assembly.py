@@ -175,8 +175,7 @@ class Assembly(Generic[S]):
     def _take_in(self, shown: _Shown) -> None:
         """Takes in one use."""
         use, layout, saved, cotangent, versions = shown
-        for tensor, version in zip((cotangent, *saved), versions, strict=True):
-            check_unchanged(tensor, version)
+        check_unchanged((cotangent, *saved), versions)
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:

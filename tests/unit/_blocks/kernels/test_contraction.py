@@ -41,6 +41,15 @@ def test_dimensions_of_size_one() -> None:
     assert_close_to_reference(kernels().einsum("bto,bti->boi", operands), expected)
 
 
+@pytest.mark.parametrize("equation", ["kbt,bti->kbi", "kbt,ti->bki", "kbt,bti->ikb"])
+def test_indices_of_equal_sizes(equation: str) -> None:
+    """A result in another order may have the shape of the product."""
+    inputs = equation.split("->")[0].split(",")
+    operands = [torch.randn([3] * len(labels)) for labels in inputs]
+    found = kernels().einsum(equation, operands)
+    assert_close_to_reference(found, torch.einsum(equation, *operands))
+
+
 def test_cost_of_a_matrix_product() -> None:
     path = find_path("to,ti->oi", ((5, 2), (5, 3)))
     assert len(path.steps) == 1
