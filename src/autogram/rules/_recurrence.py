@@ -2,7 +2,7 @@
 
 One direction of one layer maps inputs x_t and a state (h, c), of which only an LSTM has c, by
 
-    u_t = W_ih x_t + b_ih  v_t = W_hh h_{t-1} + b_hh  (m_t, c_t) = step(u_t, v_t, h_{t-1}, c_{t-1})
+    u_t = W_ih x_t + b_ih  v_t = W_hh h_{t-1} + b_hh  (m_t, c_t) = cell(u_t, v_t, h_{t-1}, c_{t-1})
 
 and h_t = W_hr m_t, or m_t itself. It acts on each hidden unit alone, so that its derivatives
 are factors, which autograd finds for all steps at once. What is left of the backward pass is
@@ -28,22 +28,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # From (u, v, h) to (m,), or from (u, v, h, c) to (m, c).
-Step = Callable[..., tuple[Tensor, ...]]
+Cell = Callable[..., tuple[Tensor, ...]]
 
 
-def tanh_step(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+def tanh_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.RNN``."""
     del h
     return (torch.tanh(u + v),)
 
 
-def relu_step(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+def relu_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.RNN`` with ``nonlinearity="relu"``."""
     del h
     return (torch.relu(u + v),)
 
 
-def lstm_step(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+def lstm_cell(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.LSTM``, before its projection."""
     del h
     i, f, g, o = (u + v).chunk(4, -1)
@@ -51,7 +51,7 @@ def lstm_step(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     return o.sigmoid() * c.tanh(), c
 
 
-def gru_step(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+def gru_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.GRU``, whose reset gate multiplies a part of ``v`` alone."""
     (u_r, u_z, u_n), (v_r, v_z, v_n) = u.chunk(3, -1), v.chunk(3, -1)
     z = (u_z + v_z).sigmoid()
@@ -87,7 +87,7 @@ class Cotangents(NamedTuple):
     u: Tensor
     v: Tensor
     h: Tensor
-    """Of the output, as it was given and by way of the steps that follow."""
+    """Of the output: what was given, and what comes back from the steps that follow."""
     initial: list[Tensor]
     """Of the initial states."""
 
@@ -96,7 +96,7 @@ class Direction:
     """One direction of one layer, after its forward pass.
 
     Args:
-        step: What is done at each step.
+        cell: What is done at each step.
         weights: Its weights.
         input: In rows.
         initial: The initial states, ``(sequences, *)`` each.
@@ -105,7 +105,7 @@ class Direction:
 
     def __init__(
         self,
-        step: Step,
+        cell: Cell,
         weights: Weights,
         input: Tensor,
         initial: Sequence[Tensor],
@@ -118,7 +118,7 @@ class Direction:
         for rows in steps:
             now = [x[: rows.stop - rows.start] for x in state]
             v = F.linear(now[0], weights.hidden, weights.hidden_bias)
-            m, *rest = step(u[rows], v, *now)
+            m, *rest = cell(u[rows], v, *now)
             h = m if weights.projection is None else F.linear(m, weights.projection)
             before.append((v, *(x.clone() for x in now)))
             after.append((h,) if h is m else (h, m))
@@ -126,8 +126,8 @@ class Direction:
         v, *states = self._in_rows(before, 0)
         found = self._in_rows(after, 0)
         self.before, self.output, self.unprojected = states[0], found[0], found[-1]
-        self._slopes = _slopes(step, (u, v, *states), self.unprojected.shape[1])
-        self._is_sum = step is not gru_step  # whether the step reads u + v alone
+        self._slopes = _slopes(cell, (u, v, *states), self.unprojected.shape[1])
+        self._is_sum = cell is not gru_cell  # whether the cell reads u + v alone
 
     def backward(self, d_output: Tensor, d_final: Sequence[Tensor]) -> Cotangents:
         """The cotangents, from those of the output ``(k, rows, *)`` and of the final states.
@@ -152,12 +152,12 @@ class Direction:
 
     def _in_rows(self, found: Sequence[tuple[Tensor, ...]], dim: int) -> list[Tensor]:
         """Some tensors of each step, in the order of this direction, as one of all rows each."""
-        places = sorted(range(len(found)), key=lambda i: self._steps[i].start)
-        return [torch.cat([found[i][j] for i in places], dim) for j in range(len(found[0]))]
+        order = sorted(range(len(found)), key=lambda i: self._steps[i].start)
+        return [torch.cat([found[i][j] for i in order], dim) for j in range(len(found[0]))]
 
 
-def _slopes(step: Step, inputs: Sequence[Tensor], units: int) -> list[list[Tensor | None]]:
-    """For each input of a step, the derivatives of the outputs, ``(rows, gates, units)``.
+def _slopes(cell: Cell, inputs: Sequence[Tensor], units: int) -> list[list[Tensor | None]]:
+    """For each input of a cell, the derivatives of the outputs, ``(rows, gates, units)``.
 
     ``None`` where an output does not depend on an input.
     """
@@ -165,7 +165,7 @@ def _slopes(step: Step, inputs: Sequence[Tensor], units: int) -> list[list[Tenso
         leaves = [x.detach().requires_grad_() for x in inputs]
         by_output = [
             torch.autograd.grad(y.sum(), leaves, retain_graph=True, allow_unused=True)
-            for y in step(*leaves)
+            for y in cell(*leaves)
         ]
     return [
         [None if x is None else x.unflatten(1, (-1, units)) for x in by_input]
@@ -174,7 +174,7 @@ def _slopes(step: Step, inputs: Sequence[Tensor], units: int) -> list[list[Tenso
 
 
 def _weighted(cotangents: Sequence[Tensor], slopes: Sequence[Tensor | None], rows: slice) -> Tensor:
-    """The cotangent of an input of a step, from those of its outputs ``(k, rows, units)``."""
+    """The cotangent of an input of a cell, from those of its outputs ``(k, rows, units)``."""
     total: Tensor | None = None
     for d, slope in zip(cotangents, slopes, strict=True):
         if slope is not None:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from autogram._errors import RuleError
-from autogram.rules._recipe import JointRecipe, Recipe
+from autogram.rules._recipe import Recipe
 from autogram.rules._visible import as_seen, hide, show
 
-Rule = Callable[..., Sequence[Recipe] | Sequence[JointRecipe] | None]
+Rule = Callable[..., Sequence[Recipe] | None]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}

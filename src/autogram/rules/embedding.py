@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._blocks import Layout, Lookup, Region
+from autogram._blocks import Layout, Lookup
 from autogram._errors import UnsupportedError
-from autogram.rules._recipe import Reading, Recipe, lookup
+from autogram.rules._recipe import Formula, Recipe, lookup, read_rows
 from autogram.rules._registry import register_rule, variants
 
 
@@ -92,25 +92,19 @@ def embedding_bag(
     if per_sample_weights is not None:
         own, _ = _bags(per_sample_weights.detach(), offsets, include_last_offset)
         weights = weights * own
-    return [Recipe(weight, Bags(weight.shape[0]), (indices, weights))]
+    formula = Formula("T", partial(_read_bags, weight.shape[0]))
+    return [Recipe((weight,), formula, (indices, weights))]
 
 
-@dataclass(frozen=True)
-class Bags:
-    """The form of sums of rows: each row is read with the weighted cotangent of its bag."""
+def _read_bags(
+    size: int, layout: Layout | None, cotangent: Tensor, indices: Tensor, weights: Tensor
+) -> tuple[Lookup]:
+    """The block of sums of rows: each row is read with the weighted cotangent of its bag.
 
-    size: int
-    dims: str = "T"
-
-    def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Lookup:
-        """The block, from the rows in each bag and their weights, ``(bags, longest)``."""
-        indices, weights = saved
-        by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
-        return Reading("TS", self.size, None).block(layout, by_row, indices)
-
-    def region(self, region: Region) -> Region:
-        """The whole table."""
-        return region
+    ``indices`` and ``weights`` are those of each bag, ``(bags, longest)``.
+    """
+    by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
+    return read_rows(size, None, layout, by_row, indices)
 
 
 def _bags(

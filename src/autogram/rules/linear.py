@@ -11,13 +11,23 @@ several).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._recipe import (
+    Formula,
+    Recipe,
+    addend,
+    broadcast,
+    formula_of,
+    multilinear,
+    positions,
+    product,
+)
 from autogram.rules._registry import register_rule, variants
 
 
@@ -26,11 +36,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Re
     """Weight and bias of ``F.linear``."""
     if weight.dim() != 2:
         return None
-    t = positions(input.dim() - 1)
-    recipes = [product(weight, f"{t}o,{t}i->oi", input)]
+    of_weight, of_bias = _linear_formulas(input.dim())
+    recipes = [Recipe((weight,), of_weight, (input,))]
     if bias is not None:
-        recipes.append(product(bias, f"{t}o->o"))
+        recipes.append(Recipe((bias,), of_bias))
     return recipes
+
+
+@lru_cache
+def _linear_formulas(dims: int) -> tuple[Formula, Formula]:
+    """The formulas of weight and bias, by the number of dimensions of the input."""
+    t = positions(dims - 1)
+    return formula_of(f"{t}o,{t}i->oi"), formula_of(f"{t}o->o")
 
 
 @register_rule(*variants("matmul", "mm", "bmm"))

@@ -14,7 +14,7 @@ unit, step and sample.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -25,69 +25,41 @@ from torch import Tensor
 
 from autogram._blocks import Block, Layout, Routed, assemble
 from autogram._errors import MixedSamplesError
-from autogram.rules._recipe import JointRecipe
+from autogram.rules._recipe import Formula, Recipe, promoted
 from autogram.rules._recurrence import (
+    Cell,
     Cotangents,
     Direction,
-    Step,
     Weights,
-    gru_step,
-    lstm_step,
-    relu_step,
-    tanh_step,
+    gru_cell,
+    lstm_cell,
+    relu_cell,
+    tanh_cell,
 )
 from autogram.rules._registry import register_rule
 
 
-@register_rule(torch.rnn_tanh)
-def rnn_tanh(*args: Any) -> list[JointRecipe] | None:
-    """``nn.RNN``."""
-    return _layers(tanh_step, *args)
+def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., Any]) -> None:
+    """Registers the rules of the layers and of the single step of one kind of cell."""
+
+    @register_rule(of_layers)
+    def layers(*args: Any) -> list[Recipe] | None:
+        return _layers(cell, *args)
+
+    @register_rule(of_cell)
+    def one_step(
+        input: Tensor, hx: Tensor | Sequence[Tensor], *params: Tensor | None
+    ) -> list[Recipe]:
+        return _one_step(cell, input, hx, params)
 
 
-@register_rule(torch.rnn_relu)
-def rnn_relu(*args: Any) -> list[JointRecipe] | None:
-    """``nn.RNN`` with ``nonlinearity="relu"``."""
-    return _layers(relu_step, *args)
+_register(tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell)
+_register(relu_cell, torch.rnn_relu, torch.rnn_relu_cell)
+_register(lstm_cell, torch.lstm, torch.lstm_cell)
+_register(gru_cell, torch.gru, torch.gru_cell)
 
 
-@register_rule(torch.lstm)
-def lstm(*args: Any) -> list[JointRecipe] | None:
-    """``nn.LSTM``."""
-    return _layers(lstm_step, *args)
-
-
-@register_rule(torch.gru)
-def gru(*args: Any) -> list[JointRecipe] | None:
-    """``nn.GRU``."""
-    return _layers(gru_step, *args)
-
-
-@register_rule(torch.rnn_tanh_cell)
-def rnn_tanh_cell(input: Tensor, hx: Tensor, *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.RNNCell``."""
-    return _one_step(tanh_step, input, (hx,), params)
-
-
-@register_rule(torch.rnn_relu_cell)
-def rnn_relu_cell(input: Tensor, hx: Tensor, *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.RNNCell`` with ``nonlinearity="relu"``."""
-    return _one_step(relu_step, input, (hx,), params)
-
-
-@register_rule(torch.lstm_cell)
-def lstm_cell(input: Tensor, hx: Sequence[Tensor], *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.LSTMCell``."""
-    return _one_step(lstm_step, input, hx, params)
-
-
-@register_rule(torch.gru_cell)
-def gru_cell(input: Tensor, hx: Tensor, *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.GRUCell``."""
-    return _one_step(gru_step, input, (hx,), params)
-
-
-def _layers(step: Step, *args: Any) -> list[JointRecipe] | None:
+def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
     """All layers at all steps, of sequences of one length or of packed ones."""
     if isinstance(args[3], (list, tuple)):
         input, batch_sizes, hx, params, _, layers, dropout, train, is_bidirectional = args
@@ -99,27 +71,41 @@ def _layers(step: Step, *args: Any) -> list[JointRecipe] | None:
         sizes = (input.shape[1],) * input.shape[0]
     if dropout and train and layers > 1:
         return None  # what was dropped is known to the nodes of this call alone
-    states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-    replay = partial(Replay, step, len(states), sizes, 1 + is_bidirectional)
-    forms = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]
-    operands = (*states, *params)
-    return [JointRecipe(operands, form, (input, *operands), i) for i, form in enumerate(forms)]
+    states = _states(hx)
+    replay = partial(Replay, cell, len(states), sizes, 1 + is_bidirectional)
+    replays = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]
+    return _recipes(replays, input, (*states, *params))
 
 
 def _one_step(
-    step: Step, input: Tensor, states: Sequence[Tensor], params: Sequence[Tensor | None]
-) -> list[JointRecipe]:
+    cell: Cell, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor | None]
+) -> list[Recipe]:
     """One layer at one step, which returns the final states alone."""
-    operands = (*states, *(x for x in params if x is not None))
-    forms = [Replay(step, len(states), (len(input),), 1, "S-", i) for i in range(len(states))]
-    return [JointRecipe(operands, form, (input, *operands), i) for i, form in enumerate(forms)]
+    states = _states(hx)
+    replays = [Replay(cell, len(states), (len(input),), 1, "S-", i) for i in range(len(states))]
+    return _recipes(replays, input, (*states, *(x for x in params if x is not None)))
+
+
+def _states(hx: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The initial states of a call, of which an LSTM has two."""
+    return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+
+def _recipes(
+    replays: Sequence[Replay], input: Tensor, operands: tuple[Tensor, ...]
+) -> list[Recipe]:
+    """A recipe for each result of a call, of its initial states and weights."""
+    return [
+        Recipe(operands, Formula(replay.dims, replay.blocks), (input, *operands), i)
+        for i, replay in enumerate(replays)
+    ]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The form of the initial states and of the weights of a call, by way of one of its results."""
+    """The blocks of the initial states and of the weights of a call, from one of its results."""
 
-    step: Step
+    cell: Cell
     n_states: int
     sizes: tuple[int, ...]
     """The number of sequences at each step."""
@@ -128,9 +114,9 @@ class Replay:
     final: int | None
     """Which final state the result is, or ``None`` for the output at all steps."""
 
-    def blocks(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Iterator[Block]:
+    def blocks(self, layout: Layout | None, *tensors: Tensor) -> Iterator[Block]:
         """The blocks of the initial states, then of the weights, layer by layer."""
-        input, *operands = saved
+        cotangent, input, *operands = promoted(*tensors)
         states, params = operands[: self.n_states], operands[self.n_states :]
         is_cell = states[0].dim() == 2
         states = [x.unsqueeze(0) for x in states] if is_cell else states
@@ -169,7 +155,7 @@ class Replay:
                 weights = Weights.of(params[j * each : (j + 1) * each])
                 order = steps if j == i else steps[::-1]
                 initial = [x[j] for x in states]
-                layer.append(Direction(self.step, weights, input, initial, order))
+                layer.append(Direction(self.cell, weights, input, initial, order))
             layers.append(layer)
             input = torch.cat([one.output for one in layer], 1)
         return layers
