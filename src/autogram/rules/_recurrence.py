@@ -114,15 +114,15 @@ class Direction:
         self.weights, self.input, self._steps = weights, input, steps
         u = F.linear(input, weights.input, weights.input_bias)
         before, after = [], []
-        state = [x.clone() for x in initial]  # that of a sequence that is over stays
+        state = list(initial)
         for rows in steps:
             now = [x[: rows.stop - rows.start] for x in state]
             v = F.linear(now[0], weights.hidden, weights.hidden_bias)
             m, *rest = cell(u[rows], v, *now)
             h = m if weights.projection is None else F.linear(m, weights.projection)
-            before.append((v, *(x.clone() for x in now)))
+            before.append((v, *now))
             after.append((h,) if h is m else (h, m))
-            _overwrite(now, (h, *rest))
+            state = _renewed(state, (h, *rest), 0)
         v, *states = self._in_rows(before, 0)
         found = self._in_rows(after, 0)
         self.before, self.output, self.unprojected = states[0], found[0], found[-1]
@@ -137,7 +137,7 @@ class Direction:
         hidden, projection = self.weights.hidden, self.weights.projection
         by_u, by_v, *by_state = self._slopes
         found = []
-        d_state = [x.clone() for x in d_final]  # that of a sequence that has not begun stays
+        d_state = list(d_final)
         for rows in reversed(self._steps):
             now = [x[:, : rows.stop - rows.start] for x in d_state]
             d_h = d_output[:, rows] + now[0]
@@ -145,7 +145,7 @@ class Direction:
             d_v = _weighted(d_after, by_v, rows)
             through = [_weighted(d_after, slopes, rows) for slopes in by_state]
             found.append((d_h, d_v))
-            _overwrite(now, (d_v @ hidden + through[0], *through[1:]))
+            d_state = _renewed(d_state, (d_v @ hidden + through[0], *through[1:]), 1)
         d_h, d_v = self._in_rows(found[::-1], 1)
         d_u = d_v if self._is_sum else _weighted([d_h], by_u, slice(None))  # m = h in a GRU
         return Cotangents(d_u, d_v, d_h, d_state)
@@ -183,7 +183,10 @@ def _weighted(cotangents: Sequence[Tensor], slopes: Sequence[Tensor | None], row
     return cotangents[0].new_zeros(()) if total is None else total.flatten(2)
 
 
-def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Writes a value into each tensor."""
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+def _renewed(states: Sequence[Tensor], values: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """States with new values of the first sequences; the others are over, or have not begun."""
+    return [
+        new if new.shape == old.shape else torch.cat([new, old.tensor_split([n], dim)[1]], dim)
+        for old, new in zip(states, values, strict=True)
+        for n in (new.shape[dim],)
+    ]

@@ -149,11 +149,12 @@ class Convolution:
     def _patches(self, input: Tensor) -> Tensor:
         """What the kernel sees of ``(n, channels, *space)``: ``(n, *l, *taps, q, i)``.
 
-        A strided view of the padded input with its channels last. The contraction copies what it
-        needs, one part at a time, in runs as long as the channels.
+        A view of the padded input with its channels last in memory, so that the contraction, which
+        copies what it needs one part at a time, reads the channels of a position together.
         """
         zeros = [zeros for both in reversed(self.padding) for zeros in both]
-        input = F.pad(input.movedim(1, -1), (0, 0, *zeros))
+        input = input.movedim(1, -1)
+        input = F.pad(input, (0, 0, *zeros)) if any(zeros) else input.contiguous()
         sizes = zip(self.weight[2:], self.stride, self.dilation, strict=True)
         for dim, (size, step, hole) in enumerate(sizes, start=1):
             input = input.unfold(dim, hole * (size - 1) + 1, step)[..., ::hole]

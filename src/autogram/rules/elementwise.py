@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._recipe import (
+    Recipe,
+    addend,
+    broadcast,
+    multilinear,
+    positions,
+    product,
+    promoted,
+)
 from autogram.rules._registry import register_rule, variants
 
 
@@ -103,13 +111,15 @@ def _weighted_sum(*terms: tuple[Any, float]) -> list[Recipe]:
     ]
 
 
-def _by_numerator(cotangent: Tensor, other: Tensor) -> tuple[Tensor]:
+def _by_numerator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``x``."""
+    cotangent, other = promoted(*tensors)
     return (cotangent / other,)
 
 
-def _by_denominator(cotangent: Tensor, input: Tensor, other: Tensor) -> tuple[Tensor]:
+def _by_denominator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``y``."""
+    cotangent, input, other = promoted(*tensors)
     return (cotangent * (-input / other.square()),)
 
 

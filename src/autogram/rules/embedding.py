@@ -26,9 +26,8 @@ def embedding(
     sparse: bool = False,  # noqa: ARG001
 ) -> list[Recipe]:
     """The table of ``F.embedding``."""
-    _check_table("F.embedding", max_norm, scale_grad_by_freq)
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return torch_embedding(weight, input, padding)
+    _check_table("F.embedding", scale_grad_by_freq, max_norm)
+    return [lookup(weight, input, None if padding_idx is None else padding_idx % len(weight))]
 
 
 @register_rule(torch.embedding)
@@ -40,13 +39,13 @@ def torch_embedding(
     sparse: bool = False,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """The table of ``torch.embedding``."""
-    _check_table("torch.embedding", None, scale_grad_by_freq)
+    _check_table("torch.embedding", scale_grad_by_freq)
     return [lookup(weight, indices, None if padding_idx < 0 else padding_idx)]
 
 
 @register_rule(torch.Tensor.__getitem__)
 def getitem(input: Tensor, index: Any) -> list[Recipe] | None:
-    """Rows of a tensor at integer places; any other index is left to the fallback."""
+    """Rows of a tensor at integer indices; any other index is left to the fallback."""
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if not isinstance(index, Tensor) or index.dtype in (torch.bool, torch.uint8):
@@ -80,7 +79,7 @@ def embedding_bag(
 
     Maxima, and learned weights of the rows, are left to the fallback.
     """
-    _check_table("F.embedding_bag", max_norm, scale_grad_by_freq)
+    _check_table("F.embedding_bag", scale_grad_by_freq, max_norm)
     if mode not in ("sum", "mean") or input.dim() != (2 if offsets is None else 1):
         return None
     indices, inside = _bags(input, offsets, include_last_offset)
@@ -119,12 +118,12 @@ def _bags(
     else:
         ends = torch.cat([ends, ends.new_full((1,), len(values))])
     longest = max([0, *(ends - offsets).tolist()])
-    places = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
-    inside = places < ends.unsqueeze(1)
-    return torch.where(inside, values[places.clamp(max=len(values) - 1)], 0), inside
+    indices = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
+    inside = indices < ends.unsqueeze(1)
+    return torch.where(inside, values[indices.clamp(max=len(values) - 1)], 0), inside
 
 
-def _check_table(function: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+def _check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None = None) -> None:
     """Refuses what a Jacobian cannot be taken of."""
     if max_norm is not None:
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from opt_einsum.parser import parse_einsum_input
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +30,8 @@ from autogram.rules._recipe import (
     product,
 )
 from autogram.rules._registry import register_rule, variants
+
+_USABLE = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
 
 
 @register_rule(F.linear)
@@ -96,8 +99,8 @@ def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
     """Every operand of ``torch.einsum`` in its string form."""
     if not isinstance(equation, str):
         return None
-    tensors = list(operands[0]) if isinstance(operands[0], (list, tuple)) else list(operands)
-    parsed = _explicit(equation.replace(" ", ""), [tensor.dim() for tensor in tensors])
+    tensors = operands[0] if isinstance(operands[0], (list, tuple)) else operands
+    parsed = _parsed(equation, tuple([tensor.dim() for tensor in tensors]))
     if parsed is None:
         return None
     output, terms = parsed
@@ -120,25 +123,16 @@ def _matmul_labels(left: Tensor, right: Tensor) -> tuple[str, str, str]:
     return output + row + column, left_batch + row + "i", right_batch + "i" + column
 
 
-def _explicit(equation: str, dims: list[int]) -> tuple[str, list[str]] | None:
-    """Output and inputs of an einsum equation, renamed to letters that rules may use."""
-    inputs, arrow, output = equation.partition("->")
-    terms = inputs.split(",")
-    extra = [n - len(term.replace("...", "")) for term, n in zip(terms, dims, strict=True)]
-    hidden = "".join(chr(0x2460 + i) for i in range(max([0, *extra])))  # stand for the ellipsis
-    terms = [
-        term.replace("...", hidden[len(hidden) - n :] if n else "")
-        for term, n in zip(terms, extra, strict=True)
-    ]
-    if not arrow:  # by default, what occurs once, in alphabetical order, behind the ellipsis
-        together = "".join(terms)
-        output = hidden + "".join(
-            sorted(c for c in set(together) if together.count(c) == 1 and c not in hidden)
-        )
-    output = output.replace("...", hidden)
-    letters = "".join(dict.fromkeys("".join(terms)))
-    usable = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
-    if len(letters) > len(usable):
+@lru_cache(maxsize=1024)
+def _parsed(equation: str, dims: tuple[int, ...]) -> tuple[str, list[str]] | None:
+    """The output and the inputs of an einsum equation, in letters that rules may use."""
+    try:
+        shapes = [(1,) * n for n in dims]
+        inputs, output, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    except ValueError:
+        return None  # torch says what is wrong
+    letters = "".join(dict.fromkeys(inputs.replace(",", "")))
+    if len(letters) > len(_USABLE):
         return None
-    table = str.maketrans(letters, usable[: len(letters)])
-    return output.translate(table), [term.translate(table) for term in terms]
+    table = str.maketrans(letters, _USABLE[: len(letters)])
+    return output.translate(table), inputs.translate(table).split(",")

@@ -52,6 +52,9 @@ def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., 
     ) -> list[Recipe]:
         return _one_step(cell, input, hx, params)
 
+    # The names by which a report shows the rules.
+    layers.__qualname__, one_step.__qualname__ = of_layers.__name__, of_cell.__name__
+
 
 _register(tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell)
 _register(relu_cell, torch.rnn_relu, torch.rnn_relu_cell)
