@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import compress
 from math import prod
 
 import torch
@@ -63,9 +64,9 @@ def group_norm(
     cudnn_enabled: bool = True,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """Weight and bias per channel, with statistics of each group of channels of a sample."""
-    operands = tuple(x for x in (weight, bias) if x is not None)
     dims = positions(input.dim())
     blocks = partial(_by_group, dims, num_groups, eps, weight is not None, bias is not None)
+    operands = tuple([x for x in (weight, bias) if x is not None])
     return [Recipe(operands, Formula(dims, blocks), (input,))]
 
 
@@ -186,7 +187,7 @@ def _by_group(
             assemble(f"{dims},{dims}->{dims[1]}", dims, layout, cotangent, normalized),
             assemble(f"{dims}->{dims[1]}", dims, layout, cotangent),
         ]
-    return (x for x, has in zip(blocks, (has_weight, has_bias), strict=True) if has)
+    return compress(blocks, (has_weight, has_bias))
 
 
 def _rows(cotangent: Tensor, input: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
