@@ -184,10 +184,10 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
         Recipes for the terms that require a gradient, or ``None`` where an index repeats within a
         term or stands in that term alone: such a product is left to the fallback.
     """
-    sizes = {label: 1 for _, labels in terms for label in labels}
+    sizes: dict[str, int] = {}
     for tensor, labels in terms:
         for label, n in zip(labels, tensor.shape, strict=True):
-            sizes[label] = n if n > 1 else sizes[label]
+            sizes[label] = max(n, sizes.get(label, 1))
     squeezed = [_squeeze(tensor, labels, sizes) for tensor, labels in terms]
     recipes = []
     for i, (operand, labels) in enumerate(terms):
@@ -195,15 +195,18 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
             continue
         others = squeezed[:i] + squeezed[i + 1 :]
         known = set(output).union(*(of for _, of in others))
-        target = "".join(
-            label if n == sizes[label] else "1"
-            for label, n in zip(labels, operand.shape, strict=True)
-        )
+        target = _target(operand, labels, sizes)
         if len(set(labels)) < len(labels) or not set(target) - {"1"} <= known:
             return None
         equation = ",".join((output, *(of for _, of in others))) + "->" + target
         recipes.append(product(operand, equation, *(x for x, _ in others), scale=scale))
     return recipes
+
+
+def _target(operand: Tensor, labels: str, sizes: dict[str, int]) -> str:
+    """The indices of a term, with ``1`` for the dimensions along which it is broadcast."""
+    pairs = zip(labels, operand.shape, strict=True)
+    return "".join(label if n == sizes[label] else "1" for label, n in pairs)
 
 
 def _squeeze(tensor: Tensor, labels: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
@@ -215,7 +218,6 @@ def _squeeze(tensor: Tensor, labels: str, sizes: dict[str, int]) -> tuple[Tensor
 
 def addend(
     operand: Tensor,
-    output: str,
     shape: Sequence[int],
     *saved: Tensor,
     scale: float = 1,
@@ -225,9 +227,9 @@ def addend(
 
     For an elementwise function of it, ``prepare`` multiplies the cotangent by the derivative.
     """
-    skipped = len(shape) - operand.dim()
-    pairs = zip(output[skipped:], operand.shape, shape[skipped:], strict=True)
-    target = "".join(label if n == size else "1" for label, n, size in pairs)
+    output, (_, labels) = broadcast(shape, operand.shape)
+    sizes = dict(zip(output, shape, strict=True))
+    target = _target(operand, labels, sizes)
     return product(operand, f"{output}->{target}", *saved, prepare=prepare, scale=scale)
 
 

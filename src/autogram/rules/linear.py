@@ -74,7 +74,7 @@ def addmm(
     output, left, right = _matmul_labels(mat1, mat2)
     recipes = multilinear(output, (mat1, left), (mat2, right), scale=alpha)
     shape = (*mat1.shape[:-1], mat2.shape[-1])
-    return None if recipes is None else [*recipes, addend(input, output, shape, scale=beta)]
+    return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
 
 
 @register_rule(*variants("_grouped_mm"))

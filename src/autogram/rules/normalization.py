@@ -78,14 +78,14 @@ def instance_norm(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     use_input_stats: bool,
-    momentum: float,  # noqa: ARG001 - the signature of the torch function
+    momentum: float,
     eps: float,
-    cudnn_enabled: bool = True,  # noqa: ARG001
+    cudnn_enabled: bool = True,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """Weight and bias per channel, with statistics of each sample or running ones."""
     if use_input_stats or running_mean is None or running_var is None:
         return group_norm(input, input.shape[1], weight, bias, eps)
-    return _with_running_statistics(input, weight, bias, running_mean, running_var, eps)
+    return batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
 @register_rule(torch.batch_norm)
@@ -101,23 +101,12 @@ def batch_norm(
     cudnn_enabled: bool = True,  # noqa: ARG001
 ) -> list[Recipe]:
     """Weight and bias per channel, with statistics of the batch or running ones."""
+    channel = positions(2)[1]
     if training or running_mean is None or running_var is None:
-        return _affine(input, weight, bias, positions(2)[1], partial(_by_batch, eps))
-    return _with_running_statistics(input, weight, bias, running_mean, running_var, eps)
-
-
-def _with_running_statistics(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    eps: float,
-) -> list[Recipe]:
-    """Recipes of a weight and a bias per channel, with given statistics of each channel."""
+        return _affine(input, weight, bias, channel, partial(_by_batch, eps))
     # Copies, because the next forward pass in training mode changes the statistics in place.
-    statistics = (mean.clone(), variance.clone())
-    return _affine(input, weight, bias, positions(2)[1], partial(_standardize, eps), *statistics)
+    statistics = (running_mean.clone(), running_var.clone())
+    return _affine(input, weight, bias, channel, partial(_standardize, eps), *statistics)
 
 
 def _affine(
