@@ -14,7 +14,8 @@ the next. Sequences are sorted by length, so that those that go on come first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -102,18 +103,13 @@ def _renewed(state: Tensor, values: Tensor) -> Tensor:
     return values if count == len(state) else torch.cat([values, state[count:]])
 
 
-def cotangents(result: Tensor, given: Tensor, wanted: Sequence[Tensor]) -> Iterator[Tensor]:
+def cotangents(result: Tensor, given: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
     """The cotangents ``(k, *tensor)`` of some tensors, from those of a result ``(k, *result)``."""
-    is_single = len(given) == 1
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        result,
-        wanted,
-        given[0] if is_single else given,
-        is_grads_batched=not is_single,
-        allow_unused=True,
-    )
-    for tensor, d in zip(wanted, found, strict=True):
-        if d is None:
-            yield tensor.new_zeros(len(given), *tensor.shape)
-        else:
-            yield d.unsqueeze(0) if is_single else d
+    differentiate = partial(torch.autograd.grad, result, wanted, materialize_grads=True)
+    if len(given) == 1:
+        return [d.unsqueeze(0) for d in differentiate(given[0])]
+    if torch.is_anomaly_enabled():  # it reads values, and those of a batched pass cannot be read
+        each = [differentiate(g, retain_graph=True) for g in given]
+        return [torch.stack(found) for found in zip(*each, strict=True)]
+    found = differentiate(given, is_grads_batched=True)
+    return [d.expand(len(given), *x.shape) for x, d in zip(wanted, found, strict=True)]

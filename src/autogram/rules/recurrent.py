@@ -135,7 +135,7 @@ class Replay:
             cotangent = cotangent.transpose(1, 2)
         given = cotangent.reshape(len(cotangent), *result.shape)
         wanted = [x for of in directions for x in (of.u, *of.v, *of.projected)]
-        found = cotangents(result, given, [*states, *wanted])
+        found = iter(cotangents(result, given, [*states, *wanted]))
         block = partial(_block, self.dims, layout)
         for _ in states:
             yield block("So->So" if is_cell else "RSo->RSo", next(found))
