@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from autogram._blocks import Block, Layout, Lookup, Placement, Region, Subset
 from autogram._capture.autograd.vjp import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
-from autogram.rules import Form, JointForm, Rule
+from autogram.rules import Formula, Rule
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
 
@@ -48,51 +48,14 @@ class Use(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
-class Operand:
-    """A tracked tensor in a use with a rule."""
+class KeptRecipe(NamedTuple):
+    """A recipe as a use keeps it, without tensors."""
 
-    tracked: Tracked
-    form: Form
-    saved: slice
-    """Which of the tensors saved by the tap are for it."""
-
-    @property
-    def reads(self) -> tuple[Tracked, ...]:
-        """The tensor, as the only one."""
-        return (self.tracked,)
-
-    def contributions(
-        self, layout: Layout | None, cotangent: Tensor, saved: Sequence[Tensor]
-    ) -> Iterable[Contribution]:
-        """Its block, as factors."""
-        block = self.form.block(layout, cotangent, *saved)
-        return ((self.tracked, self.form.region(_region(self.tracked)), block),)
-
-
-@dataclass(eq=False, slots=True)
-class JointOperands:
-    """Tensors in a use with a rule that computes their blocks together."""
-
-    tracked: tuple[Tracked | None, ...]
+    operands: tuple[Tracked | None, ...]
     """``None`` for those that are not tracked."""
-    form: JointForm
+    formula: Formula
     saved: slice
-    """Which of the tensors saved by the tap are for them."""
-
-    @property
-    def reads(self) -> tuple[Tracked, ...]:
-        """Those that are tracked."""
-        return tuple(tracked for tracked in self.tracked if tracked is not None)
-
-    def contributions(
-        self, layout: Layout | None, cotangent: Tensor, saved: Sequence[Tensor]
-    ) -> Iterable[Contribution]:
-        """Their blocks, as factors."""
-        blocks = self.form.blocks(layout, cotangent, *saved)
-        for tracked, block in zip(self.tracked, blocks, strict=True):
-            if tracked is not None:
-                yield tracked, _region(tracked), block
+    """Which of the tensors saved by the tap are for this recipe."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,17 +69,17 @@ class RuleUse:
     function: str
     shape: tuple[int, ...]
     reads: tuple[Tracked, ...]
-    operands: tuple[Operand | JointOperands, ...]
+    recipes: tuple[KeptRecipe, ...]
     rule: Rule | None
     """The rule that gave the recipes, or ``None`` where no rule is needed."""
     is_seen: bool = True
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions to which every form gives an index."""
-        forms = [operand.form.dims for operand in self.operands]
+        """The dimensions to which every formula gives an index."""
+        found = [recipe.formula.dims for recipe in self.recipes]
         return tuple(
-            d for d in range(len(self.shape)) if all(f[d : d + 1] not in ("", "-") for f in forms)
+            d for d in range(len(self.shape)) if all(f[d : d + 1] not in ("", "-") for f in found)
         )
 
     def contributions(
@@ -125,8 +88,14 @@ class RuleUse:
         """The block of each operand, as factors."""
         del limit
         found: list[Contribution] = []
-        for operand in self.operands:
-            found += operand.contributions(layout, cotangent, saved[operand.saved])
+        for operands, formula, own in self.recipes:
+            blocks = formula.blocks(layout, cotangent, *saved[own])
+            for tracked, block in zip(operands, blocks, strict=True):
+                if tracked is not None:
+                    region = _region(tracked)
+                    if formula.groups is not None:
+                        region = region.split_first(formula.groups)
+                    found.append((tracked, region, block))
         return found
 
 

@@ -11,14 +11,13 @@ from autogram.rules import (  # noqa: F401 - importing a file registers its rule
     recurrent,
 )
 from autogram.rules._recipe import (
-    Form,
-    JointForm,
-    JointRecipe,
+    Formula,
     Recipe,
     lookup,
     multilinear,
     positions,
     product,
+    promoted,
 )
 from autogram.rules._registry import (
     Rule,
@@ -29,9 +28,7 @@ from autogram.rules._registry import (
 )
 
 __all__ = [
-    "Form",
-    "JointForm",
-    "JointRecipe",
+    "Formula",
     "Recipe",
     "Rule",
     "find_rule",
@@ -39,6 +36,7 @@ __all__ = [
     "multilinear",
     "positions",
     "product",
+    "promoted",
     "register_rule",
     "registered_functions",
     "unregister_rule",

@@ -1,88 +1,50 @@
-"""Recipes: what a rule answers, for each tensor that a call reads."""
+"""Recipes: what a rule answers, for the tensors that a call reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from functools import lru_cache, partial, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Adjoint, Block, Layout, Lookup, Region, assemble
+from autogram._blocks import Block, Layout, Lookup, assemble
 from autogram._errors import RuleError
 
-POSITIONS = "TSRUVWXYZ"
+_POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
 
 Prepare = Callable[..., tuple[Tensor, ...]]
 
 
-class Form(Protocol):
-    """A block in the making: all of it but the tensors."""
+class Formula(NamedTuple):
+    """How blocks are made from the cotangent of a call's result and saved tensors.
 
-    @property
-    def dims(self) -> str:
-        """An index for each dimension of the output that may hold the samples, else ``-``."""
-        ...
+    Attributes:
+        dims: An index for each dimension of the result that may hold the samples, else ``-``.
+        blocks: From a layout (``None`` for one sample), the cotangent ``(k, *result)`` and the
+            saved tensors to the block of each operand. It must not hold tensors.
+        groups: The blocks have the first dimension of an operand split into ``(groups, rest)``.
+            ``None`` where they have the dimensions of the operand.
+    """
 
-    def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Block | Lookup:
-        """The block, from the cotangent ``(k, *output)`` and the saved tensors."""
-        ...
-
-    def region(self, region: Region) -> Region:
-        """The region of the operand, with the dimensions that the block has."""
-        ...
+    dims: str
+    blocks: Callable[..., Iterable[Block | Lookup]]
+    groups: int | None = None
 
 
 class Recipe(NamedTuple):
-    """The block of one tensor that a call reads.
+    """The blocks of one tensor that a call reads, or of several that are computed together.
 
     Attributes:
-        operand: The tensor, as it was passed to the call.
-        form: How its block is made from the cotangent and the saved tensors.
+        operands: The tensors, as they were passed to the call. One of several may be no parameter.
+        formula: How their blocks are made.
         saved: The tensors to keep until the backward pass. Keep nothing that is not needed.
-        output: Which tensor of the call's results the block is by way of.
-    """
-
-    operand: Tensor
-    form: Form
-    saved: tuple[Tensor, ...] = ()
-    output: int = 0
-
-    @property
-    def operands(self) -> tuple[Tensor, ...]:
-        """The tensor, as the only one."""
-        return (self.operand,)
-
-
-class JointForm(Protocol):
-    """The blocks of several operands in the making, where they are computed together."""
-
-    @property
-    def dims(self) -> str:
-        """An index for each dimension of the output that may hold the samples, else ``-``."""
-        ...
-
-    def blocks(
-        self, layout: Layout | None, cotangent: Tensor, *saved: Tensor
-    ) -> Iterable[Block | Lookup]:
-        """The block of each operand, from the cotangent ``(k, *output)`` and what was saved."""
-        ...
-
-
-class JointRecipe(NamedTuple):
-    """The blocks of several tensors that a call reads, where they are computed together.
-
-    Attributes:
-        operands: The tensors, as they were passed to the call. Some may not be tracked.
-        form: How their blocks are made from the cotangent and the saved tensors.
-        saved: The tensors to keep until the backward pass.
-        output: Which tensor of the call's results the blocks are by way of.
+        output: Index of the result whose cotangent is used.
     """
 
     operands: tuple[Tensor, ...]
-    form: JointForm
+    formula: Formula
     saved: tuple[Tensor, ...] = ()
     output: int = 0
 
@@ -96,7 +58,6 @@ def product(
     groups: int | None = None,
     scale: float = 1,
     output: int = 0,
-    gradient: Callable[..., Tensor] | None = None,
 ) -> Recipe:
     """The recipe of a block that is an einsum of the cotangent and saved tensors.
 
@@ -107,15 +68,13 @@ def product(
             dimension of size one may be written ``1``. The letters ``k`` and ``b`` are taken.
         saved: Tensors to keep. They are the factors, if ``prepare`` is ``None``.
         prepare: Makes the cotangent and the factors from ``(cotangent, *saved)``. It must not
-            hold tensors, and the cotangent has a leading dimension for the objectives.
-        dims: The index of each dimension of the call's output, ``-`` where no samples can lie. By
+            hold tensors, and the cotangent has a leading dimension for the objectives. What it
+            computes with goes through :func:`promoted` first.
+        dims: The index of each dimension of the call's result, ``-`` where no samples can lie. By
             default the indices of the cotangent.
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
         scale: A number that the block is multiplied by.
-        output: Which tensor of the call's results the cotangent is of.
-        gradient: A faster way to the operand's gradient than the einsum, from a cotangent without
-            the leading dimension and the saved tensors, in the dimensions of the equation. Like
-            ``prepare``, it must not hold tensors.
+        output: Index of the result whose cotangent is used.
 
     Returns:
         The recipe.
@@ -123,15 +82,16 @@ def product(
     Raises:
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
-    form = _form(equation, dims)
-    if prepare or groups or gradient or scale != 1:
-        form = Product(equation, form.dims, prepare, groups, scale, gradient)
-    return Recipe(operand, form, saved, output)
+    formula = formula_of(equation, dims)
+    if prepare or groups or scale != 1:
+        blocks = partial(_prepared, prepare, scale, equation, formula.dims)
+        formula = Formula(formula.dims, blocks, groups)
+    return Recipe((operand,), formula, saved, output)
 
 
 @lru_cache(maxsize=4096)
-def _form(equation: str, dims: str | None) -> Product:
-    """The form of a product of its factors, of an equation that is valid for a rule."""
+def formula_of(equation: str, dims: str | None = None) -> Formula:
+    """The formula of a product of the cotangent and the saved tensors, once it is found valid."""
     inputs, output = equation.split("->")
     if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
@@ -139,34 +99,40 @@ def _form(equation: str, dims: str | None) -> Product:
             "the objectives and the samples, and every index of the operand must be in a factor. "
             "Pass other letters."
         )
-    return Product(equation, dims or inputs.split(",")[0])
+    dims = dims or inputs.split(",")[0]
+    return Formula(dims, partial(_product, equation, dims))
 
 
-class Product(NamedTuple):
-    """The form of :func:`product`."""
+def _product(equation: str, dims: str, layout: Layout | None, *factors: Tensor) -> tuple[Block]:
+    """The block of an einsum of the cotangent and further factors."""
+    return (assemble(equation, dims, layout, *factors),)
 
-    equation: str
-    dims: str
-    prepare: Prepare | None = None
-    groups: int | None = None
-    scale: float = 1
-    gradient: Callable[..., Tensor] | None = None
 
-    def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Block:
-        """The block, as factors."""
-        scaled = cotangent if self.scale == 1 else cotangent * self.scale
-        factors = (scaled, *saved) if self.prepare is None else self.prepare(scaled, *saved)
-        block = assemble(self.equation, self.dims, layout, *factors)
-        if self.gradient is None:
-            return block
-        if layout is not None and (layout.has_before or layout.has_after):
-            return block
-        dim = None if layout is None else layout.dim
-        return replace(block, adjoint=Adjoint(self.gradient, dim, scaled, saved, block.parameter))
+def _prepared(
+    prepare: Prepare | None,
+    scale: float,
+    equation: str,
+    dims: str,
+    layout: Layout | None,
+    cotangent: Tensor,
+    *saved: Tensor,
+) -> tuple[Block]:
+    """The block of an einsum of what is made from the cotangent and the saved tensors."""
+    if scale != 1:
+        cotangent = promoted(cotangent)[0] * scale
+    factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
+    return _product(equation, dims, layout, *factors)
 
-    def region(self, region: Region) -> Region:
-        """The operand's region, with its first dimension split into groups."""
-        return region if self.groups is None else region.split_first(self.groups)
+
+def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Floating-point tensors in one dtype, of at least 32 bits; other tensors as they are.
+
+    The cotangent and saved tensors may be in half precision. A product of factors accumulates in
+    more, but a factor that is computed in half precision has lost digits before.
+    """
+    floating = [x.dtype for x in tensors if x.is_floating_point()]
+    dtype = reduce(torch.promote_types, floating, torch.float32)
+    return tuple([x.to(dtype) if x.is_floating_point() else x for x in tensors])
 
 
 def lookup(operand: Tensor, indices: Tensor, padding: int | None = None) -> Recipe:
@@ -177,51 +143,32 @@ def lookup(operand: Tensor, indices: Tensor, padding: int | None = None) -> Reci
         indices: The rows that are read, of any shape. Negative ones count from the end.
         padding: A row whose reads have no gradient.
     """
-    positions = POSITIONS[: indices.dim()]
-    return Recipe(operand, Reading(positions, operand.shape[0], padding), (indices,))
+    read = partial(read_rows, operand.shape[0], padding)
+    return Recipe((operand,), Formula(positions(indices.dim()), read), (indices,))
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The form of :func:`lookup`."""
-
-    dims: str
-    size: int
-    padding: int | None
-
-    def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Lookup:
-        """The block, as the places that were read and their cotangents."""
-        (indices,) = saved
-        indices = torch.where(indices < 0, indices + self.size, indices)
-        if self.padding is not None:
-            kept = (indices != self.padding).view(indices.shape + (1,) * self._columns(cotangent))
-            cotangent = torch.where(kept, cotangent, 0)
-        cotangent = (
-            cotangent.flatten(1 + indices.dim())
-            if self._columns(cotangent)
-            else (cotangent.unsqueeze(-1))
-        )
-        if layout is None:
-            flat = cotangent.reshape(cotangent.shape[0], 1, -1, cotangent.shape[-1])
-            return Lookup(indices.reshape(1, -1), flat)
+def read_rows(
+    size: int, padding: int | None, layout: Layout | None, cotangent: Tensor, indices: Tensor
+) -> tuple[Lookup]:
+    """The block of a table: the rows that were read, and their cotangents ``(k, *indices, *d)``."""
+    indices = torch.where(indices < 0, indices + size, indices)
+    is_vector = cotangent.dim() == 1 + indices.dim()
+    cotangent = cotangent.unsqueeze(-1) if is_vector else cotangent.flatten(1 + indices.dim())
+    if padding is not None:
+        cotangent = torch.where((indices != padding).unsqueeze(-1), cotangent, 0)
+    if layout is None:
+        rows, given = indices.unsqueeze(0), cotangent.unsqueeze(1)
+    else:
         first = layout.dim + layout.has_before
-        places = layout.split(indices, layout.dim).movedim(first, 0)
-        moved = layout.split(cotangent, layout.dim + 1).movedim(first + 1, 1)
-        k, b, columns = moved.shape[0], moved.shape[1], moved.shape[-1]
-        return Lookup(places.reshape(b, -1), moved.reshape(k, b, -1, columns))
-
-    def region(self, region: Region) -> Region:
-        """The whole table."""
-        return region
-
-    def _columns(self, cotangent: Tensor) -> int:
-        """The number of dimensions of one row of the table."""
-        return cotangent.dim() - 1 - len(self.dims)
+        rows = layout.split(indices, layout.dim).movedim(first, 0)
+        given = layout.split(cotangent, layout.dim + 1).movedim(first + 1, 1)
+    k, samples, columns = given.shape[0], given.shape[1], given.shape[-1]
+    return (Lookup(rows.reshape(samples, -1), given.reshape(k, samples, -1, columns)),)
 
 
 def positions(count: int) -> str:
     """Letters for ``count`` dimensions that are summed over."""
-    return POSITIONS[:count]
+    return _POSITIONS[:count]
 
 
 def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> list[Recipe] | None:
@@ -237,10 +184,10 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
         Recipes for the terms that require a gradient, or ``None`` where an index repeats within a
         term or stands in that term alone: such a product is left to the fallback.
     """
-    sizes = {label: 1 for _, labels in terms for label in labels}
+    sizes: dict[str, int] = {}
     for tensor, labels in terms:
         for label, n in zip(labels, tensor.shape, strict=True):
-            sizes[label] = n if n > 1 else sizes[label]
+            sizes[label] = max(n, sizes.get(label, 1))
     squeezed = [_squeeze(tensor, labels, sizes) for tensor, labels in terms]
     recipes = []
     for i, (operand, labels) in enumerate(terms):
@@ -248,15 +195,18 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
             continue
         others = squeezed[:i] + squeezed[i + 1 :]
         known = set(output).union(*(of for _, of in others))
-        target = "".join(
-            label if n == sizes[label] else "1"
-            for label, n in zip(labels, operand.shape, strict=True)
-        )
+        target = _target(operand, labels, sizes)
         if len(set(labels)) < len(labels) or not set(target) - {"1"} <= known:
             return None
         equation = ",".join((output, *(of for _, of in others))) + "->" + target
         recipes.append(product(operand, equation, *(x for x, _ in others), scale=scale))
     return recipes
+
+
+def _target(operand: Tensor, labels: str, sizes: dict[str, int]) -> str:
+    """The indices of a term, with ``1`` for the dimensions along which it is broadcast."""
+    pairs = zip(labels, operand.shape, strict=True)
+    return "".join(label if n == sizes[label] else "1" for label, n in pairs)
 
 
 def _squeeze(tensor: Tensor, labels: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
@@ -268,7 +218,6 @@ def _squeeze(tensor: Tensor, labels: str, sizes: dict[str, int]) -> tuple[Tensor
 
 def addend(
     operand: Tensor,
-    output: str,
     shape: Sequence[int],
     *saved: Tensor,
     scale: float = 1,
@@ -278,9 +227,9 @@ def addend(
 
     For an elementwise function of it, ``prepare`` multiplies the cotangent by the derivative.
     """
-    skipped = len(shape) - operand.dim()
-    pairs = zip(output[skipped:], operand.shape, shape[skipped:], strict=True)
-    target = "".join(label if n == size else "1" for label, n, size in pairs)
+    output, (_, labels) = broadcast(shape, operand.shape)
+    sizes = dict(zip(output, shape, strict=True))
+    target = _target(operand, labels, sizes)
     return product(operand, f"{output}->{target}", *saved, prepare=prepare, scale=scale)
 
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from autogram._errors import RuleError
-from autogram.rules._recipe import JointRecipe, Recipe
+from autogram.rules._recipe import Recipe
 from autogram.rules._visible import as_seen, hide, show
 
-Rule = Callable[..., Sequence[Recipe] | Sequence[JointRecipe] | None]
+Rule = Callable[..., Sequence[Recipe] | None]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
@@ -52,7 +52,8 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
         for function in functions:
             _check(function, rule)
         for function in functions:
-            _RULES[show(function)] = rule
+            show(function)
+            _RULES[as_seen(function)] = rule
         return rule
 
     return register
@@ -85,21 +86,21 @@ def _check(function: Callable[..., Any], rule: Rule) -> None:
             "functions that it calls, or write it as a `torch.autograd.Function`."
         )
     known = find_rule(function)
-    if known is not None and _place(known) != _place(rule):
+    if known is not None and _name(known) != _name(rule):
         raise RuleError(
             f"`{function}` has a rule already, `{known}`: a second one would hide it. Register "
             "each function once, or call `unregister_rule` first."
         )
 
 
-def _place(rule: Rule) -> tuple[Any, Any]:
-    """Where a rule is defined."""
+def _name(rule: Rule) -> tuple[Any, Any]:
+    """The module of a rule and its name there."""
     return getattr(rule, "__module__", None), getattr(rule, "__qualname__", rule)
 
 
 def variants(*names: str) -> list[Callable[..., Any]]:
     """The function in ``torch`` and the method of ``Tensor``, as far as they exist, by name."""
-    found = [getattr(place, name, None) for name in names for place in (torch, torch.Tensor)]
+    found = [getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor)]
     return list(dict.fromkeys(function for function in found if function is not None))
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from torch import overrides
 from torch.autograd import Function
 
-_NAME = "apply"
-
 
 def as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function as modes see it: of a custom autograd Function, its ``apply``."""
@@ -22,41 +20,47 @@ def as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if owner is None else owner.apply
 
 
-def show(function: Callable[..., Any]) -> Callable[..., Any]:
+def show(function: Callable[..., Any]) -> None:
     """Makes modes see the calls of a custom autograd Function; leaves other functions alone.
 
     Without an active mode, ``apply`` is called as before. Functions that are derived from this one
     keep theirs: their forward may be another.
-
-    Returns:
-        The function as modes see it.
     """
     owner = _owner(function)
-    if owner is None or isinstance(vars(owner).get(_NAME), _Shown):
-        return as_seen(function)
-    shown = _Shown(owner)
-    setattr(owner, _NAME, shown)
-    return shown.apply
+    if owner is not None and not isinstance(vars(owner).get("apply"), _Shown):
+        owner.apply = _Shown(owner)
 
 
 def hide(function: Callable[..., Any]) -> None:
     """Gives a custom autograd Function back the ``apply`` that it had."""
     owner = _owner(function)
-    shown = None if owner is None else vars(owner).get(_NAME)
+    shown = None if owner is None else vars(owner).get("apply")
     if isinstance(shown, _Shown):
-        delattr(owner, _NAME)
+        del owner.apply
         if shown.is_own:
-            setattr(owner, _NAME, shown.before)
+            owner.apply = shown.before
 
 
 class _Shown:
-    """The attribute ``apply`` of one autograd Function."""
+    """The attribute ``apply`` of one autograd Function, which asks an active mode first."""
 
     def __init__(self, owner: type[Function]) -> None:
         self.owner = owner
-        self.is_own = _NAME in vars(owner)
-        self.before = inspect.getattr_static(owner, _NAME)
-        self.apply = _seen_by_modes(owner, owner.apply)
+        self.is_own = "apply" in vars(owner)
+        self.before = inspect.getattr_static(owner, "apply")
+        before: Callable[..., Any] = owner.apply
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            # Modes only: what tensor subclasses do with a Function stays as it was.
+            if overrides.has_torch_function((None,)):
+                return overrides.handle_torch_function(apply, (), *args, **kwargs)
+            return before(*args, **kwargs)
+
+        # Like a method of the class, by names that `pickle` finds.
+        apply.__self__ = owner  # type: ignore[attr-defined]  # functions take attributes
+        apply.__name__ = f"{owner.__name__}.apply"
+        apply.__qualname__, apply.__module__ = f"{owner.__qualname__}.apply", owner.__module__
+        self.apply = apply
 
     def __get__(self, instance: object, owner: type[Function]) -> Callable[..., Any]:
         if owner is self.owner:
@@ -65,23 +69,7 @@ class _Shown:
         return inherited
 
 
-def _seen_by_modes(owner: type[Function], before: Callable[..., Any]) -> Callable[..., Any]:
-    """An ``apply`` that an active mode is asked to carry out."""
-
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        # Modes only: what tensor subclasses do with a Function stays as it was.
-        if overrides.has_torch_function((None,)):
-            return overrides.handle_torch_function(apply, (), *args, **kwargs)
-        return before(*args, **kwargs)
-
-    # Like a method of the class; its place is where `pickle` looks for it.
-    apply.__self__ = owner  # type: ignore[attr-defined]  # functions take attributes
-    apply.__name__ = f"{owner.__name__}.apply"
-    apply.__qualname__, apply.__module__ = f"{owner.__qualname__}.apply", owner.__module__
-    return apply
-
-
-def _owner(function: Callable[..., Any]) -> type[Function] | None:
-    """The custom autograd Function that is given, itself or by its ``apply``."""
+def _owner(function: Callable[..., Any]) -> Any:
+    """The custom autograd Function that is given, itself or by its ``apply``, or ``None``."""
     owner = function if isinstance(function, type) else getattr(function, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None

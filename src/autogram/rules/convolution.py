@@ -10,19 +10,23 @@ A transposed convolution is the derivative of a convolution by its input, so inp
 change places: with g^[n, o, q, l] the patches of the cotangent,
 
     dW[i, o, q] = sum_l x[n, i, l] g^[n, o, q, l]        dc[o] = sum_l g[n, o, l]
+
+In the equations of the blocks, ``q`` is the group of channels and ``xyz`` are the taps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from autogram.rules._recipe import Recipe, positions, product
+from autogram._blocks import Adjoint, Block, Layout, assemble
+from autogram.rules._recipe import Formula, Recipe, positions, product
 from autogram.rules._registry import register_rule
 
 Sizes = int | Sequence[int]
@@ -39,30 +43,8 @@ def convolution(
     groups: int = 1,
 ) -> list[Recipe]:
     """Kernel and bias of a convolution with any stride, padding, dilation and groups."""
-    n = weight.dim() - 2
-    batch = "n" if input.dim() == n + 2 else ""  # an input without batch dimension is one sample
-    dims = batch or "-"
-    recipes = []
-    if weight.requires_grad:
-        window = Window.of(tuple(weight.shape[2:]), stride, padding, dilation)
-        t, taps = positions(n), "xyz"[:n]
-        equation = f"{batch}qo{t},{batch}{t}{taps}qi->qoi{taps}"
-        prepare = partial(_unfold, window, groups)
-        gradient = partial(_gradient, window, groups, tuple(weight.shape))
-        recipes.append(
-            product(
-                weight,
-                equation,
-                input,
-                prepare=prepare,
-                dims=dims,
-                groups=groups,
-                gradient=gradient if window.is_symmetric else None,
-            )
-        )
-    if bias is not None and bias.requires_grad:
-        recipes.append(product(bias, f"{batch}o{positions(n)}->o", dims=dims))
-    return recipes
+    sizes = Convolution.of(weight, stride, padding, dilation, groups)
+    return _recipes(input, weight, bias, sizes.blocks, groups)
 
 
 @register_rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
@@ -77,129 +59,117 @@ def transposed_convolution(
     dilation: Sizes = 1,
 ) -> list[Recipe]:
     """Kernel and bias of a transposed convolution with any stride, padding, dilation and groups."""
-    n = weight.dim() - 2
-    batch = "n" if input.dim() == n + 2 else ""
-    dims = batch or "-"
+    sizes = Convolution.of(weight, stride, padding, dilation, groups)
+    return _recipes(input, weight, bias, sizes.transposed_blocks, groups)
+
+
+def _recipes(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    blocks: Callable[..., tuple[Block]],
+    groups: int,
+) -> list[Recipe]:
+    """Recipes of a kernel and a bias. An input without batch dimension is one sample."""
+    space = weight.dim() - 2
+    dims, batch = ("n", "n") if input.dim() == space + 2 else ("-", "")
     recipes = []
     if weight.requires_grad:
-        window = Window.of(tuple(weight.shape[2:]), stride, padding, dilation)
-        t, taps = positions(n), "xyz"[:n]
-        equation = f"{batch}{t}{taps}qo,{batch}qi{t}->qio{taps}"
-        prepare = partial(_unfold_cotangent, window, groups)
-        recipes.append(product(weight, equation, input, prepare=prepare, dims=dims, groups=groups))
+        recipes.append(Recipe((weight,), Formula(dims, blocks, groups), (input,)))
     if bias is not None and bias.requires_grad:
-        recipes.append(product(bias, f"{batch}o{positions(n)}->o", dims=dims))
+        recipes.append(product(bias, f"{batch}o{positions(space)}->o", dims=dims))
     return recipes
 
 
 @dataclass(frozen=True)
-class Window:
-    """Which inputs each output position sees, per spatial dimension."""
+class Convolution:
+    """The sizes of a convolution; those of a position are given for each spatial dimension."""
 
-    kernel: tuple[int, ...]
+    weight: tuple[int, ...]
+    """The shape of the kernel, channels included."""
     stride: tuple[int, ...]
-    dilation: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     """Zeros before and behind."""
+    dilation: tuple[int, ...]
+    groups: int
 
     @classmethod
     def of(
-        cls, kernel: tuple[int, ...], stride: Sizes, padding: Sizes | str, dilation: Sizes
-    ) -> Window:
-        """The window of a convolution's arguments."""
-        n = len(kernel)
+        cls, weight: Tensor, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
+    ) -> Convolution:
+        """The sizes from a call's arguments."""
+        shape = tuple(weight.shape)
+        n = len(shape) - 2
         dilations = _per_dimension(dilation, n)
         if padding == "same":
             # As torch does: where the sum is odd, the additional zero comes behind.
-            totals = [d * (size - 1) for d, size in zip(dilations, kernel, strict=True)]
+            totals = [d * (size - 1) for d, size in zip(dilations, shape[2:], strict=True)]
             pads = tuple((total // 2, total - total // 2) for total in totals)
         else:
             zeros = 0 if isinstance(padding, str) else padding
             pads = tuple((p, p) for p in _per_dimension(zeros, n))
-        return cls(kernel, _per_dimension(stride, n), dilations, pads)
+        return cls(shape, _per_dimension(stride, n), pads, dilations, groups)
 
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether there are as many zeros before as behind."""
-        return all(before == behind for before, behind in self.padding)
+    def blocks(self, layout: Layout | None, cotangent: Tensor, input: Tensor) -> tuple[Block]:
+        """The block of the kernel: cotangents times patches of the input."""
+        cotangent, input, t, taps = self._batched(cotangent, input)
+        equation = f"nqo{t},n{t}{taps}qi->qoi{taps}"
+        block = assemble(equation, "n", layout, self._by_group(cotangent, 2), self._patches(input))
+        is_symmetric = all(before == behind for before, behind in self.padding)
+        if is_symmetric and (layout is None or not (layout.has_before or layout.has_after)):
+            dim = None if layout is None else layout.dim
+            adjoint = Adjoint(self._gradient, dim, cotangent, (input,), block.parameter)
+            block = replace(block, adjoint=adjoint)
+        return (block,)
 
-    def patches(self, input: Tensor) -> Tensor:
-        """What the kernel sees, ``(n, *positions, *kernel, channels)``.
+    def transposed_blocks(
+        self, layout: Layout | None, cotangent: Tensor, input: Tensor
+    ) -> tuple[Block]:
+        """The block of the kernel of a transposed one: patches of the cotangents times inputs."""
+        cotangent, input, t, taps = self._batched(cotangent, input)
+        patches = self._patches(cotangent.flatten(0, 1))
+        for dim, size in enumerate(input.shape[2:], start=1):
+            # Where the dilation exceeds the stride, additional output may hold another window.
+            patches = patches.narrow(dim, 0, size)
+        patches = patches.unflatten(0, cotangent.shape[:2])
+        equation = f"n{t}{taps}qo,nqi{t}->qio{taps}"
+        return (assemble(equation, "n", layout, patches, self._by_group(input, 1)),)
 
-        A strided view of the input with its channels last. The contraction copies what it needs,
-        one part at a time, in runs as long as the channels: on a CPU, half of the time of
-        ``F.unfold``, which writes all of it first and reads it with strides.
+    def _batched(self, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor, str, str]:
+        """Cotangents ``(k, n, o, *l)`` and inputs ``(n, i, *space)``; indices of ``l`` and taps."""
+        space = len(self.stride)
+        if input.dim() == space + 1:
+            cotangent, input = cotangent.unsqueeze(1), input.unsqueeze(0)
+        return cotangent, input, positions(space), "xyz"[:space]
+
+    def _by_group(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensor with a dimension of channels split into groups and their channels."""
+        split: Tensor = tensor.unflatten(dim, (self.groups, -1))
+        return split
+
+    def _patches(self, input: Tensor) -> Tensor:
+        """What the kernel sees of ``(n, channels, *space)``: ``(n, *l, *taps, q, i)``.
+
+        A view of the padded input with its channels last in memory, so that the contraction, which
+        copies what it needs one part at a time, reads the channels of a position together.
         """
-        input = self._pad(input)
-        sizes = zip(self.kernel, self.stride, self.dilation, strict=True)
+        zeros = [zeros for both in reversed(self.padding) for zeros in both]
+        input = input.movedim(1, -1)
+        input = F.pad(input, (0, 0, *zeros)) if any(zeros) else input.contiguous()
+        sizes = zip(self.weight[2:], self.stride, self.dilation, strict=True)
         for dim, (size, step, hole) in enumerate(sizes, start=1):
             input = input.unfold(dim, hole * (size - 1) + 1, step)[..., ::hole]
-        return input.movedim(len(self.kernel) + 1, -1)
+        return self._by_group(input.movedim(len(self.stride) + 1, -1), -1)
 
-    def _pad(self, input: Tensor) -> Tensor:
-        """The input ``(n, channels, *space)`` as ``(n, *space, channels)`` among zeros, contiguous.
+    def _gradient(self, cotangent: Tensor, input: Tensor) -> Tensor:
+        """The gradient of the kernel, ``(q, o, i, *taps)``, by torch's kernel of a backward pass.
 
-        ``F.pad`` writes zeros everywhere first, which takes as long as copying the input.
+        It unfolds nothing.
         """
-        n, channels, *space = input.shape
-        sizes = [size + sum(pad) for size, pad in zip(space, self.padding, strict=True)]
-        padded = input.new_empty(n, *sizes, channels)
-        inside = padded
-        for dim, (size, (before, behind)) in enumerate(zip(space, self.padding, strict=True), 1):
-            inside.narrow(dim, 0, before).zero_()
-            inside.narrow(dim, before + size, behind).zero_()
-            inside = inside.narrow(dim, before, size)
-        inside.copy_(input.movedim(1, -1))
-        return padded
-
-
-def _unfold(window: Window, groups: int, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Cotangents ``(k, n, q, o, *l)`` and patches ``(n, *l, *kernel, q, i)``, q the groups."""
-    has_batch = input.dim() == len(window.kernel) + 2
-    patches = window.patches(input if has_batch else input.unsqueeze(0))
-    patches = patches.unflatten(-1, (groups, -1))
-    return (
-        cotangent.unflatten(1 + has_batch, (groups, -1)),
-        patches if has_batch else patches.squeeze(0),
-    )
-
-
-def _unfold_cotangent(
-    window: Window, groups: int, cotangent: Tensor, input: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Patches of the cotangents ``(k, n, *l, *kernel, q, o)`` and inputs ``(n, q, i, *l)``."""
-    n = len(window.kernel)
-    has_batch = input.dim() == n + 2
-    together = cotangent.flatten(0, 1) if has_batch else cotangent
-    patches = window.patches(together).unflatten(-1, (groups, -1))
-    for dim, size in enumerate(input.shape[-n:], start=1):
-        # Where the dilation exceeds the stride, additional output may hold another window.
-        patches = patches.narrow(dim, 0, size)
-    return (
-        patches.unflatten(0, cotangent.shape[:2]) if has_batch else patches,
-        input.unflatten(int(has_batch), (groups, -1)),
-    )
-
-
-_GRADIENTS: dict[int, Callable[..., Tensor]] = {
-    1: conv1d_weight,
-    2: conv2d_weight,
-    3: conv3d_weight,
-}
-
-
-def _gradient(
-    window: Window, groups: int, shape: tuple[int, ...], cotangent: Tensor, input: Tensor
-) -> Tensor:
-    """The gradient of the weight, ``(q, o, i, *kernel)``, by the kernel of a backward pass."""
-    n = len(window.kernel)
-    if input.dim() == n + 1:
-        cotangent, input = cotangent.unsqueeze(0), input.unsqueeze(0)
-    zeros = tuple(before for before, _ in window.padding)
-    sizes = window.stride, zeros, window.dilation
-    gradient = _GRADIENTS[n](input, shape, cotangent, *sizes, groups)
-    by_group: Tensor = gradient.unflatten(0, (groups, -1))
-    return by_group
+        function: Any = (conv1d_weight, conv2d_weight, conv3d_weight)[len(self.stride) - 1]
+        zeros = tuple(before for before, _ in self.padding)
+        sizes = (self.stride, zeros, self.dilation, self.groups)
+        return self._by_group(function(input, self.weight, cotangent, *sizes), 0)
 
 
 def _per_dimension(sizes: Sizes, n: int) -> tuple[int, ...]:

@@ -14,26 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._recipe import (
+    Recipe,
+    addend,
+    broadcast,
+    multilinear,
+    positions,
+    product,
+    promoted,
+)
 from autogram.rules._registry import register_rule, variants
 
 
 @register_rule(*variants("add", "add_"))
 def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input + alpha * other``."""
-    return _weighted_sum((input, 1), (other, alpha))
+    terms = [(x, scale) for x, scale in ((input, 1), (other, alpha)) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x, _ in terms))
+    return [addend(x, shape, scale=scale) for x, scale in terms if x.requires_grad]
 
 
 @register_rule(*variants("sub", "sub_", "subtract", "subtract_"))
 def sub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input - alpha * other``."""
-    return _weighted_sum((input, 1), (other, -alpha))
+    return add(input, other, alpha=-alpha)
 
 
 @register_rule(torch.rsub)
 def rsub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``other - alpha * input``."""
-    return _weighted_sum((input, -alpha), (other, 1))
+    return add(other, input, alpha=-alpha)
 
 
 @register_rule(*variants("mul", "mul_", "multiply", "multiply_"))
@@ -54,24 +64,22 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
     if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return None
     shape = torch.broadcast_shapes(input.shape, other.shape)
-    output = positions(len(shape))
     recipes = []
     if input.requires_grad:
-        recipes.append(addend(input, output, shape, other, prepare=_by_numerator))
+        recipes.append(addend(input, shape, other, prepare=_by_numerator))
     if other.requires_grad:
-        recipes.append(addend(other, output, shape, input, other, prepare=_by_denominator))
+        recipes.append(addend(other, shape, input, other, prepare=_by_denominator))
     return recipes
 
 
 @register_rule(torch.where)
 def where(condition: Tensor, input: Any, other: Any) -> list[Recipe]:
     """``input`` where a condition holds, and ``other`` elsewhere."""
-    branches = [(x, x_if) for x, x_if in ((input, True), (other, False)) if isinstance(x, Tensor)]
+    branches = [(x, kept) for x, kept in ((input, True), (other, False)) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(condition.shape, *(x.shape for x, _ in branches))
-    output = positions(len(shape))
     return [
-        addend(x, output, shape, condition, prepare=partial(_masked, x_if))
-        for x, x_if in branches
+        addend(x, shape, condition, prepare=partial(_masked, kept))
+        for x, kept in branches
         if x.requires_grad
     ]
 
@@ -91,25 +99,15 @@ def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
     return [product(weight, equation, input, prepare=_negative_part)]
 
 
-def _weighted_sum(*terms: tuple[Any, float]) -> list[Recipe]:
-    """Recipes of a sum of broadcast tensors, each with its factor."""
-    tensors = [(term, scale) for term, scale in terms if isinstance(term, Tensor)]
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor, _ in tensors))
-    output = positions(len(shape))
-    return [
-        addend(tensor, output, shape, scale=scale)
-        for tensor, scale in tensors
-        if tensor.requires_grad
-    ]
-
-
-def _by_numerator(cotangent: Tensor, other: Tensor) -> tuple[Tensor]:
+def _by_numerator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``x``."""
+    cotangent, other = promoted(*tensors)
     return (cotangent / other,)
 
 
-def _by_denominator(cotangent: Tensor, input: Tensor, other: Tensor) -> tuple[Tensor]:
+def _by_denominator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``y``."""
+    cotangent, input, other = promoted(*tensors)
     return (cotangent * (-input / other.square()),)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._blocks import Layout, Lookup, Region
+from autogram._blocks import Layout, Lookup
 from autogram._errors import UnsupportedError
-from autogram.rules._recipe import Reading, Recipe, lookup
+from autogram.rules._recipe import Formula, Recipe, lookup, read_rows
 from autogram.rules._registry import register_rule, variants
 
 
@@ -26,9 +26,8 @@ def embedding(
     sparse: bool = False,  # noqa: ARG001
 ) -> list[Recipe]:
     """The table of ``F.embedding``."""
-    _check_table("F.embedding", max_norm, scale_grad_by_freq)
-    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    return torch_embedding(weight, input, padding)
+    _check_table("F.embedding", scale_grad_by_freq, max_norm)
+    return [lookup(weight, input, None if padding_idx is None else padding_idx % len(weight))]
 
 
 @register_rule(torch.embedding)
@@ -40,13 +39,13 @@ def torch_embedding(
     sparse: bool = False,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """The table of ``torch.embedding``."""
-    _check_table("torch.embedding", None, scale_grad_by_freq)
+    _check_table("torch.embedding", scale_grad_by_freq)
     return [lookup(weight, indices, None if padding_idx < 0 else padding_idx)]
 
 
 @register_rule(torch.Tensor.__getitem__)
 def getitem(input: Tensor, index: Any) -> list[Recipe] | None:
-    """Rows of a tensor at integer places; any other index is left to the fallback."""
+    """Rows of a tensor at integer indices; any other index is left to the fallback."""
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if not isinstance(index, Tensor) or index.dtype in (torch.bool, torch.uint8):
@@ -80,7 +79,7 @@ def embedding_bag(
 
     Maxima, and learned weights of the rows, are left to the fallback.
     """
-    _check_table("F.embedding_bag", max_norm, scale_grad_by_freq)
+    _check_table("F.embedding_bag", scale_grad_by_freq, max_norm)
     if mode not in ("sum", "mean") or input.dim() != (2 if offsets is None else 1):
         return None
     indices, inside = _bags(input, offsets, include_last_offset)
@@ -92,25 +91,19 @@ def embedding_bag(
     if per_sample_weights is not None:
         own, _ = _bags(per_sample_weights.detach(), offsets, include_last_offset)
         weights = weights * own
-    return [Recipe(weight, Bags(weight.shape[0]), (indices, weights))]
+    formula = Formula("T", partial(_read_bags, weight.shape[0]))
+    return [Recipe((weight,), formula, (indices, weights))]
 
 
-@dataclass(frozen=True)
-class Bags:
-    """The form of sums of rows: each row is read with the weighted cotangent of its bag."""
+def _read_bags(
+    size: int, layout: Layout | None, cotangent: Tensor, indices: Tensor, weights: Tensor
+) -> tuple[Lookup]:
+    """The block of sums of rows: each row is read with the weighted cotangent of its bag.
 
-    size: int
-    dims: str = "T"
-
-    def block(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Lookup:
-        """The block, from the rows in each bag and their weights, ``(bags, longest)``."""
-        indices, weights = saved
-        by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
-        return Reading("TS", self.size, None).block(layout, by_row, indices)
-
-    def region(self, region: Region) -> Region:
-        """The whole table."""
-        return region
+    ``indices`` and ``weights`` are those of each bag, ``(bags, longest)``.
+    """
+    by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
+    return read_rows(size, None, layout, by_row, indices)
 
 
 def _bags(
@@ -125,12 +118,12 @@ def _bags(
     else:
         ends = torch.cat([ends, ends.new_full((1,), len(values))])
     longest = max([0, *(ends - offsets).tolist()])
-    places = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
-    inside = places < ends.unsqueeze(1)
-    return torch.where(inside, values[places.clamp(max=len(values) - 1)], 0), inside
+    indices = offsets.unsqueeze(1) + torch.arange(longest, device=offsets.device)
+    inside = indices < ends.unsqueeze(1)
+    return torch.where(inside, values[indices.clamp(max=len(values) - 1)], 0), inside
 
 
-def _check_table(function: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+def _check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None = None) -> None:
     """Refuses what a Jacobian cannot be taken of."""
     if max_norm is not None:
         raise UnsupportedError(

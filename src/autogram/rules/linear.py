@@ -11,14 +11,27 @@ several).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
+from opt_einsum.parser import parse_einsum_input
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._recipe import (
+    Formula,
+    Recipe,
+    addend,
+    broadcast,
+    formula_of,
+    multilinear,
+    positions,
+    product,
+)
 from autogram.rules._registry import register_rule, variants
+
+_USABLE = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
 
 
 @register_rule(F.linear)
@@ -26,11 +39,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Re
     """Weight and bias of ``F.linear``."""
     if weight.dim() != 2:
         return None
-    t = positions(input.dim() - 1)
-    recipes = [product(weight, f"{t}o,{t}i->oi", input)]
+    of_weight, of_bias = _linear_formulas(input.dim())
+    recipes = [Recipe((weight,), of_weight, (input,))]
     if bias is not None:
-        recipes.append(product(bias, f"{t}o->o"))
+        recipes.append(Recipe((bias,), of_bias))
     return recipes
+
+
+@lru_cache
+def _linear_formulas(dims: int) -> tuple[Formula, Formula]:
+    """The formulas of weight and bias, by the number of dimensions of the input."""
+    t = positions(dims - 1)
+    return formula_of(f"{t}o,{t}i->oi"), formula_of(f"{t}o->o")
 
 
 @register_rule(*variants("matmul", "mm", "bmm"))
@@ -54,7 +74,7 @@ def addmm(
     output, left, right = _matmul_labels(mat1, mat2)
     recipes = multilinear(output, (mat1, left), (mat2, right), scale=alpha)
     shape = (*mat1.shape[:-1], mat2.shape[-1])
-    return None if recipes is None else [*recipes, addend(input, output, shape, scale=beta)]
+    return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
 
 
 @register_rule(*variants("_grouped_mm"))
@@ -79,8 +99,8 @@ def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
     """Every operand of ``torch.einsum`` in its string form."""
     if not isinstance(equation, str):
         return None
-    tensors = list(operands[0]) if isinstance(operands[0], (list, tuple)) else list(operands)
-    parsed = _explicit(equation.replace(" ", ""), [tensor.dim() for tensor in tensors])
+    tensors = operands[0] if isinstance(operands[0], (list, tuple)) else operands
+    parsed = _parsed(equation, tuple([tensor.dim() for tensor in tensors]))
     if parsed is None:
         return None
     output, terms = parsed
@@ -103,25 +123,16 @@ def _matmul_labels(left: Tensor, right: Tensor) -> tuple[str, str, str]:
     return output + row + column, left_batch + row + "i", right_batch + "i" + column
 
 
-def _explicit(equation: str, dims: list[int]) -> tuple[str, list[str]] | None:
-    """Output and inputs of an einsum equation, renamed to letters that rules may use."""
-    inputs, arrow, output = equation.partition("->")
-    terms = inputs.split(",")
-    extra = [n - len(term.replace("...", "")) for term, n in zip(terms, dims, strict=True)]
-    hidden = "".join(chr(0x2460 + i) for i in range(max([0, *extra])))  # stand for the ellipsis
-    terms = [
-        term.replace("...", hidden[len(hidden) - n :] if n else "")
-        for term, n in zip(terms, extra, strict=True)
-    ]
-    if not arrow:  # by default, what occurs once, in alphabetical order, behind the ellipsis
-        together = "".join(terms)
-        output = hidden + "".join(
-            sorted(c for c in set(together) if together.count(c) == 1 and c not in hidden)
-        )
-    output = output.replace("...", hidden)
-    letters = "".join(dict.fromkeys("".join(terms)))
-    usable = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
-    if len(letters) > len(usable):
+@lru_cache(maxsize=1024)
+def _parsed(equation: str, dims: tuple[int, ...]) -> tuple[str, list[str]] | None:
+    """The output and the inputs of an einsum equation, in letters that rules may use."""
+    try:
+        shapes = [(1,) * n for n in dims]
+        inputs, output, _ = parse_einsum_input((equation, *shapes), shapes=True)
+    except ValueError:
+        return None  # torch says what is wrong
+    letters = "".join(dict.fromkeys(inputs.replace(",", "")))
+    if len(letters) > len(_USABLE):
         return None
-    table = str.maketrans(letters, usable[: len(letters)])
-    return output.translate(table), [term.translate(table) for term in terms]
+    table = str.maketrans(letters, _USABLE[: len(letters)])
+    return output.translate(table), inputs.translate(table).split(",")

@@ -12,9 +12,9 @@ recording what is inside of a Python function takes longer than recording the fu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import compress
 from math import prod
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autogram._blocks import Block, Layout, assemble
-from autogram.rules._recipe import JointRecipe, Prepare, Recipe, positions, product
+from autogram.rules._recipe import Formula, Recipe, positions, product, promoted
 from autogram.rules._registry import register_rule
 
 
@@ -37,7 +37,7 @@ def layer_norm(
 ) -> list[Recipe]:
     """Elementwise weight and bias over the last dimensions."""
     shape = tuple(normalized_shape)
-    normalize = partial(_layer_norm, shape, eps)
+    normalize = partial(F.layer_norm, normalized_shape=shape, eps=eps)
     return _affine(input, weight, bias, positions(input.dim())[-len(shape) :], normalize)
 
 
@@ -50,7 +50,7 @@ def rms_norm(
 ) -> list[Recipe]:
     """Elementwise weight over the last dimensions."""
     shape = tuple(normalized_shape)
-    normalize = partial(_rms_norm, shape, eps)
+    normalize = partial(F.rms_norm, normalized_shape=shape, eps=eps)
     return _affine(input, weight, None, positions(input.dim())[-len(shape) :], normalize)
 
 
@@ -62,9 +62,12 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,  # noqa: ARG001 - the signature of the torch function
-) -> list[JointRecipe]:
-    """Weight and bias per channel."""
-    return _by_group(input, num_groups, weight, bias, eps)
+) -> list[Recipe]:
+    """Weight and bias per channel, with statistics of each group of channels of a sample."""
+    dims = positions(input.dim())
+    blocks = partial(_by_group, dims, num_groups, eps, weight is not None, bias is not None)
+    operands = tuple([x for x in (weight, bias) if x is not None])
+    return [Recipe(operands, Formula(dims, blocks), (input,))]
 
 
 @register_rule(torch.instance_norm)
@@ -75,16 +78,14 @@ def instance_norm(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     use_input_stats: bool,
-    momentum: float,  # noqa: ARG001 - the signature of the torch function
+    momentum: float,
     eps: float,
-    cudnn_enabled: bool = True,  # noqa: ARG001
-) -> list[Recipe] | list[JointRecipe]:
+    cudnn_enabled: bool = True,  # noqa: ARG001 - the signature of the torch function
+) -> list[Recipe]:
     """Weight and bias per channel, with statistics of each sample or running ones."""
     if use_input_stats or running_mean is None or running_var is None:
-        return _by_group(input, input.shape[1], weight, bias, eps)
-    statistics = (running_mean.clone(), running_var.clone())
-    normalize = partial(_standardize, eps)
-    return _affine(input, weight, bias, positions(2)[1], normalize, *statistics)
+        return group_norm(input, input.shape[1], weight, bias, eps)
+    return batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
 @register_rule(torch.batch_norm)
@@ -100,12 +101,12 @@ def batch_norm(
     cudnn_enabled: bool = True,  # noqa: ARG001
 ) -> list[Recipe]:
     """Weight and bias per channel, with statistics of the batch or running ones."""
+    channel = positions(2)[1]
     if training or running_mean is None or running_var is None:
-        return _affine(input, weight, bias, positions(2)[1], partial(_batch_norm, eps))
+        return _affine(input, weight, bias, channel, partial(_by_batch, eps))
     # Copies, because the next forward pass in training mode changes the statistics in place.
     statistics = (running_mean.clone(), running_var.clone())
-    normalize = partial(_standardize, eps)
-    return _affine(input, weight, bias, positions(2)[1], normalize, *statistics)
+    return _affine(input, weight, bias, channel, partial(_standardize, eps), *statistics)
 
 
 def _affine(
@@ -113,110 +114,86 @@ def _affine(
     weight: Tensor | None,
     bias: Tensor | None,
     target: str,
-    normalize: Prepare,
+    normalize: Callable[..., Tensor],
     *statistics: Tensor,
 ) -> list[Recipe]:
     """Recipes of a weight and a bias with the indices ``target``."""
     output = positions(input.dim())
     recipes = []
     if weight is not None and weight.requires_grad:
-        equation = f"{output},{output}->{target}"
-        recipes.append(product(weight, equation, input, *statistics, prepare=normalize))
+        equation, prepare = f"{output},{output}->{target}", partial(_normalized, normalize)
+        recipes.append(product(weight, equation, input, *statistics, prepare=prepare))
     if bias is not None and bias.requires_grad:
         recipes.append(product(bias, f"{output}->{target}"))
     return recipes
 
 
+def _normalized(
+    normalize: Callable[..., Tensor], cotangent: Tensor, *saved: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The cotangent and x^, from the input and perhaps statistics."""
+    return cotangent, normalize(*promoted(*saved))
+
+
+def _by_batch(eps: float, input: Tensor) -> Tensor:
+    """x^ with statistics of the batch, also where that is a single value for each channel."""
+    # `F.batch_norm` refuses a single value, which `torch.batch_norm` takes.
+    is_enabled = torch.backends.cudnn.enabled
+    return torch.batch_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
+
+
+def _standardize(eps: float, input: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """x^ with given statistics of each channel."""
+    shape = (1, -1) + (1,) * (input.dim() - 2)
+    return (input - mean.view(shape)) * torch.rsqrt(variance + eps).view(shape)
+
+
 def _by_group(
-    input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> list[JointRecipe]:
-    """The recipe of a weight and a bias per channel, with statistics of each group of channels."""
-    operands = tuple(x for x in (weight, bias) if x is not None)
-    form = PerChannel(positions(input.dim()), groups, eps, weight is not None, bias is not None)
-    return [JointRecipe(operands, form, (input,))]
+    dims: str,
+    groups: int,
+    eps: float,
+    has_weight: bool,
+    has_bias: bool,
+    layout: Layout | None,
+    *tensors: Tensor,
+) -> Iterator[Block]:
+    """The blocks of weight and bias, as far as there are both, with statistics of each group.
 
-
-@dataclass(frozen=True)
-class PerChannel:
-    """The form of a weight and a bias per channel, with statistics of each group of channels.
-
-    With mean and deviation of its group, the row of a sample is
+    ``tensors`` are the cotangent ``(k, *output)`` and the input. With mean and deviation of its
+    group, the row of a sample is
 
         dw = (sum g x - mean sum g) / deviation        dc = sum g
 
-    Group normalisation has a kernel for these sums, which reads g and x once and computes no
-    x^. It adds up the rows of all samples; here their channels are made those of one sample.
+    Group normalisation has a kernel for these sums, which reads g and x once and computes no x^.
     """
-
-    dims: str
-    groups: int
-    eps: float
-    has_weight: bool
-    has_bias: bool
-
-    def blocks(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Iterator[Block]:
-        """The blocks of the weight and of the bias, as far as there are both.
-
-        From the cotangent ``(k, *output)`` and the input, both ``(n, c, ...)`` behind ``k``.
-        """
-        (input,) = saved
-        are_samples = layout is not None and not (
-            layout.dim or layout.has_before or layout.has_after
-        )
-        if are_samples and input.is_contiguous() and cotangent.is_contiguous() and input.numel():
-            found = self._sums(cotangent, input)
-            blocks = [Block("kbx->kbx", (rows,)) for rows in found]
-        else:
-            normed = torch.group_norm(input, self.groups, eps=self.eps)
-            of, channel = self.dims, self.dims[1]
-            blocks = [
-                assemble(f"{of},{of}->{channel}", of, layout, cotangent, normed),
-                assemble(f"{of}->{channel}", of, layout, cotangent),
-            ]
-        yield from (
-            x for x, has in zip(blocks, (self.has_weight, self.has_bias), strict=True) if has
-        )
-
-    def _sums(self, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of weight and bias, ``(k, b, c)`` each."""
-        n, c, area, groups = *input.shape[:2], prod(input.shape[2:]), self.groups
-        _, *statistics = torch.native_group_norm(input, None, None, n, c, area, groups, self.eps)
-        mean, inverse = (x.view(1, n * groups) for x in statistics)
-        x, ones = input.view(1, n * c, area), input.new_ones(n * c)
-        parts = [
-            torch.ops.aten.native_group_norm_backward(
-                *(g.view(1, n * c, area), x, mean, inverse, ones),
-                *(1, n * c, area, n * groups, [False, True, True]),
-            )
-            for g in cotangent
+    cotangent, input = promoted(*tensors)
+    is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
+    if is_plain and input.is_contiguous() and cotangent.is_contiguous() and input.numel():
+        blocks = [Block("kbx->kbx", (rows,)) for rows in _rows(cotangent, input, groups, eps)]
+    else:
+        normalized = torch.group_norm(input, groups, eps=eps)
+        blocks = [
+            assemble(f"{dims},{dims}->{dims[1]}", dims, layout, cotangent, normalized),
+            assemble(f"{dims}->{dims[1]}", dims, layout, cotangent),
         ]
-        of_weight, of_bias = (torch.stack(rows) for rows in list(zip(*parts, strict=True))[1:])
-        return of_weight.view(-1, n, c), of_bias.view(-1, n, c)
+    return compress(blocks, (has_weight, has_bias))
 
 
-def _layer_norm(
-    shape: tuple[int, ...], eps: float, cotangent: Tensor, input: Tensor
-) -> tuple[Tensor, Tensor]:
-    return cotangent, F.layer_norm(input, shape, eps=eps)
+def _rows(cotangent: Tensor, input: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    """The rows of weight and bias, ``(k, b, c)`` each, by the backward kernel of group norm.
 
-
-def _rms_norm(
-    shape: tuple[int, ...], eps: float | None, cotangent: Tensor, input: Tensor
-) -> tuple[Tensor, Tensor]:
-    return cotangent, F.rms_norm(input, shape, eps=eps)
-
-
-# `F.batch_norm` refuses a single value for each channel, which that of `torch` takes.
-
-
-def _batch_norm(eps: float, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    is_enabled = torch.backends.cudnn.enabled
-    normed = torch.batch_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
-    return cotangent, normed
-
-
-def _standardize(
-    eps: float, cotangent: Tensor, input: Tensor, mean: Tensor, variance: Tensor
-) -> tuple[Tensor, Tensor]:
-    shape = (1, -1) + (1,) * (input.dim() - 2)
-    return cotangent, (input - mean.view(shape)) * torch.rsqrt(variance + eps).view(shape)
+    The kernel adds up the rows of all samples, so that their channels are made those of one sample.
+    """
+    n, c, area = *input.shape[:2], prod(input.shape[2:])
+    _, *statistics = torch.native_group_norm(input, None, None, n, c, area, groups, eps)
+    mean, inverse = (x.view(1, n * groups) for x in statistics)
+    x, ones = input.view(1, n * c, area), input.new_ones(n * c)
+    parts = [
+        torch.ops.aten.native_group_norm_backward(
+            *(g.view(1, n * c, area), x, mean, inverse, ones),
+            *(1, n * c, area, n * groups, [False, True, True]),
+        )
+        for g in cotangent
+    ]
+    of_weight, of_bias = (torch.stack(rows) for rows in list(zip(*parts, strict=True))[1:])
+    return of_weight.view(-1, n, c), of_bias.view(-1, n, c)

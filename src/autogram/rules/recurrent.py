@@ -7,17 +7,16 @@ states contribute to the gates, they are those of linear layers with positions t
     v[t, o] = sum_j W_hh[o, j] h[t-1, j] + b_hh[o]      dW_hh[o, j] = sum_t dv[t, o] h[t-1, j]
 
 The call shows neither, so that it is replayed from its input, its initial states and its weights,
-once for each of its results that the losses depend on. Nothing is kept until then but these, which
-autograd has saved anyway. While a replay lasts, it holds some ten numbers for each gate of each
-unit, step and sample.
+once for each of its results that the losses depend on, and autograd gives du and dv. Nothing is
+kept until then but the input, the states and the weights, which autograd has saved anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,69 +24,43 @@ from torch import Tensor
 
 from autogram._blocks import Block, Layout, Routed, assemble
 from autogram._errors import MixedSamplesError
-from autogram.rules._recipe import JointRecipe
+from autogram.rules._recipe import Formula, Recipe, promoted
 from autogram.rules._recurrence import (
-    Cotangents,
+    Cell,
     Direction,
-    Step,
-    Weights,
-    gru_step,
-    lstm_step,
-    relu_step,
-    tanh_step,
+    cotangents,
+    gru_cell,
+    lstm_cell,
+    relu_cell,
+    tanh_cell,
 )
 from autogram.rules._registry import register_rule
 
 
-@register_rule(torch.rnn_tanh)
-def rnn_tanh(*args: Any) -> list[JointRecipe] | None:
-    """``nn.RNN``."""
-    return _layers(tanh_step, *args)
+def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., Any]) -> None:
+    """Registers the rules of the layers and of the single step of one kind of cell."""
+
+    @register_rule(of_layers)
+    def layers(*args: Any) -> list[Recipe] | None:
+        return _layers(cell, *args)
+
+    @register_rule(of_cell)
+    def one_step(
+        input: Tensor, hx: Tensor | Sequence[Tensor], *params: Tensor | None
+    ) -> list[Recipe]:
+        return _one_step(cell, input, hx, params)
+
+    # The names by which a report shows the rules.
+    layers.__qualname__, one_step.__qualname__ = of_layers.__name__, of_cell.__name__
 
 
-@register_rule(torch.rnn_relu)
-def rnn_relu(*args: Any) -> list[JointRecipe] | None:
-    """``nn.RNN`` with ``nonlinearity="relu"``."""
-    return _layers(relu_step, *args)
+_register(tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell)
+_register(relu_cell, torch.rnn_relu, torch.rnn_relu_cell)
+_register(lstm_cell, torch.lstm, torch.lstm_cell)
+_register(gru_cell, torch.gru, torch.gru_cell)
 
 
-@register_rule(torch.lstm)
-def lstm(*args: Any) -> list[JointRecipe] | None:
-    """``nn.LSTM``."""
-    return _layers(lstm_step, *args)
-
-
-@register_rule(torch.gru)
-def gru(*args: Any) -> list[JointRecipe] | None:
-    """``nn.GRU``."""
-    return _layers(gru_step, *args)
-
-
-@register_rule(torch.rnn_tanh_cell)
-def rnn_tanh_cell(input: Tensor, hx: Tensor, *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.RNNCell``."""
-    return _one_step(tanh_step, input, (hx,), params)
-
-
-@register_rule(torch.rnn_relu_cell)
-def rnn_relu_cell(input: Tensor, hx: Tensor, *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.RNNCell`` with ``nonlinearity="relu"``."""
-    return _one_step(relu_step, input, (hx,), params)
-
-
-@register_rule(torch.lstm_cell)
-def lstm_cell(input: Tensor, hx: Sequence[Tensor], *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.LSTMCell``."""
-    return _one_step(lstm_step, input, hx, params)
-
-
-@register_rule(torch.gru_cell)
-def gru_cell(input: Tensor, hx: Tensor, *params: Tensor | None) -> list[JointRecipe]:
-    """``nn.GRUCell``."""
-    return _one_step(gru_step, input, (hx,), params)
-
-
-def _layers(step: Step, *args: Any) -> list[JointRecipe] | None:
+def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
     """All layers at all steps, of sequences of one length or of packed ones."""
     if isinstance(args[3], (list, tuple)):
         input, batch_sizes, hx, params, _, layers, dropout, train, is_bidirectional = args
@@ -99,27 +72,46 @@ def _layers(step: Step, *args: Any) -> list[JointRecipe] | None:
         sizes = (input.shape[1],) * input.shape[0]
     if dropout and train and layers > 1:
         return None  # what was dropped is known to the nodes of this call alone
-    states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-    replay = partial(Replay, step, len(states), sizes, 1 + is_bidirectional)
-    forms = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]
-    operands = (*states, *params)
-    return [JointRecipe(operands, form, (input, *operands), i) for i, form in enumerate(forms)]
+    states = _states(hx)
+    replay = partial(Replay, cell, len(states), sizes, 1 + is_bidirectional)
+    replays = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]
+    return _recipes(replays, input, (*states, *params))
 
 
 def _one_step(
-    step: Step, input: Tensor, states: Sequence[Tensor], params: Sequence[Tensor | None]
-) -> list[JointRecipe]:
+    cell: Cell, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor | None]
+) -> list[Recipe]:
     """One layer at one step, which returns the final states alone."""
-    operands = (*states, *(x for x in params if x is not None))
-    forms = [Replay(step, len(states), (len(input),), 1, "S-", i) for i in range(len(states))]
-    return [JointRecipe(operands, form, (input, *operands), i) for i, form in enumerate(forms)]
+    states = _states(hx)
+    replays = [Replay(cell, len(states), (len(input),), 1, "S-", i) for i in range(len(states))]
+    return _recipes(replays, input, (*states, *(x for x in params if x is not None)))
+
+
+def _states(hx: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The initial states of a call, of which an LSTM has two."""
+    return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+
+def _recipes(
+    replays: Sequence[Replay], input: Tensor, operands: tuple[Tensor, ...]
+) -> list[Recipe]:
+    """A recipe for each result of a call, of its initial states and weights."""
+    return [
+        Recipe(operands, Formula(replay.dims, replay.blocks), (input, *operands), i)
+        for i, replay in enumerate(replays)
+    ]
+
+
+def _block(dims: str, layout: Layout | None, equation: str, *factors: Tensor) -> Block:
+    """A block of the factors of one weight."""
+    return assemble(equation, dims, layout, *factors)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The form of the initial states and of the weights of a call, by way of one of its results."""
+    """The blocks of the initial states and of the weights of a call, from one of its results."""
 
-    step: Step
+    cell: Cell
     n_states: int
     sizes: tuple[int, ...]
     """The number of sequences at each step."""
@@ -128,83 +120,55 @@ class Replay:
     final: int | None
     """Which final state the result is, or ``None`` for the output at all steps."""
 
-    def blocks(self, layout: Layout | None, cotangent: Tensor, *saved: Tensor) -> Iterator[Block]:
+    def blocks(self, layout: Layout | None, *tensors: Tensor) -> Iterator[Block]:
         """The blocks of the initial states, then of the weights, layer by layer."""
-        input, *operands = saved
-        states, params = operands[: self.n_states], operands[self.n_states :]
-        is_cell = states[0].dim() == 2
-        states = [x.unsqueeze(0) for x in states] if is_cell else states
-        layers = self._forward(input.flatten(0, -2), states, params)
-        found = self._backward(layers, *self._given(cotangent, states))
+        cotangent, input, *operands = promoted(*tensors)
+        is_cell = operands[0].dim() == 2
         if layout is not None and cotangent.dim() == 3 and not is_cell:
             layout = self._by_sequence(layout, cotangent)
-
-        def block(equation: str, cotangent: Tensor, *factors: Tensor) -> Block:
-            return assemble(equation, self.dims, layout, cotangent, *factors)
-
-        for initial in zip(*(of.initial for of in found), strict=True):
-            d = torch.stack(initial, 1)  # (k, directions of layers, sequences, units)
-            yield block("So->So", d.squeeze(1)) if is_cell else block("RSo->RSo", d)
-        for one, of in zip((one for layer in layers for one in layer), found, strict=True):
-            u, v, h = (self._by_step(d, 1) for d in (of.u, of.v, of.h))
-            yield block("TSo,TSi->oi", u, self._by_step(one.input, 0))
-            yield block("TSo,TSi->oi", v, self._by_step(one.before, 0))
-            if one.weights.input_bias is not None:
+        with torch.enable_grad():
+            states = [x.detach().requires_grad_() for x in operands[: self.n_states]]
+            initial = [x.unsqueeze(0) if is_cell else x for x in states]
+            params = operands[self.n_states :]
+            directions, result = self._forward(input.flatten(0, -2), initial, params)
+        if self.final is None and self.dims == "S--":
+            cotangent = cotangent.transpose(1, 2)
+        given = cotangent.reshape(len(cotangent), *result.shape)
+        wanted = [x for of in directions for x in (of.u, *of.v, *of.projected)]
+        found = iter(cotangents(result, given, [*states, *wanted]))
+        block = partial(_block, self.dims, layout)
+        for _ in states:
+            yield block("So->So" if is_cell else "RSo->RSo", next(found))
+        for of in directions:
+            u = self._by_step([next(found)], 1)
+            v = self._by_step(list(islice(found, len(of.v))), 1) if of.v else u
+            yield block("TSo,TSi->oi", u, self._by_step([of.input], 0))
+            yield block("TSo,TSi->oi", v, self._by_step(of.before, 0))
+            if of.has_biases:
                 yield block("TSo->o", u)
                 yield block("TSo->o", v)
-            if one.weights.projection is not None:
-                yield block("TSo,TSi->oi", h, self._by_step(one.unprojected, 0))
+            if of.projected:
+                h = self._by_step(list(islice(found, len(of.projected))), 1)
+                yield block("TSo,TSi->oi", h, self._by_step(of.unprojected, 0))
 
     def _forward(
         self, input: Tensor, states: Sequence[Tensor], params: Sequence[Tensor]
-    ) -> list[list[Direction]]:
-        """The directions of each layer, after their forward pass."""
-        ends = list(accumulate(self.sizes))
-        steps = [slice(end - n, end) for end, n in zip(ends, self.sizes, strict=True)]
+    ) -> tuple[list[Direction], Tensor]:
+        """The directions of all layers after their forward pass, and the result of the call."""
         each = len(params) // len(states[0])
-        layers: list[list[Direction]] = []
+        found: list[Direction] = []
         for i in range(0, len(states[0]), self.directions):
-            layer = []
             for j in range(i, i + self.directions):
-                weights = Weights.of(params[j * each : (j + 1) * each])
-                order = steps if j == i else steps[::-1]
-                initial = [x[j] for x in states]
-                layer.append(Direction(self.step, weights, input, initial, order))
-            layers.append(layer)
-            input = torch.cat([one.output for one in layer], 1)
-        return layers
+                weights, initial = params[j * each : (j + 1) * each], [x[j] for x in states]
+                found.append(Direction(self.cell, weights, input, initial, self.sizes, j > i))
+            input = torch.cat([torch.cat(of.output) for of in found[i:]], 1)
+        if self.final is None:
+            return found, input
+        return found, torch.stack([of.final[self.final] for of in found])
 
-    def _backward(
-        self, layers: list[list[Direction]], d_output: Tensor, d_final: Sequence[Tensor]
-    ) -> list[Cotangents]:
-        """The cotangents of each direction of each layer, in the order of the weights."""
-        found: list[Cotangents] = []
-        for i, layer in reversed(list(enumerate(layers))):
-            parts = d_output.chunk(self.directions, 2)
-            places = range(i * self.directions, (i + 1) * self.directions)
-            of_layer = [
-                one.backward(part, [d[:, j] for d in d_final])
-                for one, part, j in zip(layer, parts, places, strict=True)
-            ]
-            found[:0] = of_layer
-            pairs = zip(layer, of_layer, strict=True)
-            d_output = torch.stack([of.u @ one.weights.input for one, of in pairs]).sum(0)
-        return found
-
-    def _given(self, cotangent: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The cotangents of the output, in rows, and of the final states, by that of a result."""
-        k = len(cotangent)
-        d_final = [x.new_zeros(k, *x.shape) for x in states]
-        if self.final is not None:
-            width = states[0].shape[2] * self.directions
-            d_final[self.final] = cotangent.view_as(d_final[self.final])
-            return cotangent.new_zeros(k, sum(self.sizes), width), d_final
-        if self.dims == "S--":
-            cotangent = cotangent.transpose(1, 2)
-        return cotangent.flatten(1, -2), d_final
-
-    def _by_step(self, rows: Tensor, dim: int) -> Tensor:
+    def _by_step(self, steps: Sequence[Tensor], dim: int) -> Tensor:
         """Rows as steps and sequences, with zeros where a sequence is over."""
+        rows = (steps[0] if len(steps) == 1 else torch.cat(list(steps), dim)).detach()
         if self.sizes[0] == self.sizes[-1]:
             by_step: Tensor = rows.unflatten(dim, (len(self.sizes), -1))
             return by_step
@@ -221,7 +185,7 @@ class Replay:
         """
         has_cotangent = (cotangent != 0).any(0).any(1)
         owners = torch.where(has_cotangent, layout.owners(cotangent[0]).view(-1), -1).cpu()
-        owners = self._by_step(owners + 1, 0) - 1
+        owners = self._by_step([owners + 1], 0) - 1
         samples = owners.amax(0)
         if bool(((owners >= 0) & (owners != samples)).any()):
             raise MixedSamplesError(

@@ -179,6 +179,9 @@ CASES = [
     pytest.param(call(lambda x, p: (x > 0) * p, (4,)), (3, 4), id="mask * p"),
     pytest.param(call(lambda x, p: p + 0 * x, (4,)), (3, 4), id="input without influence"),
     pytest.param(call(add_to_activation, (4,)), (3, 4), id="activation += p"),
+    pytest.param(
+        call(lambda x, p: x * p + p, (2, 4)), (3, *(1,) * 8, 2, 4), id="eleven dimensions"
+    ),
     pytest.param(call(scaled_twice_in_place, (4,), (4,)), (3, 4), id="several in place"),
     pytest.param(call(in_place_on_view, ()), (3, 4), id="activation[:, 0] += p"),
     pytest.param(call(in_place_on_part, (2,)), (3, 4), id="part of an activation *= p"),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
 from autogram._capture.uses import FallbackUse
-from autogram.rules import JointRecipe, _registry, find_rule
+from autogram.rules import Recipe, _registry, find_rule
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
@@ -590,7 +590,7 @@ def test_rule_that_leaves_out_an_operand_goes_to_the_fallback(
     """By way of one result it has all blocks, and by way of the other it misses one."""
     rule = find_rule(torch.lstm_cell)
 
-    def incomplete(*args: Any) -> list[JointRecipe]:
+    def incomplete(*args: Any) -> list[Recipe]:
         first, second = rule(*args)
         return [first, second._replace(operands=second.operands[:-1])]
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from autogram._capture.forward.calls import Call
 from autogram._capture.tracked import Tracked
-from autogram.rules import JointRecipe, Recipe, Rule
+from autogram.rules import Recipe, Rule
 
 Operands = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, once for each time."""
 
-Answer = Mapping[int, list[Recipe | JointRecipe]]
+Answer = Mapping[int, list[Recipe]]
 """The recipes of the operands, by the result of the call that they are of."""
 
 
@@ -29,7 +29,7 @@ def ask(rule: Rule, call: Call, operands: Operands) -> Answer | None:
     if recipes is None:
         return None
     ids = sorted([id(tensor) for tensor, _ in operands])
-    answer: dict[int, list[Recipe | JointRecipe]] = {0: []}
+    answer: dict[int, list[Recipe]] = {0: []}
     covered: dict[int, list[int]] = {0: []}
     for recipe in recipes:
         known = [id(tensor) for tensor in recipe.operands if id(tensor) in ids]

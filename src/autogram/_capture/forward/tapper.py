@@ -17,9 +17,9 @@ from autogram._capture.forward.containers import exchange, map_tensors, tensors_
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import FallbackUse, JointOperands, Operand, RuleUse, Use
+from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._errors import RuleError
-from autogram.rules import JointRecipe, Recipe, Rule, product
+from autogram.rules import Recipe, Rule, product
 
 U = TypeVar("U", bound=Use)
 
@@ -52,7 +52,7 @@ class Tapper:
             if tensor.requires_grad:
                 if not answer.get(place):
                     raise _without_recipe(call, place)
-                found = _operands(answer[place], by_id)
+                found = _kept(answer[place], by_id)
                 use = self._rule_use(call.kind.name, tensor, found, rule)
                 tapped[id(tensor)] = tap(use, tensor, saved[place], in_place=in_place)
         return output if in_place else exchange(output, tapped)
@@ -99,17 +99,17 @@ class Tapper:
         """A module's output that is computed from parameters alone, with a tap."""
         letters = "TSRUVWXYZ"[: tensor.dim()]
         recipe = product(tensor, f"{letters}->{letters}")
-        found = _operands([recipe], {id(tensor): tracked})
+        found = _kept([recipe], {id(tensor): tracked})
         use = self._rule_use("the output of the module", tensor, found, None)
         return tap(use, tensor, (), in_place=False)
 
     def _rule_use(
-        self, name: str, output: Tensor, found: Sequence[Operand | JointOperands], rule: Rule | None
+        self, name: str, output: Tensor, recipes: Sequence[KeptRecipe], rule: Rule | None
     ) -> RuleUse:
         """The record of a call with a rule, for one tensor of its results."""
         recording, shape = self._recording, tuple(output.shape)
-        reads = tuple([tracked for operand in found for tracked in operand.reads])
-        use = RuleUse(recording, recording.count, name, shape, reads, tuple(found), rule)
+        reads = tuple([x for recipe in recipes for x in recipe.operands if x is not None])
+        use = RuleUse(recording, recording.count, name, shape, reads, tuple(recipes), rule)
         return self._enter(use, output)
 
     def _fallback_use(
@@ -139,25 +139,20 @@ def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
     return not aliases.isdisjoint(nodes_behind(tensor, is_any_tap))
 
 
-def _operands(
-    recipes: Iterable[Recipe | JointRecipe], by_id: Mapping[int, Tracked]
-) -> list[Operand | JointOperands]:
+def _kept(recipes: Iterable[Recipe], by_id: Mapping[int, Tracked]) -> list[KeptRecipe]:
     """What a use keeps of the recipes for one result.
 
     Args:
         recipes: They are in the order of what they save.
         by_id: What is tracked, by the ``id`` of the tensor.
     """
-    found: list[Operand | JointOperands] = []
+    found: list[KeptRecipe] = []
     start = 0
     for recipe in recipes:
         own = slice(start, start + len(recipe.saved))
         start = own.stop
-        if isinstance(recipe, JointRecipe):
-            together = tuple([by_id.get(id(tensor)) for tensor in recipe.operands])
-            found.append(JointOperands(together, recipe.form, own))
-        else:
-            found.append(Operand(by_id[id(recipe.operand)], recipe.form, own))
+        operands = tuple([by_id.get(id(tensor)) for tensor in recipe.operands])
+        found.append(KeptRecipe(operands, recipe.formula, own))
     return found
 
 
