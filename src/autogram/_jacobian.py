@@ -26,8 +26,8 @@ class Jacobian:
 
     RAM: the cotangents of all activations that were computed from parameters, which is about what
     the forward pass keeps, times K for K objectives per sample. The inputs are shared with the
-    graph, and stay alive after it. For parameters behind a derivation (weight norm, but no cast)
-    and for calls without a rule, rows are held. All is freed when the Jacobian is dropped.
+    graph, and stay alive after it. Calls without a rule and parameters that a call reads through a
+    derivation, such as weight norm, have rows. All is freed when the Jacobian is dropped.
 
     Rows are in the row-major order of the losses, and columns in the order of
     ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
@@ -174,8 +174,8 @@ class Jacobian:
     def accumulate_grad(self, w: Tensor) -> None:
         """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
-        A gradient has the dtype of its parameter, hooks on parameters run, and a parameter that
-        no objective reaches keeps what it has. The gradient of a sparse embedding is dense.
+        A gradient has the dtype of its parameter, and hooks on parameters run. The gradient of a
+        parameter that no objective reaches stays as it is. That of a sparse embedding is dense.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape.
@@ -218,8 +218,8 @@ class Jacobian:
         """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives.
 
         Args:
-            other: The Jacobian of m' objectives, from another graph or the same, with respect to
-                the same parameters. A parameter that only one of the two has adds nothing.
+            other: The Jacobian of m' objectives, from any graph, with respect to the same
+                parameters. A parameter that only one of the two Jacobians has adds nothing.
 
         Returns:
             ``(m, m')``.
