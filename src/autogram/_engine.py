@@ -59,7 +59,7 @@ class Engine:
         modules: The modules whose trainable parameters J is taken with respect to. None may be
             inside another.
         batch_dim: The dimension of the losses that counts the samples. ``None`` treats the whole
-            batch as one sample: right for any losses, by one backward pass for each. ``"auto"``
+            batch as one sample: right for any losses, by a backward pass for each loss. ``"auto"``
             takes dimension 0, and objectives that are not per-sample as ``None``, with one warning.
         memory_limit_bytes: The size above which an intermediate result of a contraction is computed
             in parts. The smallest part is one row of the Jacobian for one parameter.
@@ -73,7 +73,7 @@ class Engine:
             vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
 
     Raises:
-        InvalidModulesError: There is no module, an argument is none, or one is inside another.
+        InvalidModulesError: No module is given, an argument is not one, or one is inside another.
         InvalidBatchDimError: ``batch_dim`` is neither a dimension, nor ``None``, nor ``"auto"``.
         InvalidOptionError: ``verify`` or ``unseen`` is none of its values.
         UnsupportedError: Parameters are spread over processes, as by `fully_shard`.
@@ -242,7 +242,7 @@ class Engine:
             InvalidOperandError: The weights have another shape, or the weighting is no function of
                 a Gramian: it is an aggregator, a weighting of rows, or a tensor.
             UnsupportedError: `DistributedDataParallel` would exchange the gradients.
-            MemoryLimitError: Memory ran out twice, or once behind a part that was freed already.
+            MemoryLimitError: Memory ran out twice, or once after a part of the graph was freed.
             AutogramError: As for :meth:`compute_gramian`.
 
         References:
@@ -295,7 +295,7 @@ class Engine:
                 driver.gramian(losses, verify=True)
 
     def report(self) -> Report:
-        """What the last Gramian was computed from, and how. ``print`` of it is a table.
+        """What the last Gramian was computed from, and how. ``print(engine)`` shows a table of it.
 
         Returns:
             The calls that read each parameter, where the samples lie in these calls, the ways of

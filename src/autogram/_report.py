@@ -178,15 +178,15 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     }
     is_one = all(entry.layout is None for entry in entries)
     return ParameterReport(
-        name,
-        region.shape,
-        tuple(uses.values()),
-        "one sample" if is_one else "probe" if record.has_sought else "remembered",
-        "+".join(sorted(plans)),
-        dict(costs),
-        flops,
-        sum(_gradient_flops(entry) for entry in entries),
-        (factors + intermediate) * max(entry.dtype.itemsize for entry in entries),
+        name=name,
+        shape=region.shape,
+        uses=tuple(uses.values()),
+        found="one sample" if is_one else "probe" if record.has_sought else "remembered",
+        plan="+".join(sorted(plans)),
+        costs=dict(costs),
+        flops=flops,
+        gradient_flops=sum(_gradient_flops(entry) for entry in entries),
+        bytes=(factors + intermediate) * max(entry.dtype.itemsize for entry in entries),
     )
 
 
