@@ -71,8 +71,14 @@ def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
         )
 
 
-def check_losses(losses: Tensor, batch_dim: BatchDim) -> None:
-    """Refuses losses that have no Jacobian, or no dimension of samples where one is named."""
+def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
+    """Refuses losses that have no Jacobian, and warns, once, of one number for a whole batch.
+
+    Args:
+        losses: The losses.
+        batch_dim: The option of the engine.
+        told: The warnings that the user has had.
+    """
     if not isinstance(losses, Tensor):
         raise InvalidLossesError(
             f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
@@ -104,16 +110,6 @@ def check_losses(losses: Tensor, batch_dim: BatchDim) -> None:
             f"`batch_dim` is {batch_dim}, but the losses have shape {tuple(losses.shape)}. Keep "
             "one loss per sample (`reduction='none'`), or pass `batch_dim=None` to `Engine`."
         )
-
-
-def warn_of_reduced_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
-    """Warns, once, of losses that are one number where one for each sample is expected.
-
-    Args:
-        losses: The losses.
-        batch_dim: The option of the engine.
-        told: What the user was told already.
-    """
     if losses.dim() == 0 and batch_dim is not None and "reduced" not in told:
         told.add("reduced")
         warn_user(

@@ -11,13 +11,7 @@ from typing import Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
-from autogram._arguments import (
-    check_losses,
-    check_modules,
-    check_options,
-    check_weighting,
-    warn_of_reduced_losses,
-)
+from autogram._arguments import check_losses, check_modules, check_options, check_weighting
 from autogram._blocks import Arena, Keep
 from autogram._capture import (
     BatchDim,
@@ -327,11 +321,10 @@ class Engine:
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
-        check_losses(losses, self._batch_dim)
+        check_losses(losses, self._batch_dim, self._channel.told)
         if is_distributed():  # modules may be wrapped after the engine was made
             refuse_shards(self._recordings.modules)
             refuse_pass(self._channel, losses)
-        warn_of_reduced_losses(losses, self._batch_dim, self._channel.told)
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()
