@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Any, get_args
 
 import torch
@@ -10,12 +11,17 @@ from torch import Tensor, nn
 
 from autogram._capture import BatchDim, Objectives, Unseen, Verify
 from autogram._errors import (
+    CoupledObjectivesWarning,
     InvalidBatchDimError,
     InvalidLossesError,
     InvalidModulesError,
     InvalidOperandError,
     InvalidOptionError,
+    warn_user,
 )
+
+Direction = Mapping[str, Tensor] | Sequence[Tensor]
+Names = Mapping[Tensor, str]
 
 # Weightings of torchjd that are written for matrices, and look at the number of rows alone.
 _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
@@ -36,15 +42,14 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
                 f"{type(module).__name__} is scripted, so that no hook can be put on it. Pass the "
                 "module that it was scripted from, or one that contains it."
             )
-    for i, outer in enumerate(modules):
-        for j, inner in enumerate(modules):
-            inside = next((name for name, m in outer.named_modules() if m is inner), None)
-            if i != j and inside is not None:
-                place = f"`{inside}` in it" if inside else "the same"
-                raise InvalidModulesError(
-                    f"Module {j} ({type(inner).__name__}) is inside module {i} "
-                    f"({type(outer).__name__}): it is {place}. Pass the outer one alone."
-                )
+    for (i, outer), (j, inner) in permutations(enumerate(modules), 2):
+        name = next((name for name, module in outer.named_modules() if module is inner), None)
+        if name is not None:
+            where = f"`{name}` in it" if name else "the same"
+            raise InvalidModulesError(
+                f"Module {j} ({type(inner).__name__}) is inside module {i} "
+                f"({type(outer).__name__}): it is {where}. Pass the outer one alone."
+            )
 
 
 def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
@@ -66,8 +71,14 @@ def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
         )
 
 
-def check_losses(losses: Tensor) -> None:
-    """Refuses losses that have no Jacobian here."""
+def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
+    """Refuses losses that have no Jacobian, and warns, once, of one number for a whole batch.
+
+    Args:
+        losses: The losses.
+        batch_dim: The option of the engine.
+        told: The warnings that the user has had.
+    """
     if not isinstance(losses, Tensor):
         raise InvalidLossesError(
             f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
@@ -93,6 +104,19 @@ def check_losses(losses: Tensor) -> None:
         raise InvalidLossesError(
             "The losses do not require a gradient: they were detached, computed with gradients "
             "disabled, or from frozen parameters alone. Keep their graph."
+        )
+    if isinstance(batch_dim, int) and not -losses.dim() <= batch_dim < max(losses.dim(), 1):
+        raise InvalidBatchDimError(
+            f"`batch_dim` is {batch_dim}, but the losses have shape {tuple(losses.shape)}. Keep "
+            "one loss per sample (`reduction='none'`), or pass `batch_dim=None` to `Engine`."
+        )
+    if losses.dim() == 0 and batch_dim is not None and "reduced" not in told:
+        told.add("reduced")
+        warn_user(
+            "The losses are one number, so that the Gramian is 1 x 1. Keep one loss for each "
+            "sample (`reduction='none'`, and no `.mean()`). If a single objective is meant, "
+            "pass `batch_dim=None` to `Engine`.",
+            CoupledObjectivesWarning,
         )
 
 
@@ -120,52 +144,27 @@ def check_weighting(weighting: Any) -> None:
             "asks for weights. Give it the rows, `engine.jacobian(losses).rows(slice(None))`, or "
             "pass a weighting of Gramians, such as `UPGradWeighting()`."
         )
-    _check_is_of_gramians(weighting, kinds)
-
-
-def _check_is_of_gramians(weighting: Any, kinds: set[str]) -> None:
-    """Refuses a weighting of torchjd that takes the rows of J, also inside of another."""
-    name = type(weighting).__name__
-    of_rows = getattr(getattr(weighting, "fn", None), "__name__", "") == "compute_gramian"
-    if "_Composition" in kinds and of_rows:
-        raise InvalidOperandError(
-            "The weighting makes a Gramian of what it is given, and the engine gives it one. Leave "
-            "out `compute_gramian`; of an aggregator, pass `gramian_weighting`."
-        )
-    if "_MatrixWeighting" in kinds and name not in _FOR_ANYTHING:
-        raise InvalidOperandError(
-            f"`{name}` takes the rows of J, and the engine has the Gramian. Compute the weights "
-            "from `engine.jacobian(losses).rows(slice(None))`, and call "
-            "`losses.backward(weights)`; or pass a weighting of Gramians, such as "
-            "`UPGradWeighting()`."
-        )
-    inner = getattr(weighting, "weighting", None)
-    if kinds and inner is not None and not of_rows:
-        _check_is_of_gramians(inner, _kinds_in_torchjd(inner))
+    while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside of another
+        name = type(weighting).__name__
+        maps = getattr(getattr(weighting, "fn", None), "__name__", "")
+        if "_Composition" in kinds and maps == "compute_gramian":
+            raise InvalidOperandError(
+                "The weighting makes a Gramian of what it is given, and the engine gives it one. "
+                "Leave out `compute_gramian`; of an aggregator, pass `gramian_weighting`."
+            )
+        if "_MatrixWeighting" in kinds and name not in _FOR_ANYTHING:
+            raise InvalidOperandError(
+                f"`{name}` takes the rows of J, and the engine has the Gramian. Compute the "
+                "weights from `engine.jacobian(losses).rows(slice(None))`, and call "
+                "`losses.backward(weights)`; or pass a weighting of Gramians, such as "
+                "`UPGradWeighting()`."
+            )
+        weighting = getattr(weighting, "weighting", None)
 
 
 def _kinds_in_torchjd(value: Any) -> set[str]:
-    """The names of the classes of torchjd that a value is of. torchjd need not be there."""
+    """The names of the classes of torchjd that a value is of. torchjd need not be installed."""
     return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
-
-
-def check_weights(weights: Any) -> Tensor:
-    """Refuses what is no vector of weights."""
-    if not isinstance(weights, Tensor):
-        raise InvalidOperandError(
-            f"The weighting returned a {type(weights).__name__}. Return a tensor of weights from "
-            "it, `(m,)` or of the shape of the losses."
-        )
-    return weights.detach()
-
-
-def is_reduced(losses: Tensor, batch_dim: BatchDim) -> bool:
-    """Whether losses are one number where those of samples are expected."""
-    return losses.dim() == 0 and batch_dim is not None
-
-
-Direction = Mapping[str, Tensor] | Sequence[Tensor]
-Names = Mapping[Tensor, str]
 
 
 def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
@@ -178,18 +177,15 @@ def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
             f"The weights have shape {tuple(w.shape)}. For losses of shape "
             f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
         )
-    flat = w.detach().reshape(-1 if is_stack else 1, losses.numel())
-    if objectives.is_in_order:
-        weights = flat
-    else:
-        weights = torch.empty_like(flat)
-        weights[:, objectives.places.to(flat.device)] = flat
-    sizes = objectives.per_sample, objectives.samples
-    return weights.view(-1, *sizes) if is_stack else weights.view(sizes)
+    weights = w.detach().reshape(-1 if is_stack else 1, losses.numel())
+    if not objectives.is_in_order:
+        weights = weights[:, objectives.places.argsort().to(w.device)]
+    weights = weights.view(len(weights), objectives.per_sample, objectives.samples)
+    return weights if is_stack else weights[0]
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
-    """A direction by parameter."""
+    """A direction, by name or in the order of the names, by parameter."""
     if not isinstance(direction, Mapping):
         if len(direction) != len(names):
             raise InvalidOperandError(

@@ -39,7 +39,7 @@ class MixedSamplesError(AutogramError, ValueError):
 
 
 class NonFiniteError(AutogramError, ArithmeticError):
-    """A cotangent is infinite or not a number where its zeros must be read."""
+    """A cotangent in which the samples are looked for is infinite or not a number."""
 
 
 class InvalidOperandError(AutogramError, ValueError):
@@ -55,25 +55,20 @@ class FreedGraphError(AutogramError, RuntimeError):
 
 
 class UnsupportedError(AutogramError, NotImplementedError):
-    """A call is known to have no Jacobian block, and is refused rather than computed wrongly.
-
-    A ``NotImplementedError`` because to users it is one: the call is valid PyTorch. Nothing here is
-    waiting to be written; each message says what to use instead.
-    """
+    """A call that is valid PyTorch has no right result here, and is refused."""
 
 
 class UnseenUseError(AutogramError, RuntimeError):
-    """A parameter is used where the recorder does not see it, and the engine is to refuse that."""
+    """A parameter is used where calls are not recorded, and the engine is told to refuse that."""
 
 
 class VerificationError(AutogramError, ArithmeticError):
     """The Gramian and an ordinary backward pass do not agree.
 
     Attributes:
-        gaps: How far they are apart, relative to the larger, by the name of each parameter that is
-            concerned.
-        is_of_samples: Whether they agree where the whole batch is treated as one sample, so that
-            the samples are mixed.
+        gaps: How far they are apart, relative to the larger, for each parameter concerned, by name.
+        is_of_samples: Whether they agree if the whole batch is treated as one sample: then the
+            samples are mixed.
         is_late: Whether results of earlier calls are in doubt, too.
     """
 
@@ -86,7 +81,7 @@ class VerificationError(AutogramError, ArithmeticError):
         self.is_late = is_late
 
     def since(self, calls: tuple[int, int]) -> VerificationError:
-        """The same error, for a call whose places of samples were remembered.
+        """The same error, for a call whose layouts were remembered from an earlier call.
 
         Args:
             calls: The first and the last call of the engine whose results are in doubt.
@@ -124,7 +119,7 @@ class CoupledObjectivesWarning(UserWarning):
 
 
 class UnseenUseWarning(UserWarning):
-    """A parameter is used where the recorder does not see it, and gets explicit rows."""
+    """A parameter is used where calls are not recorded, and gets explicit rows."""
 
 
 class UnverifiedWarning(UserWarning):
@@ -135,7 +130,7 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warns of something in the line that called this package."""
+    """Warns, at the line that called this package."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):

@@ -1,47 +1,45 @@
-"""Gradients of weighted objectives, Jᵀ w, from columns that are kept."""
+"""Weights of a Gramian, and gradients of weighted objectives, Jᵀ w, from columns that are kept."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from autogram._arguments import weights_of
 from autogram._blocks import Columns, weighted_sums
-from autogram._capture import Limit, Objectives, exact, retried_with_less, running_pass
+from autogram._capture import (
+    Limit,
+    Objectives,
+    exact,
+    retried_with_less,
+    running_pass,
+    without_autocast,
+)
 from autogram._errors import InvalidOperandError, MemoryLimitError, UnsupportedError
+
+Weighting = Callable[[Tensor], Tensor]
 
 # Of two threads that find no gradient, one is the first.
 _FIRST = threading.Lock()
 
 
-def weighted_gradients(
-    columns: Mapping[Tensor, Columns], weights: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Jᵀ w for each parameter that an objective reaches, in any order.
-
-    Args:
-        columns: Those of each parameter.
-        weights: ``(k, b)``, or several of them, ``(s, k, b)``.
-
-    Returns:
-        Pairs of a parameter and a tensor ``(*parameter)``, or ``(s, *parameter)``.
-    """
-    for parameter, gradient in weighted_sums(columns, weights):
-        if gradient is None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            shape = weights.shape[:-2] + parameter.shape
-            gradient = parameter.new_zeros(shape, dtype=dtype)
-        yield parameter, gradient
+def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
+    """The weights that a user's function gives, detached, in at least float32."""
+    with without_autocast(gramian.device):
+        weights = weighting(gramian)
+    if not isinstance(weights, Tensor):
+        raise InvalidOperandError(
+            f"The weighting returned a {type(weights).__name__}. Return a tensor of weights from "
+            "it, `(m,)` or of the shape of the losses."
+        )
+    return weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def accumulate_grad(
-    objectives: Objectives,
-    columns: Mapping[Tensor, Columns],
-    w: Tensor,
-    limit: Limit,
+    objectives: Objectives, columns: Mapping[Tensor, Columns], w: Tensor, limit: Limit
 ) -> None:
     """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
@@ -53,7 +51,7 @@ def accumulate_grad(
 
     Raises:
         InvalidOperandError: The weights have another shape.
-        ChangedTensorError: What is kept was changed in place. No gradient is.
+        ChangedTensorError: A tensor of the columns was changed in place. No gradient is.
         MemoryLimitError: Memory ran out, and again with less. Some gradients are changed.
         UnsupportedError: A backward pass of an engine is under way.
     """
@@ -72,46 +70,37 @@ def accumulate_grad(
                 f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` takes "
                 "one. Pass one vector, or use `vjp`."
             )
-        gradients = _Gradients(columns, weights, limit)
         try:
-            while (found := gradients.next()) is not None:
-                _accumulate(*found)
+            for parameter, gradient in _Gradients(columns, weights, limit):
+                _accumulate(parameter, gradient)
         except MemoryLimitError as error:
             error.add_note("Some gradients are in `.grad` already: clear it before another step.")
             raise
 
 
 class _Gradients:
-    """Jᵀ w for one parameter after the other, each once, also where memory runs out in between.
+    """Jᵀ w for each parameter once, also where memory runs out in between."""
 
-    Args:
-        columns: Those of each parameter.
-        weights: ``(k, b)``.
-        limit: That of the engine.
-    """
-
-    def __init__(
-        self,
-        columns: Mapping[Tensor, Columns],
-        weights: Tensor,
-        limit: Limit,
-    ) -> None:
+    def __init__(self, columns: Mapping[Tensor, Columns], weights: Tensor, limit: Limit) -> None:
         self._left = dict(columns)
         self._weights = weights
         self._limit = limit
-        self._found: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._sums: Iterator[tuple[Tensor, Tensor | None]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self._left:
+            yield self._next()
 
     @retried_with_less
-    def next(self) -> tuple[Tensor, Tensor] | None:
-        """Another parameter and its gradient, or ``None`` behind the last one."""
-        found, self._found = self._found, None
-        if found is None:  # at first, and where memory ran out
-            found = weighted_gradients(dict(self._left), self._weights)
-        pair = next(found, None)
-        self._found = found
-        if pair is not None:
-            del self._left[pair[0]]
-        return pair
+    def _next(self) -> tuple[Tensor, Tensor]:
+        """Another parameter and its gradient."""
+        sums, self._sums = self._sums, None
+        if sums is None:  # at first, and where memory ran out
+            sums = weighted_sums(dict(self._left), self._weights)
+        parameter, gradient = next(sums)
+        del self._left[parameter]
+        self._sums = sums
+        return parameter, torch.zeros_like(parameter) if gradient is None else gradient
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -10,31 +10,32 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import Direction, direction_of, parameter_of, weights_of
-from autogram._blocks import Columns, bundled, gram_of_bundle
+from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
 from autogram._capture import Limit, Objectives, exact, refuse_gradients, retried_with_less
 from autogram._errors import InvalidOperandError
-from autogram._gradients import accumulate_grad, weighted_gradients
+from autogram._gradients import accumulate_grad
 
 
 class Jacobian:
     """The Jacobian J of m objectives with respect to n parameters, as an implicit operator.
 
     :meth:`autogram.Engine.jacobian` makes it. It holds factors and not rows: for each call in the
-    forward pass that read a parameter, the cotangent of its output and its input. Every method is
-    a contraction of these, planned by cost and done in parts where a result on the way would exceed
-    the engine's memory limit. No method runs a backward pass or needs the graph.
+    forward pass that read a parameter, the cotangent of the output and the input. Every method
+    contracts factors, in the order that costs least, and in parts where an intermediate result
+    would exceed the engine's memory limit. No method runs a backward pass or needs the graph.
 
-    Memory: the cotangents of all activations that parameters were used for, which is about what
-    the forward pass keeps, times K for K objectives per sample. The inputs are shared with
-    the graph, and stay alive after it. Parameters behind a derivation (weight norm, a cast aside)
-    and calls without a rule keep rows. All of it is freed when the Jacobian is dropped.
+    RAM: the cotangents of all activations that were computed from parameters, which is about what
+    the forward pass keeps, times K for K objectives per sample. The inputs are shared with the
+    graph, and stay alive after it. Calls without a rule and parameters that a call reads through a
+    derivation, such as weight norm, have rows. All is freed when the Jacobian is dropped.
 
     Rows are in the row-major order of the losses, and columns in the order of
     ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
-    parameters, at least float32. A parameter that no objective reaches has zeros.
+    parameters, at least float32. The columns of a parameter that no objective reaches are zero.
 
-    Every method raises :class:`autogram.ChangedTensorError` if a tensor that belongs to the factors
-    was changed in place since, for instance by a step of the optimizer.
+    Every method raises :class:`autogram.ChangedTensorError` if a factor was changed in place in the
+    meantime, for instance by a step of the optimizer, and :class:`autogram.MemoryLimitError` if
+    memory ran out, and again with an eighth of the limit.
 
     Example:
         >>> import torch
@@ -100,9 +101,7 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            found = bundled(self._columns.values())
-            parts = (gram_of_bundle(bundle) for bundle in found)
-            return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
+            return self._gramian(self._columns.values())
 
     @retried_with_less
     def block_gramians(self, by: Callable[[str], str] | None = None) -> dict[str, Tensor]:
@@ -115,17 +114,13 @@ class Jacobian:
         Returns:
             ``(m, m)`` for each group.
         """
-        groups: dict[str, list[Tensor]] = {}
+        groups: dict[str, list[Columns]] = {}
         for parameter, name in self._names.items():
-            groups.setdefault(by(name) if by else name, []).append(parameter)
-        gramians = {}
+            group = groups.setdefault(by(name) if by else name, [])
+            if parameter in self._columns:
+                group.append(self._columns[parameter])
         with self._exact():
-            for group, parameters in groups.items():
-                found = [self._columns[p] for p in parameters if p in self._columns]
-                parts = (columns.gram() for columns in found)
-                total = self._sum(parts, self._sizes * 2)
-                gramians[group] = self._objectives.arrange_gramian(total)
-        return gramians
+            return {name: self._gramian(columns) for name, columns in groups.items()}
 
     @retried_with_less
     def row_norms(self) -> Tensor:
@@ -165,22 +160,21 @@ class Jacobian:
         """
         with self._exact():
             weights = weights_of(w, self._objectives)
-            found = dict(weighted_gradients(self._columns, weights))
-            dtype = self.dtype
+            found = dict(weighted_sums(self._columns, weights))
+            shape, dtype = weights.shape[:-2], self.dtype
             gradients = {}
             for parameter, name in self._names.items():
                 gradient = found.get(parameter)
                 if gradient is None:
-                    shape = weights.shape[:-2] + parameter.shape
-                    gradient = parameter.new_zeros(shape, dtype=dtype)
+                    gradient = parameter.new_zeros(shape + parameter.shape, dtype=dtype)
                 gradients[name] = gradient
         return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
         """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
-        A gradient has the dtype of its parameter, hooks on parameters run, and a parameter that
-        no objective reaches keeps what it has. The gradient of a sparse embedding is dense.
+        A gradient has the dtype of its parameter, and hooks on parameters run. The gradient of a
+        parameter that no objective reaches stays as it is. That of a sparse embedding is dense.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape.
@@ -223,8 +217,8 @@ class Jacobian:
         """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives.
 
         Args:
-            other: The Jacobian of m' objectives, from another graph or the same, with respect to
-                the same parameters. A parameter that only one of the two has adds nothing.
+            other: The Jacobian of m' objectives, from any graph, with respect to the same
+                parameters. A parameter that only one of the two Jacobians has adds nothing.
 
         Returns:
             ``(m, m')``.
@@ -255,27 +249,27 @@ class Jacobian:
         """The gradients of some objectives.
 
         Args:
-            objectives: Which, by their place in the row-major order of the losses.
-            names: The parameters, all if ``None``. One at a time keeps memory small where
-                an aggregator needs all rows, but each coordinate for itself.
+            objectives: Their indices in the row-major order of the losses.
+            names: The parameters, all if ``None``. One parameter at a time keeps RAM low for an
+                aggregator that needs all rows, and treats each of their coordinates on its own.
 
         Returns:
             For each parameter's name, a tensor of its shape with the objectives in front (one, if
             an integer was given).
 
-            Memory: the rows of the samples that these objectives belong to.
+            RAM: the rows of the samples that these objectives belong to.
 
         Raises:
             IndexError: There is no such objective.
             InvalidOperandError: There is no such parameter.
         """
         for name in names or ():
-            parameter_of(name, self._names)
+            parameter_of(name, self._names)  # raises where there is none
         with self._exact():
             index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
-            places = self._objectives.places.cpu()[index]
-            samples, at = torch.unique(places % self._sizes[1], return_inverse=True)
-            k, dtype, gradients = places // self._sizes[1], self.dtype, {}
+            index = self._objectives.places.cpu()[index]  # among (k, b), flattened
+            samples, b = torch.unique(index % self._sizes[1], return_inverse=True)
+            k, dtype, gradients = index // self._sizes[1], self.dtype, {}
             for parameter, name in self._names.items():
                 if names is not None and name not in names:
                     continue
@@ -284,7 +278,7 @@ class Jacobian:
                 if found is None:
                     gradients[name] = parameter.new_zeros(len(index), *parameter.shape, dtype=dtype)
                 else:
-                    gradients[name] = found[k, at]
+                    gradients[name] = found[k, b]
         return gradients
 
     def dense(self) -> Tensor:
@@ -307,8 +301,14 @@ class Jacobian:
         with exact(self.device):
             yield
 
+    def _gramian(self, found: Iterable[Columns]) -> Tensor:
+        """The Gramian of some columns, ``(m, m)``."""
+        bundles = bundled(found)
+        parts = (gram_of_bundle(bundle) for bundle in bundles)
+        return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
+
     def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:
-        """What the parameters add up to, with one entry or more for each objective."""
+        """The sum of what parameters contribute, on the device of the losses."""
         total = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for part in parts:
             if part is not None:

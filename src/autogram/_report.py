@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,12 +23,12 @@ class UseReport:
 
     Attributes:
         function: The torch function.
-        index: The place of the call among those of its forward pass that read parameters.
-        rule: The rule that its block is from, as a place in the source, or ``None`` for explicit
-            rows by vector-Jacobian products, whose cost is not known.
+        index: Which of the calls of its forward pass that read parameters it is.
+        rule: The qualified name of the rule that its block is from, or ``None`` for explicit rows
+            by vector-Jacobian products, whose cost is not known.
         layout: Where the samples lie in its result, or ``None`` where the batch is one sample.
-        is_derived: Whether it reads a tensor that is derived from the parameter, to which rows are
-            then pulled back.
+        is_derived: Whether it reads a tensor that is derived from the parameter. Rows are then
+            pulled back to the parameter.
     """
 
     function: str
@@ -45,11 +46,11 @@ class ParameterReport:
         name: Its qualified name.
         shape: Its shape.
         uses: The calls that read it.
-        found: How the places of the samples are known: ``"probe"``, ``"remembered"``, or ``"one
+        found: How the layouts of the samples are known: ``"probe"``, ``"remembered"``, or ``"one
             sample"``.
         plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions.
-        costs: Of each plan that was considered, in multiply-adds, with memory traffic counted as
-            such; of each region the cheaper one was taken.
+        costs: The cost of each plan, in multiply-adds, with reads and writes of RAM converted to
+            multiply-adds. In each region, the cheaper plan was taken.
         flops: Floating-point operations of the contraction.
         gradient_flops: Those of the parameter's gradient in an ordinary backward pass.
         bytes: Size of the factors and of the largest intermediate result.
@@ -97,7 +98,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The same as nested dicts, lists, numbers and strings."""
         totals = {"flops": self.flops, "gradient_flops": self.gradient_flops}
-        found: dict[str, Any] = _plain({**asdict(self), **totals})
+        found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **totals}))
         return found
 
     def __str__(self) -> str:
@@ -123,6 +124,105 @@ class Report:
             lines.append("What it costs to pull rows back from derived tensors is not counted.")
         lines += [f"Not covered: `{name}` {reason}" for name, reason in self.uncovered.items()]
         return "\n".join(lines)
+
+
+def make_report(record: Record) -> Report:
+    """The report on what a record has seen."""
+    by_name: dict[str, list[Entry]] = {name: [] for name in record.names}
+    for entry in record.entries:
+        for name, _ in entry.sources:
+            by_name.setdefault(name, []).append(entry)
+    parts = [_of_parameter(name, entries, record) for name, entries in by_name.items() if entries]
+    total = sum(part.flops for part in parts) or 1
+    return Report(
+        record.samples,
+        record.per_sample,
+        tuple(replace(part, share=part.flops / total) for part in parts),
+        {
+            name: "has no use with a gradient from the losses: its columns of J are zero."
+            if record.names[name]
+            else "does not require a gradient."
+            for name, entries in by_name.items()
+            if not entries
+        },
+    )
+
+
+def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> ParameterReport:
+    """The report on one parameter, whose columns are planned again, from shapes alone."""
+    first = entries[0]
+    region = next(of for source, of in first.sources if source == name)
+    columns = Columns(region, Devices(record.limit).on(first.device))
+    flops, plans, costs = 0, set[str](), Counter[str]()
+    for entry in entries:
+        if entry.derived is not None:
+            flops += _flops_of_rows(entry)
+            continue
+        columns.add(entry.region, _block(entry), entry.subset)
+        if entry.equation is None:
+            plans.add("lookup")
+            flops += _flops_of_lookup(entry, region)
+    if any(entry.derived is not None for entry in entries):
+        rows = torch.empty((record.per_sample, record.samples, *region.shape), device="meta")
+        columns.add(region, rows_block(rows.to(first.dtype)))
+    intermediate = 0
+    for considered in columns.plans():
+        best = considered[0]
+        plans.add(best.method)
+        flops += 2 * best.multiplications
+        intermediate = max(intermediate, best.elements)
+        for plan in considered:
+            costs[plan.method] += plan.cost
+    factors = sum(prod(shape) for entry in entries for shape in entry.shapes)
+    uses = {
+        e.call: UseReport(e.function, e.index, e.rule, e.layout, e.derived is not None)
+        for e in entries
+    }
+    is_one = all(entry.layout is None for entry in entries)
+    return ParameterReport(
+        name=name,
+        shape=region.shape,
+        uses=tuple(uses.values()),
+        found="one sample" if is_one else "probe" if record.has_sought else "remembered",
+        plan="+".join(sorted(plans)),
+        costs=dict(costs),
+        flops=flops,
+        gradient_flops=sum(_gradient_flops(entry) for entry in entries),
+        bytes=(factors + intermediate) * max(entry.dtype.itemsize for entry in entries),
+    )
+
+
+def _block(entry: Entry) -> Block | Lookup:
+    """The block of an entry, without data."""
+    tensors = tuple(torch.empty(x, dtype=entry.dtype, device="meta") for x in entry.shapes)
+    if entry.equation is None:
+        return Lookup(tensors[0].long(), tensors[1])
+    return Block(entry.equation, tensors)
+
+
+def _flops_of_rows(entry: Entry) -> int:
+    """Floating-point operations that make rows of a block."""
+    block = _block(entry)
+    if isinstance(block, Lookup):
+        return prod(entry.shapes[1])
+    block = block.reorder(entry.region.order)  # an index of size one stands in no operand
+    return 2 * find_path(block.equation, block.shapes).multiplications
+
+
+def _flops_of_lookup(entry: Entry, region: Region) -> int:
+    """Those of the Gramian of a lookup, if no row of the table is read twice."""
+    k, b, t, d = entry.shapes[1]
+    return 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d
+
+
+def _gradient_flops(entry: Entry) -> int:
+    """Those of the gradient that an ordinary backward pass makes in the place of a block."""
+    if entry.rule is None:
+        return 0
+    block = _block(entry)
+    if isinstance(block, Lookup):
+        return prod(entry.shapes[1][1:])
+    return 2 * prod(n for label, n in block.sizes.items() if label != "k")
 
 
 def _table(parameters: Iterable[ParameterReport]) -> list[str]:
@@ -174,115 +274,3 @@ def _short(number: int) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}"
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def make_report(record: Record) -> Report:
-    """The report on what a record has seen."""
-    by_name: dict[str, list[Entry]] = {name: [] for name in record.names}
-    for entry in record.entries:
-        for name, _ in entry.sources:
-            by_name.setdefault(name, []).append(entry)
-    parts = [_of_parameter(name, entries, record) for name, entries in by_name.items() if entries]
-    total = sum(part.flops for part in parts)
-    shared = [replace(part, share=part.flops / total if total else 0.0) for part in parts]
-    return Report(
-        record.samples,
-        record.per_sample,
-        tuple(shared),
-        {
-            name: "has no use with a gradient from the losses: its columns of J are zero."
-            if record.names[name]
-            else "does not require a gradient."
-            for name, entries in by_name.items()
-            if not entries
-        },
-    )
-
-
-def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> ParameterReport:
-    """The report on one parameter."""
-    region = next(of for entry in entries for source, of in entry.sources if source == name)
-    itemsize = max(entry.dtype.itemsize for entry in entries)
-    kernels = Devices(record.limit).on(entries[0].device)
-    columns = Columns(region, kernels)
-    flops, intermediate = 0, 0
-    names, costs = set[str](), dict[str, int]()
-    for entry in entries:
-        if entry.derived is None:
-            columns.add(entry.region, _block(entry), entry.subset)
-        else:
-            flops += _flops_of_rows(entry)
-    if any(entry.derived for entry in entries):
-        rows = torch.empty((record.per_sample, record.samples, *region.shape), device="meta")
-        columns.add(region, rows_block(rows.to(entries[0].dtype)))
-    for considered in columns.plans():
-        best = considered[0]
-        names.add(best.method)
-        flops += 2 * best.multiplications
-        intermediate = max(intermediate, best.elements)
-        for plan in considered:
-            costs[plan.method] = costs.get(plan.method, 0) + plan.cost
-    for entry in entries:
-        if entry.equation is None and entry.derived is None:
-            names.add("lookup")
-            flops += _flops_of_lookup(entry, region)
-    uses = {entry.call: _use(entry) for entry in entries}
-    is_one = all(entry.layout is None for entry in entries)
-    return ParameterReport(
-        name,
-        region.shape,
-        tuple(uses.values()),
-        "one sample" if is_one else "probe" if record.has_sought else "remembered",
-        "+".join(sorted(names)),
-        costs,
-        flops,
-        sum(_gradient_flops(entry) for entry in entries),
-        sum(prod(shape) for entry in entries for shape in entry.shapes) * itemsize
-        + intermediate * itemsize,
-    )
-
-
-def _use(entry: Entry) -> UseReport:
-    """The call of an entry."""
-    is_derived = entry.derived is not None
-    return UseReport(entry.function, entry.index, entry.rule, entry.layout, is_derived)
-
-
-def _block(entry: Entry) -> Block | Lookup:
-    """The block of an entry, without data."""
-    tensors = tuple(torch.empty(shape, dtype=entry.dtype, device="meta") for shape in entry.shapes)
-    if entry.equation is None:
-        return Lookup(tensors[0].long(), tensors[1])
-    return Block(entry.equation, tensors)
-
-
-def _flops_of_rows(entry: Entry) -> int:
-    """Floating-point operations that make rows of a block."""
-    block = _block(entry)
-    if isinstance(block, Lookup):
-        return prod(entry.shapes[1])
-    block = block.reorder(entry.region.order)  # an index of size one stands in no operand
-    return 2 * find_path(block.equation, block.shapes).multiplications
-
-
-def _flops_of_lookup(entry: Entry, region: Region) -> int:
-    """Those of the Gramian of a lookup, if no row of the table is read twice."""
-    k, b, t, d = entry.shapes[1]
-    return 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d
-
-
-def _gradient_flops(entry: Entry) -> int:
-    """Those of the gradient that an ordinary backward pass makes in the place of a block."""
-    if entry.rule is None:
-        return 0
-    block = _block(entry)
-    if isinstance(block, Lookup):
-        return prod(entry.shapes[1][1:])
-    return 2 * prod(n for label, n in block.sizes.items() if label != "k")

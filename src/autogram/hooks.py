@@ -6,11 +6,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from sys import getrefcount
-from types import TracebackType
 from typing import Any, Self
 
 from torch import is_grad_enabled, nn
@@ -29,12 +28,12 @@ class _Switch(threading.local):
 class HookManager:
     """Functions to call before and after the forward passes of any number of modules.
 
-    All are switched together, for a thread or for a block of code, and removed together: by
-    :meth:`remove`, or at the end of a ``with`` block. A copy or a pickle of a hooked module has
-    none, and they do nothing for a module inside of what `torch.compile` has compiled.
+    All hooks of a manager are switched together, for a thread or for a block of code, and removed
+    together: by :meth:`remove`, or at the end of a ``with`` block. A copy or a pickle of a hooked
+    module has no hooks, and a module inside of what `torch.compile` has compiled calls none.
 
-    They run around the hooks that PyTorch registers on a module, and are none of them: any such
-    hook costs each call of the module more than a microsecond, also if it does nothing.
+    These hooks are not registered with PyTorch, whose hooks cost each call of the module more than
+    a microsecond, also if they do nothing. They run around the hooks that PyTorch knows.
 
     Example:
         >>> from torch import nn
@@ -102,17 +101,13 @@ class HookManager:
         """Lets modules run in this thread as if they had no hooks of this manager."""
         self._switch.is_on = False
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Lets the hooks run inside of a block, also where they are inactive around it."""
-        with self._switched(on=True):
-            yield
+        return self._switched(is_on=True)
 
-    @contextmanager
-    def inactive(self) -> Iterator[None]:
+    def inactive(self) -> AbstractContextManager[None]:
         """Lets modules run inside of a block as if they had no hooks of this manager."""
-        with self._switched(on=False):
-            yield
+        return self._switched(is_on=False)
 
     def remove(self) -> None:
         """Takes all hooks off the modules. Others may be registered afterwards."""
@@ -121,9 +116,9 @@ class HookManager:
         self._hooks.clear()
 
     @contextmanager
-    def _switched(self, *, on: bool) -> Iterator[None]:
+    def _switched(self, *, is_on: bool) -> Iterator[None]:
         """Switches the hooks of this thread, and puts the switch back."""
-        before, self._switch.is_on = self._switch.is_on, on
+        before, self._switch.is_on = self._switch.is_on, is_on
         try:
             yield
         finally:
@@ -132,18 +127,13 @@ class HookManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
 @dataclass(eq=False, slots=True)
 class _Hook:
-    """What to call before and after the forward of one module."""
+    """Functions to call before and after the forward of one module."""
 
     switch: _Switch
     before: Before | None
@@ -178,17 +168,13 @@ class _Hooked:
         if not hooks:
             if module is not None and _hooked(module) is self:
                 del vars(module)[_NAME]
-            self.module = _no_module  # what still comes in is called by another
+            self.module = lambda: None  # only a shallow copy of the module still comes here
 
 
-def _no_module() -> None:
-    """A reference to a module that is gone."""
-
-
-# What a module has under this name is called in the place of its forward and of the hooks that
+# PyTorch calls what a module has under this name instead of the forward and of the hooks that
 # PyTorch knows. `nn.Module.compile` puts what it compiles there. Copies and pickles leave it out.
 _NAME = "_compiled_call_impl"
-_CALLER = nn.Module._wrapped_call_impl.__code__  # who does so
+_CALLER = nn.Module._wrapped_call_impl.__code__  # the code of PyTorch that calls it
 
 
 class _Entrance(partial[Any]):
@@ -199,7 +185,7 @@ class _Entrance(partial[Any]):
 
 
 def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
-    """Lets a function be called in the place of a module, with what is known of its hooks first."""
+    """Lets a function be called instead of a module, with what is known of the hooks in front."""
     hooked = _Hooked(weakref.ref(module))
     vars(module)[_NAME] = entrance = _Entrance(function, hooked)
     hooked.entrance = weakref.ref(entrance)
@@ -229,8 +215,8 @@ def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
     if is_dynamo_compiling():
         return module._call_impl(*args, **kwargs)
     if module is None or getrefcount(hooked.entrance()) > _REFERENCES:
-        # Somebody else has it, perhaps a copy with all that the module has, as `nn.DataParallel`
-        # makes them. To ask the caller each time would take as long as all the rest.
+        # Another object has the entrance too: perhaps a copy with all that the module has, such as
+        # `nn.DataParallel` makes. Asking the caller each time would take as long as all the rest.
         frame = sys._getframe(1)
         if frame.f_code is _CALLER:
             module = frame.f_locals["self"]

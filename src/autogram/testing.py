@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -52,8 +52,6 @@ _HALF_PRECISION = 5e-2  # the reference itself is rounded to two or three digits
 _PER_SAMPLE = (1, 3)  # numbers of objectives for each sample
 _NO_LIMIT = Limit(2**40)
 
-Shown = tuple[Use, tuple[Tensor, ...], Tensor]
-
 
 def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Compares the rule of a function with plain autograd, for one call.
@@ -84,80 +82,89 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         >>> weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
         >>> check_rule(torch.nn.functional.linear, x, weight)
     """
-    names = dict(_named(args, kwargs))
-    copies = {x: _copy(x) for x in names}
+    named = {
+        x: f"`args[{key}]`" if isinstance(key, int) else f"`{key}`"
+        for key, argument in (*enumerate(args), *kwargs.items())
+        for x in tensors_in(argument)
+    }
+    copies = {x: x.detach().clone().requires_grad_(x.requires_grad) for x in named}
     args, kwargs = map_tensors((args, kwargs), copies.__getitem__)
-    parameters = {copies[x]: name for x, name in names.items() if x.requires_grad}
-    channel, outputs = _record(function, args, kwargs, parameters)
+    names = {copies[x]: name for x, name in named.items() if x.requires_grad}
+    channel, outputs = _record(function, args, kwargs, names)
     for output in outputs:
-        _check_output(function, channel, output, parameters)
-
-
-def _check_output(
-    function: Callable[..., Any], channel: Channel, output: Tensor, parameters: dict[Tensor, str]
-) -> None:
-    """Checks the blocks of one tensor that the call returned."""
-    use, saved, cotangents = _shown(function, channel, output)
-    reads = {id(tracked.sources[0]) for tracked in use.reads}
-    missed = [name for p, name in parameters.items() if id(p) not in reads]
-    if not isinstance(use, RuleUse) or missed:
-        raise RuleCheckError(_why_unanswered(function, use, missed or list(parameters.values())))
-    for layout in (None, *_layouts(use)):
-        expected = _rows_of_autograd(layout, output, cotangents, list(parameters))
-        for count in _PER_SAMPLE:
-            setting = _describe(layout, count)
-            try:
-                found = _rows_of_blocks(use, layout, cotangents[:count], saved)
-            except (
-                ArithmeticError,
-                AssertionError,
-                LookupError,
-                RuntimeError,
-                ValueError,
-            ) as error:
-                raise RuleCheckError(
-                    f"The rule of `{use.function}` gives no block {setting}: {error}"
-                ) from error
-            for (parameter, name), rows in zip(parameters.items(), expected, strict=True):
-                _compare(use, name, setting, parameter, found[parameter], rows[:count])
+        _check_output(function, channel, output, names)
 
 
 def _record(
-    function: Callable[..., Any], args: Any, kwargs: Any, parameters: dict[Tensor, str]
+    function: Callable[..., Any], args: Any, kwargs: Any, names: dict[Tensor, str]
 ) -> tuple[Channel, list[Tensor]]:
     """The recorded outputs of the call that require a gradient."""
-    if not parameters:
+    if not names:
         raise RuleCheckError(
             "No argument requires a gradient: pass the tensors that the rule has recipes for with "
             "`requires_grad=True`."
         )
     channel = Channel()
-    recorder = Recorder(channel, parameters)
+    recorder = Recorder(channel, names)
     recorder.begin((args, kwargs))
-    called = function.apply if _is_autograd_function(function) else function  # type: ignore[attr-defined]  # as just seen
+    is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
+    called = function.apply if is_function else function  # type: ignore[attr-defined]  # as just seen
     with recorder:
         output = called(*args, **kwargs)
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not outputs:
         raise RuleCheckError(
-            f"`{_name(function)}` returned no tensor that requires a gradient, but a "
+            f"`{kind_of(function).name}` returned no tensor that requires a gradient, but a "
             f"{type(output).__name__}: there is nothing that a rule could tell of it."
         )
     return channel, outputs
 
 
-def _shown(function: Callable[..., Any], channel: Channel, output: Tensor) -> Shown:
+def _check_output(
+    function: Callable[..., Any], channel: Channel, output: Tensor, names: dict[Tensor, str]
+) -> None:
+    """Checks the blocks of one tensor that the call returned."""
+    use, saved, cotangents = _only_use(function, channel, output)
+    read = {tracked.sources[0] for tracked in use.reads}
+    missed = [name for p, name in names.items() if p not in read]
+    if not isinstance(use, RuleUse) or missed:
+        raise RuleCheckError(_why_unanswered(function, use, missed or list(names.values())))
+    for layout in (None, *_layouts(use)):
+        expected = _rows_of_autograd(layout, output, cotangents, names)
+        samples = f"for each sample and the samples in {layout} of the output"
+        for count in _PER_SAMPLE:
+            of = "of the whole batch" if layout is None else samples
+            setting = f"with {count} objective{'s' if count > 1 else ''} {of}"
+            try:
+                found = _rows_of_blocks(use, layout, cotangents[:count], saved)
+            except Exception as error:
+                raise RuleCheckError(
+                    f"The rule of `{use.function}` gives no block {setting}: {error}"
+                ) from error
+            for parameter, name in names.items():
+                gap = _gap(name, found[parameter], expected[parameter][:count])
+                if not gap <= _TOLERANCES.get(parameter.dtype, _HALF_PRECISION):
+                    raise RuleCheckError(
+                        f"The rule of `{use.function}` is wrong for {name} of shape "
+                        f"{tuple(parameter.shape)}: {setting}, its rows are off by {gap:.1e} of "
+                        "their largest entry by plain autograd."
+                    )
+
+
+def _only_use(
+    function: Callable[..., Any], channel: Channel, output: Tensor
+) -> tuple[Use, tuple[Tensor, ...], Tensor]:
     """The only use that was recorded, what its tap saved, and cotangents ``(3, *output)``."""
     shape = (max(_PER_SAMPLE), *output.shape)
     generator = torch.Generator().manual_seed(0)  # of its own: the user's is not touched
     random = torch.randn(shape, generator=generator, dtype=torch.float64)
     cotangents = random.to(output.device, output.dtype)
-    shown: list[Shown] = []
+    shown: list[tuple[Use, tuple[Tensor, ...], Tensor]] = []
     with torch.no_grad():
         visit(channel, output, cotangents, lambda: lambda *of_use: shown.append(of_use))
     if len(shown) != 1 or not torch.equal(shown[0][2], cotangents):
         raise RuleCheckError(
-            f"`{_name(function)}` is not a single call in which an input meets parameters: "
+            f"`{kind_of(function).name}` is not a single call in which an input meets parameters: "
             f"{len(shown)} were recorded. Check one call at a time, and give it an input."
         )
     return shown[0]
@@ -165,15 +172,14 @@ def _shown(function: Callable[..., Any], channel: Channel, output: Tensor) -> Sh
 
 def _why_unanswered(function: Callable[..., Any], use: Use, missed: list[str]) -> str:
     """The message for a call that was left to the fallback."""
-    rule = find_rule(function)
     missing = f"has no recipe for {', '.join(missed)}"
-    if rule is None:
+    if find_rule(function) is None:
         reason = f"`{use.function}` has no rule, or one that returned `None` or {missing}"
         hint = "Register the function that a `torch.overrides.TorchFunctionMode` is shown."
     else:
         reason = (
-            f"The rule of `{_name(function)}` does not take these arguments, or returned `None`, "
-            f"or {missing}"
+            f"The rule of `{kind_of(function).name}` does not take these arguments, or returned "
+            f"`None`, or {missing}"
         )
         hint = "A tensor that is passed twice needs two recipes."
     return f"{reason}, so that the fallback computes the call: exact, and slower. {hint}"
@@ -195,9 +201,10 @@ def _layouts(use: Use) -> Iterator[Layout]:
 
 def _rows_of_blocks(
     use: Use, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...]
-) -> dict[Tensor, Tensor]:
-    """Rows ``(k, b, elements)`` of each parameter, in the order of its memory."""
+) -> dict[Tensor, Tensor | None]:
+    """Rows ``(k, b, *parameter)`` of each parameter."""
     columns: dict[Tensor, Columns] = {}
+    samples = torch.arange(1 if layout is None else layout.batch, device=cotangent.device)
     with torch.no_grad():
         for tracked, region, block in use.contributions(
             layout, cotangent, saved, _NO_LIMIT.elements
@@ -207,73 +214,28 @@ def _rows_of_blocks(
                 parameter, Columns(Region.of_parameter(parameter), Kernels(_NO_LIMIT))
             )
             known.add(region, block)
-        return {parameter: known.dense() for parameter, known in columns.items()}
+        return {parameter: known.rows(samples) for parameter, known in columns.items()}
 
 
 def _rows_of_autograd(
-    layout: Layout | None, output: Tensor, cotangents: Tensor, parameters: list[Tensor]
-) -> list[Tensor]:
+    layout: Layout | None, output: Tensor, cotangents: Tensor, parameters: Collection[Tensor]
+) -> dict[Tensor, Tensor]:
     """The same by plain autograd: the rows of a sample are those of its part of the output."""
     (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT.elements, 1)  # (k, b, *output)
-    single = [
-        torch.autograd.grad(
-            output, parameters, g, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for g in masked.flatten(0, 1)
-    ]
-    rows = []
-    for parameter, found in zip(parameters, zip(*single, strict=True), strict=True):
-        order = Region.of_parameter(parameter).order
-        order += tuple(d for d in range(parameter.dim()) if d not in order)
-        stacked = torch.stack([x.to_dense().permute(order).flatten() for x in found])
-        rows.append(stacked.unflatten(0, masked.shape[:2]))
-    return rows
+    losses = (masked * output).flatten(2).sum(2)
+    jacobian = reference_jacobian(losses, parameters).unflatten(0, losses.shape)
+    parts = jacobian.split([p.numel() for p in parameters], 2)
+    sizes = tuple(losses.shape)
+    return {p: x.reshape(sizes + p.shape) for p, x in zip(parameters, parts, strict=True)}
 
 
-def _compare(
-    use: Use, name: str, setting: str, parameter: Tensor, found: Tensor, expected: Tensor
-) -> None:
-    """Compares the rows of one parameter."""
+def _gap(name: str, found: Tensor | None, expected: Tensor) -> float:
+    """How far rows are from those of plain autograd, relative to the largest entry of these."""
     scale = float(expected.abs().max())
     if scale == 0:
         raise RuleCheckError(
             f"The gradient of {name} is zero, so that the check shows nothing. Take other inputs."
         )
-    gap = math.inf
-    if found.shape == expected.shape:
-        gap = float((found - expected).abs().max()) / scale
-    if not gap <= _TOLERANCES.get(parameter.dtype, _HALF_PRECISION):
-        raise RuleCheckError(
-            f"The rule of `{use.function}` is wrong for {name} of shape {tuple(parameter.shape)}: "
-            f"{setting}, its rows are off by {gap:.1e} of their largest entry by plain autograd."
-        )
-
-
-def _describe(layout: Layout | None, count: int) -> str:
-    """A setting in words."""
-    objectives = f"{count} objective{'s' if count > 1 else ''}"
-    if layout is None:
-        return f"with {objectives} of the whole batch"
-    return f"with {objectives} for each sample and the samples in {layout} of the output"
-
-
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors among some arguments, with their places there."""
-    for key, argument in (*enumerate(args), *kwargs.items()):
-        place = f"`args[{key}]`" if isinstance(key, int) else f"`{key}`"
-        for tensor in tensors_in(argument):
-            yield tensor, place
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A leaf with the same values and the same order in memory."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _is_autograd_function(function: Callable[..., Any]) -> bool:
-    return isinstance(function, type) and issubclass(function, torch.autograd.Function)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """The name of a function."""
-    return kind_of(function).name
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    return float((found - expected).abs().max()) / scale
