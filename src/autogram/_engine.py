@@ -368,7 +368,7 @@ class Engine:
             >>> engine.report().parameters[0].plan
             'factors'
         """
-        return make_report(self._drivers.last.record)
+        return make_report(self._drivers.last.summary)
 
     def __str__(self) -> str:
         return str(self.report())

@@ -10,7 +10,7 @@ from typing import Any
 
 from autogram._blocks import Block, Columns, Lookup, Region, meta
 from autogram._blocks.path import find_path
-from autogram._capture import Entry, Record
+from autogram._capture import BlockSummary, Summary
 from autogram._capture.uses import rows_block
 
 
@@ -181,22 +181,22 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def make_report(record: Record) -> Report:
-    """The report on what a record has seen."""
-    by_name: dict[str, list[Entry]] = {name: [] for name in record.names}
-    for entry in record.entries:
+def make_report(summary: Summary) -> Report:
+    """The report on what a pass did."""
+    by_name: dict[str, list[BlockSummary]] = {name: [] for name in summary.names}
+    for entry in summary.blocks:
         for name, _ in entry.sources:
             by_name.setdefault(name, []).append(entry)
-    parts = [_of_parameter(name, entries, record) for name, entries in by_name.items() if entries]
+    parts = [_of_parameter(name, entries, summary) for name, entries in by_name.items() if entries]
     total = sum(part.flops for part in parts)
     shared = [replace(part, share=part.flops / total if total else 0.0) for part in parts]
     return Report(
-        record.samples,
-        record.per_sample,
+        summary.samples,
+        summary.per_sample,
         tuple(shared),
         {
             name: "has no use with a gradient from the losses: its columns of J are zero."
-            if record.names[name]
+            if summary.names[name]
             else "does not require a gradient."
             for name, entries in by_name.items()
             if not entries
@@ -204,7 +204,7 @@ def make_report(record: Record) -> Report:
     )
 
 
-def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> ParameterReport:
+def _of_parameter(name: str, entries: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
     """The report on one parameter."""
     region = next(of for entry in entries for source, of in entry.sources if source == name)
     itemsize = max(entry.dtype.itemsize for entry in entries)
@@ -212,14 +212,14 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     flops, intermediate = 0, 0
     names, costs = set[str](), dict[str, int]()
     for entry in entries:
-        if entry.derived is None:
+        if not entry.is_derived:
             columns.add(entry.region, _block(entry), entry.subset)
         else:
             flops += _flops_of_rows(entry)
-    if any(entry.derived for entry in entries):
-        rows = meta(((record.per_sample, record.samples, *region.shape),))[0]
+    if any(entry.is_derived for entry in entries):
+        rows = meta(((summary.per_sample, summary.samples, *region.shape),))[0]
         columns.add(region, rows_block(rows.to(entries[0].dtype)))
-    for considered in columns.plans(entries[0].device, record.limit.elements):
+    for considered in columns.plans(entries[0].device, summary.limit.elements):
         best = considered[0]
         names.add(best.method)
         flops += 2 * best.multiplications
@@ -227,7 +227,7 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
         for plan in considered:
             costs[plan.method] = costs.get(plan.method, 0) + plan.cost
     for entry in entries:
-        if entry.equation is None and entry.derived is None:
+        if entry.equation is None and not entry.is_derived:
             names.add("lookup")
             flops += _flops_of_lookup(entry, region)
     uses = {entry.call: _use(entry) for entry in entries}
@@ -236,7 +236,7 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
         name,
         region.shape,
         tuple(uses.values()),
-        "one sample" if is_one else "probe" if record.has_sought else "remembered",
+        "one sample" if is_one else "probe" if summary.has_sought else "remembered",
         "+".join(sorted(names)),
         costs,
         flops,
@@ -246,13 +246,12 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     )
 
 
-def _use(entry: Entry) -> UseReport:
+def _use(entry: BlockSummary) -> UseReport:
     """The call of an entry."""
-    is_derived = entry.derived is not None
-    return UseReport(entry.function, entry.index, entry.rule, entry.layout, is_derived)
+    return UseReport(entry.function, entry.index, entry.rule, entry.layout, entry.is_derived)
 
 
-def _block(entry: Entry) -> Block | Lookup:
+def _block(entry: BlockSummary) -> Block | Lookup:
     """The block of an entry, without data."""
     tensors = tuple(x.to(entry.dtype) for x in meta(entry.shapes))
     if entry.equation is None:
@@ -260,7 +259,7 @@ def _block(entry: Entry) -> Block | Lookup:
     return Block(entry.equation, tensors)
 
 
-def _flops_of_rows(entry: Entry) -> int:
+def _flops_of_rows(entry: BlockSummary) -> int:
     """Floating-point operations that make rows of a block."""
     block = _block(entry)
     if isinstance(block, Lookup):
@@ -269,13 +268,13 @@ def _flops_of_rows(entry: Entry) -> int:
     return 2 * find_path(block.equation, block.shapes).multiplications
 
 
-def _flops_of_lookup(entry: Entry, region: Region) -> int:
+def _flops_of_lookup(entry: BlockSummary, region: Region) -> int:
     """Those of the Gramian of a lookup, if no row of the table is read twice."""
     k, b, t, d = entry.shapes[1]
     return 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d
 
 
-def _gradient_flops(entry: Entry) -> int:
+def _gradient_flops(entry: BlockSummary) -> int:
     """Those of the gradient that an ordinary backward pass makes in the place of a block."""
     if entry.rule is None:
         return 0

@@ -2,9 +2,9 @@
 
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.backward.driver import BatchDim, Driver
-from autogram._capture.backward.drivers import Drivers
-from autogram._capture.backward.record import Entry, Record
+from autogram._capture.backward.driver import Driver, Drivers, StepParts
+from autogram._capture.backward.run import BatchDim
+from autogram._capture.backward.summary import BlockSummary, Summary
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import (
@@ -23,15 +23,16 @@ from autogram._errors import warn_user
 
 __all__ = [
     "BatchDim",
+    "BlockSummary",
     "Channel",
     "Driver",
     "Drivers",
-    "Entry",
     "Limit",
     "Objectives",
     "Parameters",
-    "Record",
     "Recordings",
+    "StepParts",
+    "Summary",
     "Unseen",
     "Verify",
     "exact",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Block, Layout, Lookup, Placement, Region, Subset
-from autogram._capture.autograd.vjp import Inputs, many_vjps
+from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram.rules import Form, JointForm, Rule

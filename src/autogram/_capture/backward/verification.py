@@ -62,11 +62,16 @@ class Comparison:
 class Check:
     """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
 
-    It is an observer of assemblies, from which it learns the Gramian of each parameter.
+    It observes assemblies, and sinks show it the Gramian or the columns of each parameter.
 
     Args:
         survey: The graph behind the objectives.
         vector: u, of their shape.
+
+    Attributes:
+        gramian: The whole Gramian, ``(m, m)``, if one is added up.
+        comparisons: What was seen of each parameter.
+        epsilon: The precision of the coarsest dtype on the way.
 
     References:
         Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
@@ -75,15 +80,17 @@ class Check:
     def __init__(self, survey: Survey, vector: Tensor) -> None:
         self.losses = survey.losses
         self.vector = vector
-        self._leaves = survey.leaves
+        self.gramian: Tensor | None = None
         self.comparisons: dict[Tensor, Comparison] = {}
         dtypes = dtypes_of(survey.losses, survey.nodes)
         self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
+        self._leaves = survey.leaves
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
         """Forgets the Gramian of an earlier pass."""
         self._by_sample = objectives.by_sample(self.vector)
+        self.gramian = None
         self.comparisons.clear()
 
     def see_block(self, arrival: Arrival) -> None:

@@ -1,0 +1,184 @@
+"""Many cotangents of one output: in one batched pass, or one by one where that would be wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autogram._capture.autograd.graph import in_dense, is_any_tap, nodes_behind, nodes_from
+from autogram._capture.autograd.passes import Pass
+from autogram._capture.limit import is_out_of_memory
+from autogram._capture.recording import Channel, Receiver
+from autogram._errors import AutogramError
+
+# Nodes whose batching rule is wrong in torch 2.13, and in which cases, as `make batching` finds by
+# comparing it with a loop. A further rule that is wrong belongs here, and nowhere else.
+_WRONG: dict[str, Callable[[Any], bool]] = {
+    # Where only the cotangent is batched.
+    "CdistBackward0": lambda _: True,
+    # Of a tensor without dimensions: the hidden one is rolled. Only then, or where all elements
+    # are rolled as one row, there are no dimensions to roll along.
+    "RollBackward0": lambda node: not getattr(node, "_saved_dims", ()),
+    # Where the mask is larger than the tensor, and as large as there are cotangents.
+    "MaskedSelectBackward0": lambda _: True,
+}
+
+Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
+R = TypeVar("R", bound=Receiver)
+T = TypeVar("T", Tensor, tuple[Tensor, ...])
+
+
+def visit(
+    channel: Channel,
+    losses: Tensor,
+    cotangents: Tensor,
+    start: Callable[[], R],
+    *,
+    retain_graph: bool = True,
+    is_step: bool = False,
+) -> R:
+    """Shows a receiver the cotangent of every use, and computes no gradient of a parameter.
+
+    Args:
+        channel: The channel of the taps.
+        losses: The tensor to differentiate.
+        cotangents: ``(k, *losses)``.
+        start: Makes a receiver. It is called again if a pass fails half-way and another begins.
+        retain_graph: Whether the graph is kept. If not, it is freed as the pass goes on, provided
+            that there is a single cotangent: of several, a pass may fail, and another begin.
+        is_step: Whether the pass stands for the user's, as :class:`Pass` says.
+
+    Returns:
+        The receiver, after it was called with each use, what its tap saved, and its cotangent of
+        shape ``(k, *output)``.
+
+    Raises:
+        FreedGraphError: An earlier backward pass has freed the graph.
+        UnsupportedError: A pass inside of it adds to gradients.
+        Exception: What the receiver has raised, after the pass has run to its end.
+    """
+    anchors, k = [channel.anchor], len(cotangents)
+    receiver = start()
+    if k == 1:
+        current = Pass(channel, receiver, is_step=is_step)
+        current.differentiate(losses, anchors, cotangents[0], retain_graph=retain_graph)
+        return receiver
+    if channel.is_batchable:
+        together = Pass(channel, receiver, hidden=k, is_step=is_step)
+
+        def differentiate(cotangent: Tensor) -> Tensor:
+            together.differentiate(losses, anchors, cotangent)
+            return cotangent  # vmap takes no None
+
+        if _batched(differentiate, cotangents, nodes_behind(losses)) is not None:
+            return receiver
+        receiver = start()
+    tensors: dict[Any, tuple[Tensor, ...]] = {}
+    shown: list[dict[Any, Tensor]] = []
+
+    def collect(use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        tensors.setdefault(use, saved)
+        shown[-1][use] = cotangent[0]
+
+    for cotangent in _one_by_one(cotangents):
+        shown.append({})
+        Pass(channel, collect, is_step=is_step).differentiate(losses, anchors, cotangent)
+    for use, saved in tensors.items():
+        receiver(use, saved, _stacked([found.get(use) for found in shown]))
+    return receiver
+
+
+def many_vjps(
+    channel: Channel,
+    output: GradientEdge,
+    inputs: Inputs,
+    cotangents: Tensor,
+    *,
+    is_batchable: bool,
+) -> list[Tensor | None]:
+    """Vector-Jacobian products of one output with respect to some inputs, up to the nearest taps.
+
+    Args:
+        channel: The channel of the taps.
+        output: The edge that the cotangents are of.
+        inputs: Tensors or edges.
+        cotangents: ``(n, *output)``.
+        is_batchable: Whether all may go in one pass, where PyTorch can do so.
+
+    Returns:
+        For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
+    """
+
+    def vjp(g: Tensor) -> list[Tensor | None]:
+        found = Pass(channel, is_blocked=True).differentiate(output, inputs, g)
+        return [None if x is None else in_dense(x) for x in found]
+
+    if is_batchable and len(cotangents) > 1:
+        reached: list[int] = []
+
+        def products(g: Tensor) -> tuple[Tensor, ...]:
+            found = vjp(g)
+            reached[:] = [i for i, x in enumerate(found) if x is not None]
+            return tuple([x for x in found if x is not None])  # vmap takes no None
+
+        edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in inputs]
+        ends = {edge.node for edge in edges}
+        nodes = nodes_from(output.node, lambda node: node in ends or is_any_tap(node))
+        stacked = _batched(products, cotangents, nodes)
+        if stacked is not None:
+            together = dict(zip(reached, stacked, strict=True))
+            return [together.get(i) for i in range(len(inputs))]
+    each = zip(*map(vjp, _one_by_one(cotangents)), strict=True)
+    return [None if all(x is None for x in found) else _stacked(found) for found in each]
+
+
+def is_batchable(nodes: Iterable[Any]) -> bool:
+    """Whether several cotangents may go through all of these nodes of a graph together."""
+    for node in nodes:
+        is_wrong = _WRONG.get(type(node).__name__)
+        if is_wrong is not None and is_wrong(node):
+            return False
+    return True
+
+
+def _batched(function: Callable[[Tensor], T], cotangents: Tensor, nodes: Iterable[Any]) -> T | None:
+    """``function`` of each cotangent, stacked, by one pass; or ``None`` if they must go one by one.
+
+    Args:
+        function: Runs a backward pass.
+        cotangents: Stacked along the first dimension.
+        nodes: Those of the graph that the pass may go through, and perhaps others.
+    """
+    # The search for anomalies reads values, which a batched pass hides.
+    is_searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    if is_searched or not is_batchable(nodes):
+        return None
+    try:
+        with warnings.catch_warnings():
+            # Addressed to those who write operations, not to those who run them.
+            warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)
+            # Randomness occurs where a checkpoint computes again, from a seed that it restores. In
+            # vmap, dropout of a transposed tensor draws another mask from this seed (torch 2.13).
+            return torch.vmap(function, randomness="error")(cotangents)
+    except AutogramError:
+        raise
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return None  # an operation on the way cannot be batched (`.item()`, NumPy, …)
+
+
+def _one_by_one(cotangents: Tensor) -> Iterable[Tensor]:
+    """Each in memory of its own, from the start of which `as_strided_scatter` would read it."""
+    return (cotangent.clone() for cotangent in cotangents)
+
+
+def _stacked(found: Sequence[Tensor | None]) -> Tensor:
+    """What single passes have found, with zeros where one has found nothing."""
+    zero = torch.zeros_like(next(x for x in found if x is not None))
+    return torch.stack([zero if x is None else x for x in found])
