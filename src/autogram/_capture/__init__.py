@@ -2,8 +2,7 @@
 
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.backward.driver import Driver, Drivers, StepParts
-from autogram._capture.backward.run import BatchDim
+from autogram._capture.backward.driver import BatchDim, Driver, Drivers, StepParts
 from autogram._capture.backward.summary import BlockSummary, Summary
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify

@@ -1,37 +1,84 @@
-"""The assembly: takes in the blocks of uses as they arrive, parameter by parameter."""
+"""One pass: takes in the blocks of uses as they arrive, parameter by parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Columns, Layout, Piece, Placement, Region
+from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.sinks import Sink
+from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.unseen import use_in_tail
+from autogram._capture.backward.verification import Check
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import Arrival, Contribution, Use, pull_back
+from autogram._capture.uses import Contribution, Use, pull_back
+from autogram._errors import NotConnectedError
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
 
 
-class Observer(Protocol):
-    """Who is told what an assembly does."""
+@dataclass(eq=False)
+class Run:
+    """One call of an engine, which makes as many passes as it needs. It dies with the call."""
 
-    def restart(self, objectives: Objectives) -> None:
-        """A pass begins, and what an earlier one has shown is void."""
-        ...
+    channel: Channel
+    limit: Limit
+    survey: Survey
+    """The graph behind the losses."""
+    objectives: Objectives
+    """The losses with their samples."""
+    check: Check | None = None
+    """The verification of this call, if one is due."""
+    summary: Summary | None = None
+    """What is told of each block, if that is not known from an earlier call."""
+    must_verify: bool = False
+    """Whether it is an error that there are gradients with which nothing can be verified."""
+    is_step: bool = False
+    """Whether the pass stands for the user's own backward pass."""
+    retain_graph: bool = True
+    sinks: tuple[Sink, ...] = ()
+    """What is done with the columns of a parameter."""
+    has_sought: bool = False
+    """Whether the samples were sought, or their layouts remembered."""
+    unseen: list[Use] = field(default_factory=list)
+    """Uses that only the graph has shown."""
 
-    def see_block(self, arrival: Arrival) -> None:
-        """A use has a block for a tracked tensor."""
-        ...
+    def assemble(self, layout_of: LayoutOf | None, *, may_repeat: bool = False) -> None:
+        """Makes one pass past the taps, which gives the columns of all parameters to the sinks.
+
+        Args:
+            layout_of: Where the samples lie, or ``None`` if all is one sample.
+            may_repeat: Whether another pass may have to follow.
+
+        Raises:
+            NotConnectedError: The losses depend on no use of a parameter.
+        """
+        tail = use_in_tail(self.channel, self.survey)
+        assembly = visit(
+            self.channel,
+            self.objectives.losses,
+            self.objectives.cotangents(),
+            lambda: Assembly(self, layout_of, tail),
+            retain_graph=self.retain_graph or self.check is not None or may_repeat,
+            is_step=self.is_step,
+        )
+        if not assembly.has_arrivals:
+            raise NotConnectedError(
+                "The losses do not depend on any parameter of the engine's modules that requires a "
+                "gradient. Compute them from an output of these modules, with gradients enabled. A "
+                "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
+                "`use_reentrant=False`."
+            )
+        assembly.complete()
 
 
 @dataclass(slots=True)
@@ -53,48 +100,27 @@ class Assembly:
     is known from the survey; where there may be others, all go to the sinks at the end.
 
     Args:
-        channel: The channel of the taps.
-        objectives: The losses with their samples.
-        survey: The graph behind the losses.
+        run: The call that the pass is made for.
         layout_of: Where the samples lie, or ``None`` if all is one sample.
-        limit: That of the engine.
-        sinks: What to do with the columns of a parameter.
-        observers: Who is told of each block.
         tail: The losses, as a use of the parameters that they reach past every tap.
-
-    Attributes:
-        has_arrivals: Whether there is any use.
-        unseen: Uses that only the graph has shown.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        objectives: Objectives,
-        survey: Survey,
-        layout_of: LayoutOf | None,
-        limit: Limit,
-        sinks: Sequence[Sink],
-        observers: Sequence[Observer],
-        tail: Use | None,
-    ) -> None:
-        self._channel = channel
+    def __init__(self, run: Run, layout_of: LayoutOf | None, tail: Use | None) -> None:
+        self._run = run
+        self._limit = run.limit
         self._layout_of = layout_of
-        self._limit = limit
-        self._sinks = sinks
-        self._observers = observers
         self._accounts: dict[Tensor | Tracked, _Account] = {}
-        for use in survey.uses:
+        for use in run.survey.uses:
             for tracked in use.reads:
                 self._account(_owner(tracked)).expected += 1
-        self._is_complete = not survey.hides_taps
+        self._is_complete = not run.survey.hides_taps
         self.has_arrivals = tail is not None
-        self.unseen: list[Use] = []
-        listeners: list[Sink | Observer] = [*sinks, *observers]
-        for listener in listeners:
-            listener.restart(objectives)
+        run.unseen.clear()
+        for listener in (run.check, run.summary, *run.sinks):
+            if listener is not None:
+                listener.restart(run.objectives)
         if tail is not None:
-            self._add(tail, objectives.layout, (), objectives.cotangents())
+            self._add(tail, run.objectives.layout, (), run.objectives.cotangents())
 
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Takes in one use.
@@ -115,23 +141,25 @@ class Assembly:
             self._finish(derived)
         for parameter in list(self._accounts):
             self._finish(parameter)
-        for sink in self._sinks:
+        for sink in self._run.sinks:
             sink.finish()
 
     def _add(
         self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
     ) -> None:
         """Adds the blocks of a use to the columns of what it reads."""
+        run = self._run
         if not use.is_seen:
-            self.unseen.append(use)
+            run.unseen.append(use)
+        if run.check is not None:
+            run.check.see_use(use, cotangent)
         # Half precision is for the network: products of gradients are accumulated in float32.
         exact = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))
         pieces = (Piece(None, None, exact),) if layout is None else layout.pieces(exact)
         for subset, within, part in pieces:
             for tracked, region, block in self._contributions(use, within, saved, part):
-                for observer in self._observers:
-                    arrival = Arrival(use, layout, subset, cotangent, tracked, region, block)
-                    observer.see_block(arrival)
+                if run.summary is not None:
+                    run.summary.add(use, layout, subset, tracked, region, block)
                 account = self._account(_owner(tracked))
                 account.is_reached = account.has_blocks = True
                 account.columns.add(region, block, subset)
@@ -167,7 +195,7 @@ class Assembly:
             return
         del self._accounts[owner]
         if isinstance(owner, Tensor):
-            for sink in self._sinks:
+            for sink in self._run.sinks:
                 sink.take(owner, account.columns)
             return
         if account.has_blocks:
@@ -188,7 +216,7 @@ class Assembly:
     @retried_with_less
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
-        channel, limit = self._channel, self._limit.elements
+        channel, limit = self._run.channel, self._limit.elements
         found = pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable)
         return list(found)
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from autogram._capture.backward.assembly import Run
+from autogram._capture.backward.sinks import GramianSum
 from autogram._capture.backward.summary import rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
-from autogram._errors import NonFiniteError, VerificationError, listed
+from autogram._errors import (
+    AutogramError,
+    CoupledObjectivesWarning,
+    NonFiniteError,
+    VerificationError,
+    listed,
+    warn_user,
+)
 
 _MOST_NAMED = 8
 
@@ -38,29 +49,64 @@ _UNKNOWN = (
 )
 
 
-def confirm(
-    check: Check,
-    channel: Channel,
-    look_in_whole: Callable[[Check], Sequence[Comparison]] | None,
-) -> None:
+def confirm(run: Run, check: Check) -> None:
     """Raises if what was computed is wrong, as far as a check shows it.
 
     Args:
-        check: What the pass has shown it.
-        channel: The channel of the engine's taps.
-        look_in_whole: Says what differs where the batch is one sample; ``None`` if it was one.
+        run: The call, whose pass is over.
+        check: Its verification.
 
     Raises:
         VerificationError: It does not agree with an ordinary backward pass.
         NonFiniteError: A gradient is infinite or not a number.
     """
-    compared = check.compare(channel)
+    compared = check.compare(run.channel)
     reason = _not_finite(check.gramian, compared)
     if reason is not None:
         raise NonFiniteError(reason)
     differing = check.differing(compared)
     if differing:
-        raise _failure(differing, look_in_whole and look_in_whole(check))
+        raise _failure(
+            differing, _differing_in_whole(run, check) if run.objectives.samples > 1 else None
+        )
+
+
+def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> None:
+    """Tells the user, once, that the whole batch is treated as one sample.
+
+    Args:
+        channel: The channel of the engine's taps.
+        samples: How many samples were looked for.
+        error: What was found instead.
+    """
+    if "coupled" in channel.told:
+        return
+    channel.told.add("coupled")
+    sizes = {n for recording in channel.recordings for n in recording.sizes}
+    if sizes and samples not in sizes:
+        message = (
+            f"There are {samples} losses, and no input of the modules has as many "
+            "samples: each loss depends on the whole batch, as those of several tasks do. They "
+            "are treated so, which is exact. Say so by `batch_dim=None` to `Engine`."
+        )
+    else:
+        message = (
+            f"The objectives are treated as coupled, which is exact and slower. {error} To "
+            "treat them so without this warning, also pass `batch_dim=None`."
+        )
+    warn_user(message, CoupledObjectivesWarning)
+
+
+def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
+    """What differs if the losses are one objective of one sample, which needs no layouts."""
+    with torch.enable_grad():
+        total = (check.losses * check.vector).sum()
+    survey = Survey.of(run.channel, total)
+    whole = Check(survey, torch.ones_like(total))
+    sinks = (GramianSum(run.limit, whole),)
+    of_total = Run(run.channel, run.limit, survey, Objectives(total, None), whole, sinks=sinks)
+    of_total.assemble(None)
+    return whole.differing(whole.compare(run.channel))
 
 
 def _failure(

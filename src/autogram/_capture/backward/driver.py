@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from autogram._blocks import Arena, Columns, Keep
 from autogram._capture.autograd.exact import exact
-from autogram._capture.backward.run import BatchDim, Run, survey_of
+from autogram._capture.autograd.graph import explaining_freed_graphs
+from autogram._capture.backward.assembly import Run
+from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.sinks import GramianSum, KeptColumns, Sink
 from autogram._capture.backward.summary import Summary
-from autogram._capture.backward.unseen import Unseen, mention
+from autogram._capture.backward.unseen import Unseen, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.places import REMEMBERED, Places
+from autogram._capture.samples.places import REMEMBERED, Places, UnknownLayoutError
+from autogram._capture.samples.survey import Survey
+from autogram._errors import (
+    MixedSamplesError,
+    NonFiniteError,
+    UnverifiedWarning,
+    VerificationError,
+    warn_user,
+)
+
+BatchDim = int | Literal["auto"] | None
 
 
 class StepParts(NamedTuple):
@@ -81,20 +93,16 @@ class Driver:
             FreedGraphError: The graph was freed by an earlier backward pass.
         """
         with exact(losses.device):
-            run = self._run(losses, must_verify=verify)
+            run = self._begin(losses, verify=verify)
             total = GramianSum(self._limit, run.check)
             self._collect(run, total)
             return total.gramian
 
     @retried_with_less
     def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, KeptColumns]:
-        """The columns of J, kept, and the objectives that their rows belong to.
-
-        Raises:
-            NotConnectedError: As for the Gramian, and so are the others.
-        """
+        """The columns of J, kept, and the objectives that their rows belong to."""
         with exact(losses.device):
-            run = self._run(losses)
+            run = self._begin(losses)
             kept = KeptColumns(form, self._limit, run.check)
             self._collect(run, kept)
             return run.objectives, kept
@@ -111,12 +119,9 @@ class Driver:
             arena: Where to put rows.
             retain_graph: Whether the graph is needed after the pass. If not, and there are no
                 other leaves, it is freed on the way, unless samples may have to be sought yet.
-
-        Raises:
-            NotConnectedError: As for the Gramian, and so are the others.
         """
         with exact(losses.device):
-            run = self._run(losses, is_step=True)
+            run = self._begin(losses, is_step=True)
             leaves = run.survey.leaves
             inside = self._channel.parameters(leaves)
             outside = [leaf for leaf in leaves if leaf not in inside]
@@ -126,35 +131,95 @@ class Driver:
             self._collect(run, kept, total)
             return StepParts(run.objectives, kept.columns, total.gramian, outside)
 
-    def _run(self, losses: Tensor, *, must_verify: bool = False, is_step: bool = False) -> Run:
-        """One call, before any pass."""
-        survey = survey_of(self._channel, losses)
-        is_auto = self._batch_dim == "auto"
+    def _begin(self, losses: Tensor, *, verify: bool = False, is_step: bool = False) -> Run:
+        """One call, before its first pass."""
+        with explaining_freed_graphs():
+            survey = Survey.of(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         return Run(
             self._channel,
             self._limit,
-            self._places,
-            self._schedule,
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
-            may_couple=is_auto,
-            check=self._schedule.next(survey, must=must_verify),
-            summary=None if survey.key == self.summary.key else Summary(self._limit, survey.key),
-            must_verify=must_verify,
+            self._schedule.next(survey, must=verify),
+            None if survey.key == self.summary.key else Summary(self._limit, survey.key),
+            must_verify=verify,
             is_step=is_step,
         )
 
     def _collect(self, run: Run, *sinks: Sink) -> None:
-        """Fills the sinks, remembers what was done, and tells the user of unseen uses."""
-        run.collect(*sinks)
+        """Fills the sinks, verified where that is due, and remembers what was done."""
+        run.sinks = sinks
+        if run.objectives.samples == 1 or not self._collect_per_sample(run):
+            run.objectives = Objectives(run.survey.losses, None)
+            run.assemble(None)
+            self._confirm(run)
         if run.summary is not None:
             self.summary = run.summary
             for recording in self._channel.recordings:
                 names = recording.names.items()
                 self.summary.names.update({name: p.requires_grad for p, name in names})
         self.summary.has_sought = run.has_sought
-        mention(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
+        tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
+
+    def _collect_per_sample(self, run: Run) -> bool:
+        """Fills the sinks if the losses are per-sample. If not, the whole batch is one sample."""
+        is_auto, key = self._batch_dim == "auto", (run.objectives, run.survey)
+        try:
+            if is_auto:
+                self._places.check(*key)
+            self._search(run)
+        except (MixedSamplesError, VerificationError) as error:
+            is_of_samples = isinstance(error, MixedSamplesError) or (
+                error.is_of_samples and not error.is_late
+            )
+            if not (is_auto and is_of_samples):
+                raise
+            self._places.refuse(*key, str(error))
+            tell_of_coupling(self._channel, run.objectives.samples, error)
+            return False
+        return True
+
+    def _search(self, run: Run) -> None:
+        """Makes passes until one has found every layout known, and verifies that one.
+
+        A check is of this very step, with what is remembered. Only the next one looks again.
+        """
+        key = run.objectives, run.survey
+        search = self._places.search(*key)
+        search.begin()
+        while True:
+            try:
+                with search.watched():
+                    run.assemble(search.layout, may_repeat=not search.is_settled)
+                search.finish()
+                break
+            except UnknownLayoutError as unknown:
+                search.seek(unknown)
+        run.has_sought = search.has_sought
+        try:
+            self._confirm(run)
+        except VerificationError as error:
+            self._places.doubt(*key)
+            if search.has_sought:
+                raise
+            raise error.since(self._schedule.doubted) from None
+        if run.check is not None and not search.has_sought:
+            self._places.doubt(*key)
+
+    def _confirm(self, run: Run) -> None:
+        """Raises if what the sinks have is wrong, as far as a check shows it."""
+        if run.check is None:
+            return
+        try:
+            confirm(run, run.check)
+        except NonFiniteError as error:
+            if run.must_verify:
+                raise
+            warn_user(str(error), UnverifiedWarning)
+            self._schedule.postpone()
+        else:
+            self._schedule.confirm()
 
 
 class Drivers:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autogram._blocks import Lookup, Region, Subset
+from autogram._blocks import Block, Lookup, Placement, Region, Subset
 from autogram._capture.limit import Limit
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.uses import Arrival, RuleUse, Use
+from autogram._capture.tracked import Tracked
+from autogram._capture.uses import RuleUse, Use
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class BlockSummary:
 
 @dataclass
 class Summary:
-    """What one pass did. It observes assemblies, and holds no tensor."""
+    """What one pass did, block by block. It holds no tensor."""
 
     limit: Limit
     """That of the engine, as it is now."""
@@ -60,9 +61,16 @@ class Summary:
         self.samples, self.per_sample = objectives.samples, objectives.per_sample
         self.blocks.clear()
 
-    def see_block(self, arrival: Arrival) -> None:
+    def add(
+        self,
+        use: Use,
+        layout: Placement | None,
+        subset: Subset | None,
+        tracked: Tracked,
+        region: Region,
+        block: Block | Lookup,
+    ) -> None:
         """Notes a block."""
-        use, layout, subset, cotangent, tracked, region, block = arrival
         names = use.recording.names
         equation, factors = (
             (None, (block.indices, block.cotangents))
@@ -83,7 +91,7 @@ class Summary:
                 equation,
                 tuple(tuple(x.shape) for x in factors),
                 block.dtype,
-                cotangent.device.type,
+                factors[0].device.type,
             )
         )
 

@@ -43,7 +43,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     )
 
 
-def mention(channel: Channel, uses: Sequence[Use], objectives: int, policy: Unseen) -> None:
+def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, policy: Unseen) -> None:
     """Tells the user, once, which parameters are used unseen, and what that costs.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from autogram._capture.autograd.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Arrival, Use
+from autogram._capture.uses import Use
 
 Verify = Literal["first", "always", "never"]
 
@@ -37,7 +38,7 @@ class Comparison:
     Both are sums over the elements of the parameter, so that each parameter is compared alone.
     """
 
-    name: str
+    name: str = ""
     gramian: float = 0.0
     scale: float = 0.0
     """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
@@ -62,7 +63,7 @@ class Comparison:
 class Check:
     """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
 
-    It observes assemblies, and sinks show it the Gramian or the columns of each parameter.
+    An assembly shows it each use, and sinks the Gramian or the columns of each parameter.
 
     Args:
         survey: The graph behind the objectives.
@@ -81,7 +82,7 @@ class Check:
         self.losses = survey.losses
         self.vector = vector
         self.gramian: Tensor | None = None
-        self.comparisons: dict[Tensor, Comparison] = {}
+        self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
         dtypes = dtypes_of(survey.losses, survey.nodes)
         self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
         self._leaves = survey.leaves
@@ -93,20 +94,19 @@ class Check:
         self.gramian = None
         self.comparisons.clear()
 
-    def see_block(self, arrival: Arrival) -> None:
+    def see_use(self, use: Use, cotangent: Tensor) -> None:
         """Notes which calls a parameter is used in, and their precision."""
-        use, cotangent = arrival.use, arrival.cotangent
         for dtype in {cotangent.dtype, *use.recording.dtypes}:
             self.epsilon = max(self.epsilon, _epsilon(cotangent, dtype))
-        for parameter in arrival.tracked.sources:
-            name = use.recording.names.get(parameter, "")
-            self.comparisons.setdefault(parameter, Comparison(name)).uses[use.function] = use
+        for tracked in use.reads:
+            for parameter in tracked.sources:
+                self.comparisons[parameter].uses[use.function] = use
 
     def see_gramian(self, parameter: Tensor, part: Tensor) -> None:
         """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
         u = self._by_sample.flatten().to(part.device, torch.float64)
         part = part.flatten(2).flatten(0, 1).to(torch.float64)
-        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison = self.comparisons[parameter]
         comparison.gramian += float(u @ part @ u)
         comparison.scale += float(u.square() @ part.diagonal())
 
@@ -116,7 +116,7 @@ class Check:
         gradient, norms = columns.weighted_sum(u, limit), columns.square_norms(limit)
         if gradient is None or norms is None:
             return
-        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison = self.comparisons[parameter]
         comparison.gramian += _squared_norm(gradient)
         comparison.scale += float((u.square().to(norms) * norms).sum(dtype=torch.float64))
 
@@ -135,7 +135,7 @@ class Check:
             gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
         compared = []
         for parameter, gradient in zip(parameters, gradients, strict=False):
-            comparison = self.comparisons.get(parameter, Comparison(""))
+            comparison = self.comparisons[parameter]
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
                 self.epsilon = max(self.epsilon, _epsilon(gradient, parameter.dtype))
