@@ -32,7 +32,6 @@ from autogram._capture import (
     Recordings,
     Unseen,
     Verify,
-    is_distributed,
     is_exchanged,
     refuse_gradients,
     refuse_pass,
@@ -381,9 +380,7 @@ class Engine:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         check_losses(losses)
-        if is_distributed():  # modules may be wrapped after the engine was made
-            refuse_shards(self._recordings.modules)
-            refuse_pass(self._channel, losses)
+        refuse_pass(self._channel, self._recordings.modules, losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)
         ):

@@ -7,7 +7,6 @@ from autogram._capture.backward.summary import BlockSummary, Summary
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import (
-    is_distributed,
     is_exchanged,
     refuse_gradients,
     refuse_pass,
@@ -35,7 +34,6 @@ __all__ = [
     "Unseen",
     "Verify",
     "exact",
-    "is_distributed",
     "is_exchanged",
     "refuse_gradients",
     "refuse_pass",

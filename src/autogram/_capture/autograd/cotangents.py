@@ -45,8 +45,8 @@ def visit(
     """Shows a receiver the cotangent of every use, and computes no gradient of a parameter.
 
     Args:
-        channel: The channel of the taps.
-        losses: The tensor to differentiate.
+        channel: That of the taps.
+        losses: What is differentiated.
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.
         retain_graph: Whether the graph is kept. If not, it is freed as the pass goes on, provided

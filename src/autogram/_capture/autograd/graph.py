@@ -95,6 +95,8 @@ def in_dense(gradient: Tensor) -> Tensor:
 
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
+    if isinstance(tensor, Tensor) and tensor.grad_fn is None:
+        return [tensor]
     anchors: set[int] = set()
     leaves: list[Tensor] = []
     for node in nodes_behind(tensor):

@@ -70,12 +70,6 @@ class Pass:
     ) -> tuple[Tensor | None, ...]:
         """Runs the pass, once.
 
-        Args:
-            output: What is differentiated.
-            inputs: With respect to what.
-            cotangent: That of the output.
-            retain_graph: Whether the graph is kept.
-
         Returns:
             The gradient of each input, or ``None`` where the output does not depend on it.
 
