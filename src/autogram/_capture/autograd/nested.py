@@ -93,7 +93,7 @@ _LOCK = threading.Lock()
 _WATCHERS: list[Any] = []  # the same one, for each pass of ours that runs
 
 # Those of `run_backward` of PyTorch's engine, in their order.
-_ARGUMENTS = [
+_ARGUMENTS = (
     "tensors",
     "grad_tensors",
     "keep_graph",
@@ -101,7 +101,7 @@ _ARGUMENTS = [
     "inputs",
     "allow_unreachable",
     "accumulate_grad",
-]
+)
 
 
 class _Watcher:

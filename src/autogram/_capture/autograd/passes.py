@@ -113,11 +113,11 @@ class Pass:
         that others have queued for the end of the pass would not run. The pass goes on to its end,
         and the receiver is shown nothing more.
         """
-        if self._receive is not None and self._error is None:
-            try:
-                self._receive(use, saved, cotangent)
-            except Exception as error:
-                self._error = error
+        assert self._receive is not None
+        try:
+            self._receive(use, saved, cotangent)
+        except Exception as error:
+            self._error = error
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
         """Puts aside the gradients that a pass which begins inside of this one may add to."""

@@ -45,6 +45,7 @@ class Run:
     is_step: bool = False
     """Whether the pass stands for the user's own backward pass."""
     retain_graph: bool = True
+    """Whether the graph is needed when the columns are there."""
     sinks: tuple[Sink, ...] = ()
     """What is done with the columns of a parameter."""
     has_sought: bool = False
@@ -52,23 +53,23 @@ class Run:
     unseen: list[Use] = field(default_factory=list)
     """Uses that only the graph has shown."""
 
-    def assemble(self, layout_of: LayoutOf | None, *, may_repeat: bool = False) -> None:
+    def assemble(self, layout_of: LayoutOf | None, *, retain_graph: bool) -> None:
         """Makes one pass past the taps, which gives the columns of all parameters to the sinks.
 
         Args:
             layout_of: Where the samples lie, or ``None`` if all is one sample.
-            may_repeat: Whether another pass may have to follow.
+            retain_graph: Whether another pass may follow.
 
         Raises:
             NotConnectedError: The losses depend on no use of a parameter.
         """
-        tail = use_in_tail(self.channel, self.survey)
+        tail = use_in_tail(self.channel, self.survey) if self.survey.leaves_of_tail else None
         assembly = visit(
             self.channel,
             self.objectives.losses,
             self.objectives.cotangents(),
             lambda: Assembly(self, layout_of, tail),
-            retain_graph=self.retain_graph or self.check is not None or may_repeat,
+            retain_graph=retain_graph,
             is_step=self.is_step,
         )
         if not assembly.has_arrivals:

@@ -105,7 +105,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     whole = Check(survey, torch.ones_like(total))
     sinks = (GramianSum(run.limit, whole),)
     of_total = Run(run.channel, run.limit, survey, Objectives(total, None), whole, sinks=sinks)
-    of_total.assemble(None)
+    of_total.assemble(None, retain_graph=True)
     return whole.differing(whole.compare(run.channel))
 
 

@@ -125,7 +125,7 @@ class Driver:
             leaves = run.survey.leaves
             inside = self._channel.parameters(leaves)
             outside = [leaf for leaf in leaves if leaf not in inside]
-            run.retain_graph = retain_graph or bool(outside)
+            run.retain_graph = retain_graph or bool(outside) or run.check is not None
             kept = KeptColumns(form, self._limit, run.check, arena)
             total = GramianSum(self._limit)
             self._collect(run, kept, total)
@@ -152,7 +152,7 @@ class Driver:
         run.sinks = sinks
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
-            run.assemble(None)
+            run.assemble(None, retain_graph=run.retain_graph)
             self._confirm(run)
         if run.summary is not None:
             self.summary = run.summary
@@ -160,7 +160,8 @@ class Driver:
                 names = recording.names.items()
                 self.summary.names.update({name: p.requires_grad for p, name in names})
         self.summary.has_sought = run.has_sought
-        tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
+        if run.unseen:
+            tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
 
     def _collect_per_sample(self, run: Run) -> bool:
         """Fills the sinks if the losses are per-sample. If not, the whole batch is one sample."""
@@ -190,8 +191,9 @@ class Driver:
         search.begin()
         while True:
             try:
+                must_retain = run.retain_graph or not search.is_settled
                 with search.watched():
-                    run.assemble(search.layout, may_repeat=not search.is_settled)
+                    run.assemble(search.layout, retain_graph=must_retain)
                 search.finish()
                 break
             except UnknownLayoutError as unknown:

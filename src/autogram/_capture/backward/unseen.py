@@ -28,11 +28,9 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
         channel: The channel of the engine.
         survey: The graph behind the losses.
     """
-    losses, leaves = survey.losses, survey.leaves_of_tail
-    if not leaves:
-        return None
-    names = channel.parameters(leaves)
-    reads = tuple(track_parameter(p) for p in leaves if p in names)
+    losses = survey.losses
+    names = channel.parameters(survey.leaves_of_tail)
+    reads = tuple(track_parameter(p) for p in survey.leaves_of_tail if p in names)
     if not reads:
         return None
     recording = Recording(channel, names, is_batchable=channel.is_batchable)
@@ -55,7 +53,7 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, polic
     Raises:
         UnseenUseError: There are such uses, and the user does not want them.
     """
-    if not uses or ("unseen" in channel.told and policy == "rows"):
+    if "unseen" in channel.told and policy == "rows":
         return
     channel.told.add("unseen")
     message = _describe(uses, objectives)
