@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.graph import in_dense, is_any_tap, nodes_behind, nodes_from
+from autogram._capture.autograd.graph import in_dense, is_any_tap, nodes_behind
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
@@ -56,11 +56,6 @@ def visit(
     Returns:
         The receiver, after it was called with each use, what its tap saved, and its cotangent of
         shape ``(k, *output)``.
-
-    Raises:
-        FreedGraphError: An earlier backward pass has freed the graph.
-        UnsupportedError: A pass inside of it adds to gradients.
-        Exception: What the receiver has raised, after the pass has run to its end.
     """
     anchors, k = [channel.anchor], len(cotangents)
     receiver = start()
@@ -128,7 +123,7 @@ def many_vjps(
 
         edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in inputs]
         ends = {edge.node for edge in edges}
-        nodes = nodes_from(output.node, lambda node: node in ends or is_any_tap(node))
+        nodes = nodes_behind(output, lambda node: node in ends or is_any_tap(node))
         stacked = _batched(products, cotangents, nodes)
         if stacked is not None:
             together = dict(zip(reached, stacked, strict=True))

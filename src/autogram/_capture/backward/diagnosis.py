@@ -52,10 +52,6 @@ _UNKNOWN = (
 def confirm(run: Run, check: Check) -> None:
     """Raises if what was computed is wrong, as far as a check shows it.
 
-    Args:
-        run: The call, whose pass is over.
-        check: Its verification.
-
     Raises:
         VerificationError: It does not agree with an ordinary backward pass.
         NonFiniteError: A gradient is infinite or not a number.
@@ -72,13 +68,7 @@ def confirm(run: Run, check: Check) -> None:
 
 
 def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> None:
-    """Tells the user, once, that the whole batch is treated as one sample.
-
-    Args:
-        channel: The channel of the engine's taps.
-        samples: How many samples were looked for.
-        error: What was found instead.
-    """
+    """Tells the user, once, that the whole batch is treated as one sample, and why."""
     if "coupled" in channel.told:
         return
     channel.told.add("coupled")

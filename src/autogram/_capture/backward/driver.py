@@ -84,13 +84,6 @@ class Driver:
             losses: The objectives.
             verify: Whether to verify this call, whatever is due, and to raise where that cannot be
                 done.
-
-        Raises:
-            VerificationError: It was verified, and is wrong.
-            NotConnectedError: The losses do not depend on a recorded use of a parameter.
-            MixedSamplesError: ``batch_dim`` is a dimension, and the losses are not per-sample.
-            NonFiniteError: A cotangent in which the samples are sought is not finite.
-            FreedGraphError: The graph was freed by an earlier backward pass.
         """
         with exact(losses.device):
             run = self._begin(losses, verify=verify)

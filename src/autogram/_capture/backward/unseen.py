@@ -23,10 +23,6 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     A penalty on the weights, a call of another method than the forward, a gradient that is
     differentiated again, or a forward pass from before the engine was made use parameters where
     nothing is recorded.
-
-    Args:
-        channel: The channel of the engine.
-        survey: The graph behind the losses.
     """
     losses = survey.losses
     names = channel.parameters(survey.leaves_of_tail)
@@ -44,14 +40,8 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
 def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, policy: Unseen) -> None:
     """Tells the user, once, which parameters are used unseen, and what that costs.
 
-    Args:
-        channel: The channel of the engine.
-        uses: Those that only the graph has shown.
-        objectives: How many losses there are.
-        policy: What the user wants.
-
     Raises:
-        UnseenUseError: There are such uses, and the user does not want them.
+        UnseenUseError: The user does not want to pay it.
     """
     if "unseen" in channel.told and policy == "rows":
         return

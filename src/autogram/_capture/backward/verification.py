@@ -26,8 +26,7 @@ Verify = Literal["first", "always", "never"]
 # With TF32, matrix products and convolutions of float32 numbers keep ten bits of each.
 _EPSILON_OF_TF32 = 2.0**-10
 
-# At most so many calls from one check to the next: an ordinary backward pass, about two thirds of
-# a step, is about one percent of them.
+# At most so many calls from one check to the next: a check is then about one percent of them.
 _LONGEST = 64
 
 
@@ -225,16 +224,9 @@ class Schedule:
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 
 
-@dataclass
-class _Silent:
-    """The hooks of one parameter, while they are kept from running."""
-
-    hooks: dict[int, Any]
-    passes: int = 0
-
-
 _SILENCING = threading.Lock()
-_SILENT: dict[int, _Silent] = {}  # by the `id` of the object that held the hooks
+# Hooks that are kept from running, and by how many passes, by the `id` of what held them.
+_SILENT: dict[int, tuple[dict[int, Any], int]] = {}
 
 
 @contextmanager
@@ -242,19 +234,20 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
     with _SILENCING:
-        for of_parameter in hooks:
-            silent = _SILENT.setdefault(id(of_parameter), _Silent(dict(of_parameter)))
-            silent.passes += 1
-            of_parameter.clear()  # autograd holds the same object
+        for held in hooks:
+            silent, passes = _SILENT.get(id(held), (dict(held), 0))
+            _SILENT[id(held)] = silent, passes + 1
+            held.clear()  # autograd holds the same object
     try:
         yield
     finally:
         with _SILENCING:
-            for of_parameter in hooks:
-                silent = _SILENT[id(of_parameter)]
-                silent.passes -= 1
-                if not silent.passes:  # no other thread is in the middle of the same
-                    of_parameter.update(_SILENT.pop(id(of_parameter)).hooks)
+            for held in hooks:
+                silent, passes = _SILENT.pop(id(held))
+                if passes > 1:  # another thread is in the middle of the same
+                    _SILENT[id(held)] = silent, passes - 1
+                else:
+                    held.update(silent)
 
 
 def _squared_norm(gradient: Tensor) -> float:
