@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ _WRONG: dict[str, Callable[[Any], bool]] = {
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
 R = TypeVar("R", bound=Receiver)
-T = TypeVar("T", Tensor, tuple[Tensor, ...])
+K = TypeVar("K")
 
 
 def visit(
@@ -57,34 +57,36 @@ def visit(
         The receiver, after it was called with each use, what its tap saved, and its cotangent of
         shape ``(k, *output)``.
     """
-    anchors, k = [channel.anchor], len(cotangents)
+    anchors = [channel.anchor]
     receiver = start()
-    if k == 1:
+    if len(cotangents) == 1:
         current = Pass(channel, receiver, is_step=is_step)
         current.differentiate(losses, anchors, cotangents[0], retain_graph=retain_graph)
         return receiver
     if channel.is_batchable:
-        together = Pass(channel, receiver, hidden=k, is_step=is_step)
+        batched = Pass(channel, receiver, hidden=len(cotangents), is_step=is_step)
 
-        def differentiate(cotangent: Tensor) -> Tensor:
-            together.differentiate(losses, anchors, cotangent)
-            return cotangent  # vmap takes no None
+        def show(cotangent: Tensor) -> dict[Any, Tensor]:
+            batched.differentiate(losses, anchors, cotangent)
+            return {}
 
-        if _batched(differentiate, cotangents, nodes_behind(losses)) is not None:
+        if _together(show, cotangents, nodes_behind(losses)) is not None:
             return receiver
         receiver = start()
     tensors: dict[Any, tuple[Tensor, ...]] = {}
-    shown: list[dict[Any, Tensor]] = []
 
-    def collect(use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        tensors.setdefault(use, saved)
-        shown[-1][use] = cotangent[0]
+    def collect(cotangent: Tensor) -> dict[Any, Tensor]:
+        found: dict[Any, Tensor] = {}
 
-    for cotangent in _one_by_one(cotangents):
-        shown.append({})
-        Pass(channel, collect, is_step=is_step).differentiate(losses, anchors, cotangent)
-    for use, saved in tensors.items():
-        receiver(use, saved, _stacked([found.get(use) for found in shown]))
+        def receive(use: Any, saved: tuple[Tensor, ...], shown: Tensor) -> None:
+            tensors.setdefault(use, saved)
+            found[use] = shown[0]
+
+        Pass(channel, receive, is_step=is_step).differentiate(losses, anchors, cotangent)
+        return found
+
+    for use, shown in _one_by_one(collect, cotangents).items():
+        receiver(use, tensors[use], shown)
     return receiver
 
 
@@ -109,27 +111,19 @@ def many_vjps(
         For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
     """
 
-    def vjp(g: Tensor) -> list[Tensor | None]:
-        found = Pass(channel, is_blocked=True).differentiate(output, inputs, g)
-        return [None if x is None else in_dense(x) for x in found]
+    def vjp(cotangent: Tensor) -> dict[int, Tensor]:
+        found = Pass(channel, is_blocked=True).differentiate(output, inputs, cotangent)
+        return {i: in_dense(x) for i, x in enumerate(found) if x is not None}
 
+    products = None
     if is_batchable and len(cotangents) > 1:
-        reached: list[int] = []
-
-        def products(g: Tensor) -> tuple[Tensor, ...]:
-            found = vjp(g)
-            reached[:] = [i for i, x in enumerate(found) if x is not None]
-            return tuple([x for x in found if x is not None])  # vmap takes no None
-
         edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in inputs]
         ends = {edge.node for edge in edges}
         nodes = nodes_behind(output, lambda node: node in ends or is_any_tap(node))
-        stacked = _batched(products, cotangents, nodes)
-        if stacked is not None:
-            together = dict(zip(reached, stacked, strict=True))
-            return [together.get(i) for i in range(len(inputs))]
-    each = zip(*map(vjp, _one_by_one(cotangents)), strict=True)
-    return [None if all(x is None for x in found) else _stacked(found) for found in each]
+        products = _together(vjp, cotangents, nodes)
+    if products is None:
+        products = _one_by_one(vjp, cotangents)
+    return [products.get(i) for i in range(len(inputs))]
 
 
 def is_batchable(nodes: Iterable[Any]) -> bool:
@@ -141,7 +135,9 @@ def is_batchable(nodes: Iterable[Any]) -> bool:
     return True
 
 
-def _batched(function: Callable[[Tensor], T], cotangents: Tensor, nodes: Iterable[Any]) -> T | None:
+def _together(
+    function: Callable[[Tensor], dict[K, Tensor]], cotangents: Tensor, nodes: Iterable[Any]
+) -> dict[K, Tensor] | None:
     """``function`` of each cotangent, stacked, by one pass; or ``None`` if they must go one by one.
 
     Args:
@@ -168,12 +164,14 @@ def _batched(function: Callable[[Tensor], T], cotangents: Tensor, nodes: Iterabl
         return None  # an operation on the way cannot be batched (`.item()`, NumPy, …)
 
 
-def _one_by_one(cotangents: Tensor) -> Iterable[Tensor]:
-    """Each in memory of its own, from the start of which `as_strided_scatter` would read it."""
-    return (cotangent.clone() for cotangent in cotangents)
-
-
-def _stacked(found: Sequence[Tensor | None]) -> Tensor:
-    """What single passes have found, with zeros where one has found nothing."""
-    zero = torch.zeros_like(next(x for x in found if x is not None))
-    return torch.stack([zero if x is None else x for x in found])
+def _one_by_one(
+    function: Callable[[Tensor], dict[K, Tensor]], cotangents: Tensor
+) -> dict[K, Tensor]:
+    """The same by a pass for each, with zeros where one has no result."""
+    # Each in memory of its own, from the start of which `as_strided_scatter` would read it.
+    parts = [function(cotangent.clone()) for cotangent in cotangents]
+    likes = {key: x for part in parts for key, x in part.items()}
+    return {
+        key: torch.stack([part[key] if key in part else torch.zeros_like(x) for part in parts])
+        for key, x in likes.items()
+    }

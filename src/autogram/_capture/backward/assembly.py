@@ -158,9 +158,10 @@ class Assembly:
         exact = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))
         pieces = (Piece(None, None, exact),) if layout is None else layout.pieces(exact)
         for subset, within, part in pieces:
-            for tracked, region, block in self._contributions(use, within, saved, part):
+            for found in self._contributions(use, within, saved, part):
                 if run.summary is not None:
-                    run.summary.add(use, layout, subset, tracked, region, block)
+                    run.summary.add(use, layout, subset, found)
+                tracked, region, block = found
                 account = self._account(_owner(tracked))
                 account.is_reached = account.has_blocks = True
                 account.columns.add(region, block, subset)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autogram._blocks import Block, Lookup, Placement, Region, Subset
+from autogram._blocks import Lookup, Placement, Region, Subset
 from autogram._capture.limit import Limit
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.tracked import Tracked
-from autogram._capture.uses import RuleUse, Use
+from autogram._capture.uses import Contribution, RuleUse, Use
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,10 @@ class Summary:
         self.blocks.clear()
 
     def add(
-        self,
-        use: Use,
-        layout: Placement | None,
-        subset: Subset | None,
-        tracked: Tracked,
-        region: Region,
-        block: Block | Lookup,
+        self, use: Use, layout: Placement | None, subset: Subset | None, found: Contribution
     ) -> None:
         """Notes a block."""
+        tracked, region, block = found
         names = use.recording.names
         equation, factors = (
             (None, (block.indices, block.cotangents))
