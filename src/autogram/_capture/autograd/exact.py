@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -15,19 +15,18 @@ def exact(device: torch.device) -> Iterator[None]:
     Args:
         device: That of the losses.
     """
-    with ExitStack() as modes:
-        if torch.is_inference_mode_enabled():  # in which tensors do not count changes in place
-            modes.enter_context(torch.inference_mode(mode=False))
-        modes.enter_context(torch.no_grad())
-        modes.enter_context(without_autocast(device))
+    # In inference mode, tensors do not count changes in place.
+    is_inference = torch.is_inference_mode_enabled()
+    outside = torch.inference_mode(mode=False) if is_inference else nullcontext()
+    with outside, torch.no_grad(), without_autocast(device):
         yield
 
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Lets what is inside compute in the dtypes that it is given, on a device and on the CPU."""
-    with ExitStack() as modes:
-        if torch._C._is_any_autocast_enabled():
-            for kind in {device.type, "cpu"}:
-                modes.enter_context(torch.autocast(kind, enabled=False))
+    if not torch._C._is_any_autocast_enabled():
+        yield
+        return
+    with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
         yield

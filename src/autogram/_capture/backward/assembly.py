@@ -86,7 +86,9 @@ class Run:
 class _Account:
     """What has arrived for a parameter, or for a tensor that is derived from parameters."""
 
-    columns: Columns
+    owner: Tensor | Tracked
+    columns: Columns | None
+    """What has arrived, until it is complete."""
     expected: int = 0
     """How many uses, and derived tensors, have not arrived."""
     is_reached: bool = False
@@ -110,7 +112,7 @@ class Assembly:
         self._run = run
         self._limit = run.limit
         self._layout_of = layout_of
-        self._accounts: dict[Tensor | Tracked, _Account] = {}
+        self._accounts: dict[int, _Account] = {}  # by the `id` of the owner
         for use in run.survey.uses:
             for tracked in use.reads:
                 self._account(_owner(tracked)).expected += 1
@@ -134,14 +136,13 @@ class Assembly:
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
-            self._count(_owner(tracked))
+            self._count(self._account(_owner(tracked)))
 
     def complete(self) -> None:
         """Gives the sinks what still waits for other uses."""
-        for derived in [x for x in self._accounts if isinstance(x, Tracked)]:
-            self._finish(derived)
-        for parameter in list(self._accounts):
-            self._finish(parameter)
+        derived_first = sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor))
+        for account in derived_first:
+            self._finish(account)
         for sink in self._run.sinks:
             sink.finish()
 
@@ -155,7 +156,8 @@ class Assembly:
         if run.check is not None:
             run.check.see_use(use, cotangent)
         # Half precision is for the network: products of gradients are accumulated in float32.
-        exact = cotangent.to(torch.promote_types(cotangent.dtype, torch.float32))
+        dtype = torch.promote_types(cotangent.dtype, torch.float32)
+        exact = cotangent if cotangent.dtype == dtype else cotangent.to(dtype)
         pieces = (Piece(None, None, exact),) if layout is None else layout.pieces(exact)
         for subset, within, part in pieces:
             for found in self._contributions(use, within, saved, part):
@@ -164,11 +166,12 @@ class Assembly:
                 tracked, region, block = found
                 account = self._account(_owner(tracked))
                 account.is_reached = account.has_blocks = True
+                assert account.columns is not None
                 account.columns.add(region, block, subset)
 
     def _account(self, owner: Tensor | Tracked) -> _Account:
         """The account of a parameter or a derived tensor, opened when first asked for."""
-        account = self._accounts.get(owner)
+        account = self._accounts.get(id(owner))
         if account is None:
             if isinstance(owner, Tracked):
                 region = Region.contiguous(owner.shape)
@@ -176,37 +179,36 @@ class Assembly:
                     self._account(parameter).expected += 1
             else:
                 region = Region.of_parameter(owner)
-            account = self._accounts[owner] = _Account(Columns(region))
+            account = self._accounts[id(owner)] = _Account(owner, Columns(region))
         return account
 
-    def _count(self, owner: Tensor | Tracked) -> None:
+    def _count(self, account: _Account) -> None:
         """Counts an arrival, and finishes what has nothing left to wait for."""
-        account = self._account(owner)
         account.is_reached = True
         account.expected -= 1
         if account.expected == 0 and self._is_complete:
-            self._finish(owner)
+            self._finish(account)
 
-    def _finish(self, owner: Tensor | Tracked) -> None:
+    def _finish(self, account: _Account) -> None:
         """Gives the columns of a parameter to the sinks, those of a derived tensor to parameters.
 
         Where no use of it has arrived, there is nothing to give.
         """
-        account = self._accounts[owner]
-        if not account.is_reached:
+        owner, columns, account.columns = account.owner, account.columns, None
+        if columns is None or not account.is_reached:
             return
-        del self._accounts[owner]
         if isinstance(owner, Tensor):
             for sink in self._run.sinks:
-                sink.take(owner, account.columns)
+                sink.take(owner, columns)
             return
         if account.has_blocks:
-            subset = account.columns.narrow()
-            for parameter, block in self._pulled_back(owner, account.columns.dense()):
-                whole = Region.of_parameter(parameter)
-                self._account(parameter).columns.add(whole, block, subset)
+            subset = columns.narrow()
+            for parameter, block in self._pulled_back(owner, columns.dense()):
+                of_parameter = self._account(parameter).columns
+                assert of_parameter is not None
+                of_parameter.add(Region.of_parameter(parameter), block, subset)
         for parameter in owner.sources:
-            self._count(parameter)
+            self._count(self._account(parameter))
 
     @retried_with_less
     def _contributions(

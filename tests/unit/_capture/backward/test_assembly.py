@@ -54,7 +54,7 @@ def test_factors_are_dropped_on_the_way(keeps: bool, monkeypatch: pytest.MonkeyP
 
     def counted(self: Assembly, *args: Any) -> None:  # type: ignore[type-arg]
         add(self, *args)
-        waiting.append(sum(account.has_blocks for account in self._accounts.values()))
+        waiting.append(sum(x.has_blocks and x.columns is not None for x in self._accounts.values()))
 
     monkeypatch.setattr(Assembly, "_add", counted)
     for _ in range(3):
