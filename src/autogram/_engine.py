@@ -24,7 +24,6 @@ from autogram._capture import (
     Recordings,
     Unseen,
     Verify,
-    is_distributed,
     is_exchanged,
     refuse_gradients,
     refuse_pass,
@@ -298,7 +297,7 @@ class Engine:
             contraction and their costs; and why other parameters have no part. Small parameters
             are contracted together, and listed as if each was alone.
         """
-        return make_report(self._drivers.last.record)
+        return make_report(self._drivers.last.summary)
 
     def __str__(self) -> str:
         return str(self.report())
@@ -324,9 +323,7 @@ class Engine:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         check_losses(losses, self._batch_dim, self._channel.told)
-        if is_distributed():  # modules may be wrapped after the engine was made
-            refuse_shards(self._recordings.modules)
-            refuse_pass(self._channel, losses)
+        refuse_pass(self._channel, self._recordings.modules, losses)
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import torch
+
+_MOST_LISTED = 8
 
 
 class AutogramError(Exception):
@@ -124,6 +127,12 @@ class UnseenUseWarning(UserWarning):
 
 class UnverifiedWarning(UserWarning):
     """The Gramian could not be verified, because some gradients are not finite."""
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Some texts in a message, of which there may be many."""
+    others = len(texts) - _MOST_LISTED
+    return ", ".join(texts[:_MOST_LISTED]) + f" and {others} others" * (others > 0)
 
 
 _PACKAGE = str(Path(__file__).parent)

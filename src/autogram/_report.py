@@ -13,7 +13,7 @@ import torch
 
 from autogram._blocks import Block, Columns, Devices, Lookup, Region
 from autogram._blocks.kernels.contraction import find_path
-from autogram._capture import Entry, Record
+from autogram._capture import BlockSummary, Summary
 from autogram._capture.uses import rows_block
 
 
@@ -126,21 +126,21 @@ class Report:
         return "\n".join(lines)
 
 
-def make_report(record: Record) -> Report:
-    """The report on what a record has seen."""
-    by_name: dict[str, list[Entry]] = {name: [] for name in record.names}
-    for entry in record.entries:
+def make_report(summary: Summary) -> Report:
+    """The report on what one pass did."""
+    by_name: dict[str, list[BlockSummary]] = {name: [] for name in summary.names}
+    for entry in summary.blocks:
         for name, _ in entry.sources:
             by_name.setdefault(name, []).append(entry)
-    parts = [_of_parameter(name, entries, record) for name, entries in by_name.items() if entries]
+    parts = [_of_parameter(name, entries, summary) for name, entries in by_name.items() if entries]
     total = sum(part.flops for part in parts) or 1
     return Report(
-        record.samples,
-        record.per_sample,
+        summary.samples,
+        summary.per_sample,
         tuple(replace(part, share=part.flops / total) for part in parts),
         {
             name: "has no use with a gradient from the losses: its columns of J are zero."
-            if record.names[name]
+            if summary.names[name]
             else "does not require a gradient."
             for name, entries in by_name.items()
             if not entries
@@ -148,22 +148,22 @@ def make_report(record: Record) -> Report:
     )
 
 
-def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> ParameterReport:
+def _of_parameter(name: str, entries: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
     """The report on one parameter, whose columns are planned again, from shapes alone."""
     first = entries[0]
     region = next(of for source, of in first.sources if source == name)
-    columns = Columns(region, Devices(record.limit).on(first.device))
+    columns = Columns(region, Devices(summary.limit).on(first.device))
     flops, plans, costs = 0, set[str](), Counter[str]()
     for entry in entries:
-        if entry.derived is not None:
+        if entry.is_derived:
             flops += _flops_of_rows(entry)
             continue
         columns.add(entry.region, _block(entry), entry.subset)
         if entry.equation is None:
             plans.add("lookup")
             flops += _flops_of_lookup(entry, region)
-    if any(entry.derived is not None for entry in entries):
-        rows = torch.empty((record.per_sample, record.samples, *region.shape), device="meta")
+    if any(entry.is_derived for entry in entries):
+        rows = torch.empty((summary.per_sample, summary.samples, *region.shape), device="meta")
         columns.add(region, rows_block(rows.to(first.dtype)))
     intermediate = 0
     for considered in columns.plans():
@@ -174,16 +174,13 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
         for plan in considered:
             costs[plan.method] += plan.cost
     factors = sum(prod(shape) for entry in entries for shape in entry.shapes)
-    uses = {
-        e.call: UseReport(e.function, e.index, e.rule, e.layout, e.derived is not None)
-        for e in entries
-    }
+    uses = {e.call: UseReport(e.function, e.index, e.rule, e.layout, e.is_derived) for e in entries}
     is_one = all(entry.layout is None for entry in entries)
     return ParameterReport(
         name=name,
         shape=region.shape,
         uses=tuple(uses.values()),
-        found="one sample" if is_one else "probe" if record.has_sought else "remembered",
+        found="one sample" if is_one else "probe" if summary.has_sought else "remembered",
         plan="+".join(sorted(plans)),
         costs=dict(costs),
         flops=flops,
@@ -192,7 +189,7 @@ def _of_parameter(name: str, entries: Sequence[Entry], record: Record) -> Parame
     )
 
 
-def _block(entry: Entry) -> Block | Lookup:
+def _block(entry: BlockSummary) -> Block | Lookup:
     """The block of an entry, without data."""
     tensors = tuple(torch.empty(x, dtype=entry.dtype, device="meta") for x in entry.shapes)
     if entry.equation is None:
@@ -200,7 +197,7 @@ def _block(entry: Entry) -> Block | Lookup:
     return Block(entry.equation, tensors)
 
 
-def _flops_of_rows(entry: Entry) -> int:
+def _flops_of_rows(entry: BlockSummary) -> int:
     """Floating-point operations that make rows of a block."""
     block = _block(entry)
     if isinstance(block, Lookup):
@@ -209,13 +206,13 @@ def _flops_of_rows(entry: Entry) -> int:
     return 2 * find_path(block.equation, block.shapes).multiplications
 
 
-def _flops_of_lookup(entry: Entry, region: Region) -> int:
+def _flops_of_lookup(entry: BlockSummary, region: Region) -> int:
     """Those of the Gramian of a lookup, if no row of the table is read twice."""
     k, b, t, d = entry.shapes[1]
     return 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d
 
 
-def _gradient_flops(entry: Entry) -> int:
+def _gradient_flops(entry: BlockSummary) -> int:
     """Those of the gradient that an ordinary backward pass makes in the place of a block."""
     if entry.rule is None:
         return 0

@@ -6,7 +6,7 @@ and for operators that change a tensor, or a slice of one, in place. The numbers
 include the sizes of the tensors, because a rule that takes the hidden dimension for another one is
 right, or raises, wherever the two have different sizes.
 
-What is found wrong belongs into the table of `autogram._capture.autograd.batching`, and is marked
+What is found wrong belongs into the table of `autogram._capture.autograd.cotangents`, and is marked
 with a star if it is not there yet.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from autogram._capture.autograd.batching import is_batchable
+from autogram._capture.autograd.cotangents import is_batchable
 from autogram._capture.autograd.graph import nodes_behind
 
 from .samples import OpInfo, SampleInput, name_of, operators, samples_of

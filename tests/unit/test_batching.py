@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._capture.autograd.batching import is_batchable
+from autogram._capture.autograd.cotangents import is_batchable
 from autogram._capture.autograd.graph import nodes_behind
 from tests.unit.checks import irregular
 from tests.unit.engines import assert_exact, batch

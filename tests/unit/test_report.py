@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from autogram._blocks import Bundles, Plan, products
-from autogram._capture.backward.record import Record
+from autogram._capture.backward.summary import Summary
 from autogram._capture.forward.containers import tensors_in
 from autogram._report import ParameterReport, Report
 from autogram.rules import Recipe, product
@@ -251,6 +251,6 @@ def test_nothing_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model, verify="never")
     x = batch(5, 3)
     engine.compute_gramian(per_sample(model(x)))
-    monkeypatch.setattr(Record, "see_block", lambda *_: pytest.fail("recorded again"))
+    monkeypatch.setattr(Summary, "add", lambda *_: pytest.fail("recorded again"))
     engine.compute_gramian(per_sample(model(x)))
     assert engine.report().flops > 0

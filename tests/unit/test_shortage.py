@@ -109,7 +109,7 @@ def limits_of(engine: Engine, *others: Any) -> set[int]:
     """What is allowed now, wherever it is looked up."""
     holders = (engine, engine._drivers.last, *others)
     return {holder._limit.elements for holder in holders} | {
-        engine._drivers.last.record.limit.elements
+        engine._drivers.last.summary.limit.elements
     }
 
 

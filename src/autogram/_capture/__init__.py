@@ -2,13 +2,11 @@
 
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.backward.driver import BatchDim, Driver
-from autogram._capture.backward.drivers import Drivers
-from autogram._capture.backward.record import Entry, Record
+from autogram._capture.backward.driver import BatchDim, Driver, Drivers, StepParts
+from autogram._capture.backward.summary import BlockSummary, Summary
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import (
-    is_distributed,
     is_exchanged,
     refuse_gradients,
     refuse_pass,
@@ -23,19 +21,19 @@ from autogram._errors import warn_user
 
 __all__ = [
     "BatchDim",
+    "BlockSummary",
     "Channel",
     "Driver",
     "Drivers",
-    "Entry",
     "Limit",
     "Objectives",
     "Parameters",
-    "Record",
     "Recordings",
+    "StepParts",
+    "Summary",
     "Unseen",
     "Verify",
     "exact",
-    "is_distributed",
     "is_exchanged",
     "refuse_gradients",
     "refuse_pass",

@@ -1,8 +1,8 @@
 """Wrappers that spread a model over processes: which passes are exact, and which are refused.
 
-A pass of an engine is a local one. DistributedDataParallel exchanges gradients in the hooks of an
-ordinary backward pass, which Gramians do not need and which weighted gradients would miss. Shards
-of parameters are no parameters of a Jacobian.
+A pass of an engine is local. DistributedDataParallel exchanges gradients in the hooks of an
+ordinary backward pass, which Gramians do not need and weighted gradients would miss. A Jacobian has
+no columns for shards of parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autogram._capture.autograd.graph import leaves_behind, nodes_behind, nodes_leading_to
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.recording import Channel
 from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError
 
@@ -25,12 +25,6 @@ _TWO_PASSES = (
     "`engine.compute_gramian(losses)`, and then an ordinary backward pass of the losses with the "
     "weights"
 )
-
-
-def is_distributed() -> bool:
-    """Whether this process is one of a group."""
-    distributed = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def will_exchange() -> bool:
@@ -56,38 +50,51 @@ def refuse_shards(modules: Iterable[nn.Module]) -> None:
     modules = list(modules)
     for module in modules:
         for name, inner in module.named_modules():
-            place = f"`{name}`" if name else f"The {type(inner).__name__}"
+            subject = f"`{name}`" if name else f"The {type(inner).__name__}"
             if isinstance(inner, DataParallel) and len(inner.device_ids) > 1:
                 raise UnsupportedError(
-                    f"{place} is wrapped in `DataParallel` on {len(inner.device_ids)} devices, "
+                    f"{subject} is wrapped in `DataParallel` on {len(inner.device_ids)} devices, "
                     "which runs copies of the module in threads. Give it one device, or use "
                     f"`DistributedDataParallel` with two passes: {_TWO_PASSES}."
                 )
             if _is_fully_sharded(inner.__class__):
                 raise _refusal(
-                    f"{place} is fully sharded (`FullyShardedDataParallel` or `fully_shard`), so "
+                    f"{subject} is fully sharded (`FullyShardedDataParallel` or `fully_shard`), so "
                     f"that its parameters are there for a moment and in parts."
                 )
         for name, parameter in module.named_parameters():
             if how := _sharding(parameter):
                 raise _refusal(f"`{name}` is a {how}, of which each process has a part.")
     inside = {id(inner) for module in modules for inner in module.modules()}
-    for outer in _fully_sharded_modules():
-        if any(id(inner) in inside for inner in outer.modules()):
+    # The modules that `fully_shard` was called with, which PyTorch has a list of.
+    states = sys.modules.get("torch.distributed._composable_state")
+    for outer in list(getattr(states, "_module_state_mapping", ())):
+        is_around = any(id(inner) in inside for inner in outer.modules())
+        if is_around and _is_fully_sharded(outer.__class__):
             raise _refusal(
                 f"The engine's modules are inside a {type(outer).__name__} that is fully sharded "
                 f"(`fully_shard`), so that their parameters are there for a moment."
             )
 
 
-def refuse_pass(channel: Channel, losses: Tensor) -> None:
+def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) -> None:
     """Refuses to pass through what takes any pass for the ordinary one.
 
+    Without a group of processes, nothing is looked at.
+
+    Args:
+        channel: The channel of the engine.
+        modules: The engine's, which may have been wrapped after it was made.
+        losses: What the pass begins at.
+
     Raises:
-        UnsupportedError: Between the losses and a use there is a part that is fully sharded, or one
-            of DistributedDataParallel with a static graph, in its first step. Or there are no uses,
-            and parameters that are sharded.
+        UnsupportedError: The modules are sharded. Or between the losses and a use there is a part
+            that is fully sharded, or one of DistributedDataParallel with a static graph, in its
+            first step. Or there are no uses, and parameters that are sharded.
     """
+    if not _is_distributed():
+        return
+    refuse_shards(modules)
     nodes = list(nodes_behind(losses))
     taps = [node for node in nodes if is_tap_of(channel, node)]
     on_the_way = nodes_leading_to(taps, nodes)  # which an engine's pass runs
@@ -133,15 +140,16 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
     Where parameters are read and no use is recorded, as in a model that was compiled as a whole, it
     cannot be known, and is assumed.
     """
-    if not is_distributed() or torch.distributed.get_world_size() == 1:
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
         return False
-    found = _recordings_behind(channel, losses)
-    return not found or any(recording.is_exchanged for recording in found)
+    taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
+    return not taps or any(tap.use.recording.is_exchanged for tap in taps)
 
 
-def _recordings_behind(channel: Channel, losses: Tensor) -> list[Recording]:
-    """The recordings of the uses that losses depend on, with repetitions."""
-    return [node.use.recording for node in nodes_behind(losses) if is_tap_of(channel, node)]
+def _is_distributed() -> bool:
+    """Whether this process is one of a group."""
+    distributed = torch.distributed
+    return bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _refusal(found: str) -> UnsupportedError:
@@ -166,17 +174,5 @@ def _sharding(parameter: Tensor) -> str | None:
     """What a parameter is if a process has a part of it."""
     if getattr(parameter, "_fsdp_flattened", False):
         return "parameter of `FullyShardedDataParallel`"
-    return "`DTensor`" if _is_dtensor(parameter) else None
-
-
-def _is_dtensor(parameter: Tensor) -> bool:
-    """Whether a parameter is distributed. Where nobody has imported that, none is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
-
-
-def _fully_sharded_modules() -> list[nn.Module]:
-    """The modules that `fully_shard` was called with, which PyTorch has a list of."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    known = getattr(states, "_module_state_mapping", ())
-    return [module for module in known if _is_fully_sharded(module.__class__)]
+    module = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    return "`DTensor`" if module and isinstance(parameter, module.DTensor) else None

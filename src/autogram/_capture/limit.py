@@ -11,9 +11,7 @@ import torch
 
 from autogram._errors import FreedGraphError, MemoryLimitError
 
-# Limits count elements; most contractions run in float32.
-ELEMENT_BYTES = 4
-
+ELEMENT_BYTES = 4  # most contractions run in float32
 _SMALLER = 8
 
 
@@ -31,16 +29,6 @@ class Limit:
     def of_bytes(cls, count: int) -> Limit:
         """The limit that a user gives."""
         return cls(max(1, count // ELEMENT_BYTES))
-
-    @property
-    def bytes(self) -> int:
-        """What so many elements take."""
-        return self.elements * ELEMENT_BYTES
-
-    @property
-    def smaller(self) -> Limit:
-        """What to try next."""
-        return Limit(max(1, self.elements // _SMALLER))
 
 
 class Limited(Protocol):
@@ -73,30 +61,36 @@ def retried_with_less(method: Callable[Concatenate[L, P], T]) -> Callable[Concat
                 raise
             message = str(error)
         # Outside of the handler, where nothing keeps the tensors of the first attempt.
-        before, less = Limit(self._limit.elements), self._limit.smaller
-        self._limit.elements = less.elements
+        limit, before = self._limit, self._limit.elements
+        limit.elements = less = _smaller(before)
         try:
             return method(self, *args, **kwargs)
         except FreedGraphError as error:
             raise MemoryLimitError(
                 "Memory ran out in a pass that frees the graph on its way, so that it cannot begin "
-                f"again. One intermediate result may have {less.bytes:,} bytes from now on, "
-                f"instead of {before.bytes:,}: run the step again, with a new forward pass. To "
-                f"have it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
+                f"again. One intermediate result may have {less * ELEMENT_BYTES:,} bytes from now "
+                f"on, instead of {before * ELEMENT_BYTES:,}: run the step again, with a new "
+                "forward pass. To have it tried again at once, pass `retain_graph=True`. PyTorch "
+                f"says: {message}"
             ) from error
         except RuntimeError as error:
             if not is_out_of_memory(error) or isinstance(error, MemoryLimitError):
                 raise
-            self._limit.elements = before.elements
+            limit.elements = before
             raise MemoryLimitError(
-                f"Memory ran out with a limit of {before.bytes:,} bytes for one intermediate "
-                f"result, and again with {less.bytes:,}. Pass `memory_limit_bytes="
-                f"{less.smaller.bytes}` to `Engine`, or make the batch smaller: the activations "
-                "and their gradients need memory that no limit changes. PyTorch says: "
-                f"{error}"
+                f"Memory ran out with a limit of {before * ELEMENT_BYTES:,} bytes for one "
+                f"intermediate result, and again with {less * ELEMENT_BYTES:,}. Pass "
+                f"`memory_limit_bytes={_smaller(less) * ELEMENT_BYTES}` to `Engine`, or make the "
+                "batch smaller: the activations and their gradients need memory that no limit "
+                f"changes. PyTorch says: {error}"
             ) from error
 
     return cast("Callable[Concatenate[L, P], T]", run)  # `wraps` is typed with a named argument
+
+
+def _smaller(elements: int) -> int:
+    """What to try next."""
+    return max(1, elements // _SMALLER)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

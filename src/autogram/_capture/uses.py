@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._blocks import Block, Layout, Lookup, Placement, Region, Subset
-from autogram._capture.autograd.vjp import Inputs, many_vjps
+from autogram._blocks import Block, Layout, Lookup, Region
+from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram.rules import Formula, Rule
@@ -146,20 +146,6 @@ class FallbackUse:
             if pieces[0] is not None:
                 whole = torch.cat([x for x in pieces if x is not None], 1)
                 yield tracked, _region(tracked), rows_block(whole)
-
-
-class Arrival(NamedTuple):
-    """A block as it comes in, and what it comes from."""
-
-    use: Use
-    layout: Placement | None
-    subset: Subset | None
-    """The samples that the rows of the block belong to, or ``None`` for all of them."""
-    cotangent: Tensor
-    """``(k, *output)``, as the tap was shown it."""
-    tracked: Tracked
-    region: Region
-    block: Block | Lookup
 
 
 def describe(use: Use) -> str:

@@ -40,13 +40,8 @@ def nodes_behind(
     tensor: Tensor | GradientEdge, is_end: Callable[[Any], bool] | None = None
 ) -> Iterator[Any]:
     """Each node that a tensor depends on, once, up to those that are an end, if any is."""
-    return nodes_from(tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node, is_end)
-
-
-def nodes_from(start: Any, is_end: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """A node, and each node that it leads to, once, up to those that are an end, if any is."""
     seen: set[Any] = {None}
-    pending: list[Any] = [start]
+    pending: list[Any] = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node]
     while pending:
         node = pending.pop()
         if node in seen:
@@ -95,6 +90,8 @@ def in_dense(gradient: Tensor) -> Tensor:
 
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
+    if isinstance(tensor, Tensor) and tensor.grad_fn is None:
+        return [tensor]
     anchors: set[int] = set()
     leaves: list[Tensor] = []
     for node in nodes_behind(tensor):

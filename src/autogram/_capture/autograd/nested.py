@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from autogram._capture.autograd.graph import leaves_behind
@@ -93,6 +92,17 @@ _HERE = _Here()
 _LOCK = threading.Lock()
 _WATCHERS: list[Any] = []  # the same one, for each pass of ours that runs
 
+# Those of `run_backward` of PyTorch's engine, in their order.
+_ARGUMENTS = (
+    "tensors",
+    "grad_tensors",
+    "keep_graph",
+    "create_graph",
+    "inputs",
+    "allow_unreachable",
+    "accumulate_grad",
+)
+
 
 class _Watcher:
     """PyTorch's engine, with an eye on passes inside of ours."""
@@ -118,30 +128,10 @@ class _Watcher:
             _HERE.outer = before
 
 
-# Those of `run_backward` of PyTorch's engine.
-_ARGUMENTS = (
-    "tensors",
-    "grad_tensors",
-    "keep_graph",
-    "create_graph",
-    "inputs",
-    "allow_unreachable",
-    "accumulate_grad",
-)
-
-
 def _changing(arguments: dict[str, Any]) -> list[Tensor]:
     """The tensors whose `.grad` a pass with these arguments may add to."""
     if not arguments.get("accumulate_grad"):
         return []
-    found: Sequence[Tensor | GradientEdge] = arguments.get("inputs") or [
-        leaf for output in arguments["tensors"] for leaf in _leaves_of(output)
-    ]
-    return [x for x in found if isinstance(x, Tensor)]
-
-
-def _leaves_of(output: Tensor | GradientEdge) -> list[Tensor]:
-    """The leaves that a pass from an output reaches."""
-    if isinstance(output, Tensor) and output.grad_fn is None:
-        return [output]
-    return leaves_behind(output)
+    if inputs := arguments.get("inputs"):
+        return [x for x in inputs if isinstance(x, Tensor)]
+    return [leaf for output in arguments["tensors"] for leaf in leaves_behind(output)]

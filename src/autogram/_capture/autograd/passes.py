@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +11,8 @@ from torch.autograd.graph import GradientEdge
 
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.autograd.nested import Aside, watching
-from autogram._errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from autogram._capture.recording import Channel, Receiver, Recording
-
-_MOST_NAMED = 8
+from autogram._capture.recording import Channel, Receiver, Recording
+from autogram._errors import UnsupportedError, listed
 
 # By the number that PyTorch gives to each pass.
 _RUNNING: dict[int, Pass] = {}
@@ -74,12 +70,6 @@ class Pass:
     ) -> tuple[Tensor | None, ...]:
         """Runs the pass, once.
 
-        Args:
-            output: What is differentiated.
-            inputs: With respect to what.
-            cotangent: That of the output.
-            retain_graph: Whether the graph is kept.
-
         Returns:
             The gradient of each input, or ``None`` where the output does not depend on it.
 
@@ -123,14 +113,14 @@ class Pass:
         that others have queued for the end of the pass would not run. The pass goes on to its end,
         and the receiver is shown nothing more.
         """
-        if self._receive is not None and self._error is None:
-            try:
-                self._receive(use, saved, cotangent)
-            except Exception as error:
-                self._error = error
+        assert self._receive is not None
+        try:
+            self._receive(use, saved, cotangent)
+        except Exception as error:
+            self._error = error
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
-        """Learns that a pass begins inside of this one, which may add to some tensors' `.grad`."""
+        """Puts aside the gradients that a pass which begins inside of this one may add to."""
         if not self._has_nested:  # or the code around it may, with what the pass returns
             self._has_nested = True
             changing = [*self.channel.parameters(), *changing]
@@ -149,7 +139,7 @@ class Pass:
         changed = self._aside.put_back()
         if changed:
             names = self.channel.parameters(changed)
-            hidden = [names[tensor] for tensor in changed if tensor in names]
+            hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
             if hidden:
                 raise _hidden(hidden)
             if self._is_step:
@@ -166,7 +156,7 @@ class Pass:
 def _hidden(names: Sequence[str]) -> UnsupportedError:
     """The error for parameters that the graph of the losses does not lead to."""
     return UnsupportedError(
-        f"A backward pass inside of the engine's adds to the gradients of {_listed(names)}. A "
+        f"A backward pass inside of the engine's adds to the gradients of {listed(names)}. A "
         "custom autograd Function or a hook starts it (`torch.autograd.backward`), as reversible "
         "layers and checkpoints with `use_reentrant=True` do. The graph of the losses does not "
         "lead to these parameters, so that their part of J is not to be seen. Let the Function "
@@ -180,13 +170,7 @@ def _left_out(changed: Sequence[Tensor]) -> UnsupportedError:
     shapes = [str(tuple(tensor.shape)) for tensor in changed]
     return UnsupportedError(
         "A backward pass inside of the engine's adds to the gradients of tensors that are not the "
-        f"engine's, of the shapes {_listed(shapes, '')}. A custom autograd Function or a hook "
+        f"engine's, of the shapes {listed(shapes)}. A custom autograd Function or a hook "
         "starts it. `backward` does not know for which weights. Call `compute_gramian`, and then "
         "`losses.backward(weights)`."
     )
-
-
-def _listed(texts: Sequence[str], quote: str = "`") -> str:
-    """Some texts, of which there may be many."""
-    rest = f" and {len(texts) - _MOST_NAMED} others" if len(texts) > _MOST_NAMED else ""
-    return ", ".join(f"{quote}{text}{quote}" for text in texts[:_MOST_NAMED]) + rest

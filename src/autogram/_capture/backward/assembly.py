@@ -1,238 +1,212 @@
-"""The assembly: takes in the blocks of uses as they arrive, parameter by parameter."""
+"""One pass: takes in the blocks of uses as they arrive, parameter by parameter."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from autogram._blocks import (
-    Block,
-    Columns,
-    Devices,
-    Layout,
-    Piece,
-    Placement,
-    Region,
-    check_unchanged,
-)
+from autogram._blocks import Block, Columns, Devices, Layout, Piece, Placement, Region
+from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.sinks import Sink
+from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.unseen import use_in_tail
+from autogram._capture.backward.verification import Check
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import Arrival, Contribution, Use, pull_back
+from autogram._capture.uses import Contribution, Use, pull_back
+from autogram._errors import NotConnectedError
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
-S = TypeVar("S", bound=Sink)
-
-# Elements of what a tap shows that is taken in at once, and of all that waits together.
-_LARGE = 2**17
-_FULL = 2**20
 
 
-class Observer(Protocol):
-    """Who is told what an assembly does."""
+@dataclass(eq=False)
+class Run:
+    """One call of an engine, which makes as many passes as it needs. It dies with the call."""
 
-    def restart(self, objectives: Objectives) -> None:
-        """A pass begins, and what an earlier one has shown is void."""
-        ...
+    channel: Channel
+    limit: Limit
+    devices: Devices
+    survey: Survey
+    """The graph behind the losses."""
+    objectives: Objectives
+    """The losses with their samples."""
+    check: Check | None = None
+    """The verification of this call, if one is due."""
+    summary: Summary | None = None
+    """What is told of each block, if that is not known from an earlier call."""
+    must_verify: bool = False
+    """Whether it is an error that there are gradients with which nothing can be verified."""
+    is_step: bool = False
+    """Whether the pass stands for the user's own backward pass."""
+    retain_graph: bool = True
+    """Whether the graph is needed when the columns are there."""
+    sinks: tuple[Sink, ...] = ()
+    """What is done with the columns of a parameter."""
+    has_sought: bool = False
+    """Whether the samples were sought, or their layouts remembered."""
+    unseen: list[Use] = field(default_factory=list)
+    """Uses that only the graph has shown."""
 
-    def see_block(self, arrival: Arrival) -> None:
-        """A use has a block for a tracked tensor."""
-        ...
+    def assemble(self, layout_of: LayoutOf | None, *, retain_graph: bool) -> None:
+        """Makes one pass past the taps, which gives the columns of all parameters to the sinks.
 
+        Args:
+            layout_of: Where the samples lie, or ``None`` if all is one sample.
+            retain_graph: Whether another pass may follow.
 
-class _Shown(NamedTuple):
-    """What a tap has shown."""
-
-    use: Use
-    layout: Placement | None
-    """Where the samples lie, or ``None`` if the cotangent is zero or all is one sample."""
-    saved: tuple[Tensor, ...]
-    cotangent: Tensor
-    versions: list[int]
-    """The versions of these tensors when they were shown."""
+        Raises:
+            NotConnectedError: The losses depend on no use of a parameter.
+        """
+        tail = use_in_tail(self.channel, self.survey) if self.survey.leaves_of_tail else None
+        assembly = visit(
+            self.channel,
+            self.objectives.losses,
+            self.objectives.cotangents(),
+            lambda: Assembly(self, layout_of, tail),
+            retain_graph=retain_graph,
+            is_step=self.is_step,
+        )
+        if not assembly.has_arrivals:
+            raise NotConnectedError(
+                "The losses do not depend on any parameter of the engine's modules that requires a "
+                "gradient. Compute them from an output of these modules, with gradients enabled. A "
+                "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
+                "`use_reentrant=False`."
+            )
+        assembly.complete()
 
 
 @dataclass(slots=True)
 class _Account:
-    """What is known of one parameter."""
+    """What has arrived for a parameter, or for a tensor that is derived from parameters."""
 
-    parameter: Tensor
+    owner: Tensor | Tracked
+    columns: Columns | None
+    """What has arrived, until it is complete."""
     expected: int = 0
-    """How many uses have not arrived."""
-    columns: Columns | None = None
-    """What has arrived, from the first use until the sink takes it."""
-
-    def open(self, devices: Devices) -> Columns:
-        """What has arrived, empty at first."""
-        if self.columns is None:
-            kernels = devices.on(self.parameter.device)
-            self.columns = Columns(Region.of_parameter(self.parameter), kernels)
-        return self.columns
+    """How many uses, and derived tensors, have not arrived."""
+    is_reached: bool = False
+    """Whether one has arrived, be it without a cotangent."""
+    has_blocks: bool = False
 
 
-class Assembly(Generic[S]):
-    """A receiver of cotangents that puts the columns of each parameter together.
+class Assembly:
+    """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
 
-    When all uses of a parameter have arrived, its columns go to the sink. How many there will be is
-    known from the survey; where there may be others, all goes to the sink at the end.
-
-    Small uses wait for one another. To take one in is a matter of many calls of Python and little
-    work for PyTorch. Between the operations of a backward pass, which leave nothing of it in the
-    caches of the processor, that takes up to twice as long as one use after the other.
+    When all uses of a parameter have arrived, its columns go to the sinks. How many there will be
+    is known from the survey; where there may be others, all go to the sinks at the end.
 
     Args:
-        channel: The channel of the taps.
-        survey: The graph behind the losses.
+        run: The call that the pass is made for.
         layout_of: Where the samples lie, or ``None`` if all is one sample.
-        limit: That of the engine.
-        devices: How to contract blocks.
-        sink: What to do with the columns of a parameter.
-        observers: Who is told of each block.
+        tail: The losses, as a use of the parameters that they reach past every tap.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        survey: Survey,
-        layout_of: LayoutOf | None,
-        limit: Limit,
-        devices: Devices,
-        sink: S,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        self._channel = channel
+    def __init__(self, run: Run, layout_of: LayoutOf | None, tail: Use | None) -> None:
+        self._run = run
+        self._limit = run.limit
         self._layout_of = layout_of
-        self._limit = limit
-        self._devices = devices
-        self._sink = sink
-        self._observers = observers
-        self._accounts: dict[int, _Account] = {}  # by the `id` of the parameter
-        self._derived: dict[Tracked, Columns] = {}
-        reads = [tracked for use in survey.uses for tracked in use.reads]
-        self._missing = Counter(tracked for tracked in reads if tracked.region is None)
-        for tracked in reads:
-            for parameter in tracked.sources:
-                self._account(parameter).expected += 1
-        self._is_complete = not survey.hides_taps
-        self._waiting: list[_Shown] = []
-        self._elements = 0
-        self.has_arrivals = False
-        self.unseen: list[Use] = []
+        self._accounts: dict[int, _Account] = {}  # by the `id` of the owner
+        for use in run.survey.uses:
+            for tracked in use.reads:
+                self._account(_owner(tracked)).expected += 1
+        self._is_complete = not run.survey.hides_taps
+        self.has_arrivals = tail is not None
+        run.unseen.clear()
+        for listener in (run.check, run.summary, *run.sinks):
+            if listener is not None:
+                listener.restart(run.objectives)
+        if tail is not None:
+            self._add(tail, run.objectives.layout, (), run.objectives.cotangents())
 
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Takes in one use, or lets it wait.
+        """Takes in one use.
 
         Raises:
             UnknownLayoutError: The samples must be sought first.
         """
         self.has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
-        tensors = (cotangent, *saved)
-        versions = [x._version for x in tensors]
-        shown = _Shown(use, layout, saved, cotangent, versions)
-        elements = sum([x.numel() for x in tensors])
-        if elements > _LARGE or use.needs_graph:
-            self._take_in(shown)
-            return
-        self._waiting.append(shown)
-        self._elements += elements
-        if self._elements > _FULL:
-            self._take_in_all()
-
-    def add_tail(self, use: Use, objectives: Objectives) -> None:
-        """Adds what parameters contribute that the losses reach past every tap.
-
-        Args:
-            use: The losses, as a use of these parameters.
-            objectives: The losses with their samples.
-        """
-        self.has_arrivals = True
-        self._add(use, objectives.layout, (), objectives.cotangents())
-
-    def complete(self) -> S:
-        """The sink, after it was given what still waited."""
-        self._take_in_all()
-        for tracked in list(self._derived):
-            self._pull_back(tracked)
-        for account in self._accounts.values():
-            self._finish(account)
-        return self._sink
-
-    def _take_in_all(self) -> None:
-        """Takes in the uses that wait."""
-        waiting, self._waiting, self._elements = self._waiting, [], 0
-        for shown in waiting:
-            self._take_in(shown)
-
-    def _take_in(self, shown: _Shown) -> None:
-        """Takes in one use."""
-        use, layout, saved, cotangent, versions = shown
-        check_unchanged((cotangent, *saved), versions)
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
-            self._count(tracked)
+            self._count(self._account(_owner(tracked)))
+
+    def complete(self) -> None:
+        """Gives the sinks what still waits for other uses."""
+        derived_first = sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor))
+        for account in derived_first:
+            self._finish(account)
+        for sink in self._run.sinks:
+            sink.finish()
 
     def _add(
         self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
     ) -> None:
         """Adds the blocks of a use to the columns of what it reads."""
+        run = self._run
         if not use.is_seen:
-            self.unseen.append(use)
+            run.unseen.append(use)
+        if run.check is not None:
+            run.check.see_use(use, cotangent)
         pieces = (Piece(None, None, cotangent),) if layout is None else layout.pieces(cotangent)
         for subset, within, part in pieces:
-            for tracked, region, block in self._contributions(use, within, saved, part):
-                for observer in self._observers:
-                    arrival = Arrival(use, layout, subset, cotangent, tracked, region, block)
-                    observer.see_block(arrival)
-                self._columns(tracked).add(region, block, subset)
+            for found in self._contributions(use, within, saved, part):
+                if run.summary is not None:
+                    run.summary.add(use, layout, subset, found)
+                tracked, region, block = found
+                account = self._account(_owner(tracked))
+                account.is_reached = account.has_blocks = True
+                assert account.columns is not None
+                account.columns.add(region, block, subset)
 
-    def _columns(self, tracked: Tracked) -> Columns:
-        """What has arrived for a tracked tensor: for its parameter where it is a region of one."""
-        if tracked.region is not None:
-            return self._account(tracked.sources[0]).open(self._devices)
-        columns = self._derived.get(tracked)
-        if columns is None:
-            kernels = self._devices.on(tracked.sources[0].device)
-            columns = Columns(Region.contiguous(tracked.shape), kernels)
-            self._derived[tracked] = columns
-        return columns
-
-    def _account(self, parameter: Tensor) -> _Account:
-        """The account of a parameter, opened when first asked for."""
-        account = self._accounts.get(id(parameter))
+    def _account(self, owner: Tensor | Tracked) -> _Account:
+        """The account of a parameter or a derived tensor, opened when first asked for."""
+        account = self._accounts.get(id(owner))
         if account is None:
-            account = self._accounts[id(parameter)] = _Account(parameter)
+            if isinstance(owner, Tracked):
+                region, device = Region.contiguous(owner.shape), owner.sources[0].device
+                for parameter in owner.sources:
+                    self._account(parameter).expected += 1
+            else:
+                region, device = Region.of_parameter(owner), owner.device
+            columns = Columns(region, self._run.devices.on(device))
+            account = self._accounts[id(owner)] = _Account(owner, columns)
         return account
 
-    def _count(self, tracked: Tracked) -> None:
+    def _count(self, account: _Account) -> None:
         """Counts an arrival, and finishes what has nothing left to wait for."""
-        if tracked.region is None:
-            self._missing[tracked] -= 1
-            if not self._missing[tracked] and self._is_complete and tracked in self._derived:
-                self._pull_back(tracked)
-        for parameter in tracked.sources:
-            account = self._account(parameter)
-            account.expected -= 1
-            account.open(self._devices)  # and empty where every cotangent was zero
-            if account.expected == 0 and self._is_complete:
-                self._finish(account)
+        account.is_reached = True
+        account.expected -= 1
+        if account.expected == 0 and self._is_complete:
+            self._finish(account)
 
-    def _pull_back(self, tracked: Tracked) -> None:
-        """Moves the blocks of a derived tensor to the parameters that it is computed from."""
-        columns = self._derived.pop(tracked)
-        subset = columns.narrow()
-        for parameter, block in self._pulled_back(tracked, columns.dense()):
-            account = self._account(parameter)
-            account.open(self._devices).add(Region.of_parameter(parameter), block, subset)
+    def _finish(self, account: _Account) -> None:
+        """Gives the columns of a parameter to the sinks, those of a derived tensor to parameters.
+
+        Where no use of it has arrived, there is nothing to give.
+        """
+        owner, columns, account.columns = account.owner, account.columns, None
+        if columns is None or not account.is_reached:
+            return
+        if isinstance(owner, Tensor):
+            for sink in self._run.sinks:
+                sink.take(owner, columns)
+            return
+        if account.has_blocks:
+            subset = columns.narrow()
+            for parameter, block in self._pulled_back(owner, columns.dense()):
+                of_parameter = self._account(parameter).columns
+                assert of_parameter is not None
+                of_parameter.add(Region.of_parameter(parameter), block, subset)
+        for parameter in owner.sources:
+            self._count(self._account(parameter))
 
     @retried_with_less
     def _contributions(
@@ -244,12 +218,11 @@ class Assembly(Generic[S]):
     @retried_with_less
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
-        channel, limit = self._channel, self._limit.elements
+        channel, limit = self._run.channel, self._limit.elements
         found = pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable)
         return list(found)
 
-    def _finish(self, account: _Account) -> None:
-        """Gives the columns of a parameter to the sink, if there are any."""
-        columns, account.columns = account.columns, None
-        if columns is not None:
-            self._sink.take(account.parameter, columns)
+
+def _owner(tracked: Tracked) -> Tensor | Tracked:
+    """What has the account of a tracked tensor: its parameter, where it is a region of one."""
+    return tracked if tracked.region is None else tracked.sources[0]

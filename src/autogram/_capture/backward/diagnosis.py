@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from autogram._capture.backward.record import place_of_rule
+from autogram._capture.backward.assembly import Run
+from autogram._capture.backward.sinks import GramianSum
+from autogram._capture.backward.summary import rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
-from autogram._errors import NonFiniteError, VerificationError
+from autogram._errors import (
+    AutogramError,
+    CoupledObjectivesWarning,
+    NonFiniteError,
+    VerificationError,
+    listed,
+    warn_user,
+)
 
 _MOST_NAMED = 8
 
@@ -38,31 +49,62 @@ _UNKNOWN = (
 )
 
 
-def confirm(
-    gramian: Tensor | None,
-    check: Check,
-    channel: Channel,
-    look_in_whole: Callable[[Check], Sequence[Comparison]] | None,
-) -> None:
+def confirm(run: Run, check: Check) -> None:
     """Raises if what was computed is wrong, as far as a check shows it.
-
-    Args:
-        gramian: The Gramian, ``(m, m)``, where it is known: it shows what is not finite.
-        check: What its pass has observed.
-        channel: The channel of the engine's taps.
-        look_in_whole: Says what differs where the batch is one sample; ``None`` if it was one.
 
     Raises:
         VerificationError: It does not agree with an ordinary backward pass.
         NonFiniteError: A gradient is infinite or not a number.
     """
-    compared = check.compare(channel)
-    reason = _not_finite(gramian, compared)
+    compared = check.compare(run.channel)
+    reason = _not_finite(check.gramian, compared)
     if reason is not None:
         raise NonFiniteError(reason)
     differing = check.differing(compared)
     if differing:
-        raise _failure(differing, look_in_whole and look_in_whole(check))
+        raise _failure(
+            differing, _differing_in_whole(run, check) if run.objectives.samples > 1 else None
+        )
+
+
+def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> None:
+    """Tells the user, once, that the whole batch is treated as one sample, and why."""
+    if "coupled" in channel.told:
+        return
+    channel.told.add("coupled")
+    sizes = {n for recording in channel.recordings for n in recording.sizes}
+    if sizes and samples not in sizes:
+        message = (
+            f"There are {samples} losses, and no input of the modules has as many "
+            "samples: each loss depends on the whole batch, as those of several tasks do. They "
+            "are treated so, which is exact. Say so by `batch_dim=None` to `Engine`."
+        )
+    else:
+        message = (
+            f"The objectives are treated as coupled, which is exact and slower. {error} To "
+            "treat them so without this warning, also pass `batch_dim=None`."
+        )
+    warn_user(message, CoupledObjectivesWarning)
+
+
+def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
+    """What differs if the losses are one objective of one sample, which needs no layouts."""
+    with torch.enable_grad():
+        total = (check.losses * check.vector).sum()
+    survey = Survey.of(run.channel, total)
+    whole = Check(survey, torch.ones_like(total))
+    sinks = (GramianSum(run.limit, whole),)
+    of_total = Run(
+        run.channel,
+        run.limit,
+        run.devices,
+        survey,
+        Objectives(total, None),
+        whole,
+        sinks=sinks,
+    )
+    of_total.assemble(None, retain_graph=True)
+    return whole.differing(whole.compare(run.channel))
 
 
 def _failure(
@@ -86,14 +128,12 @@ def _failure(
 
 def _not_finite(gramian: Tensor | None, compared: Sequence[Comparison]) -> str | None:
     """Why nothing can be said where a value is infinite or not a number, or ``None``."""
-    finite = None if gramian is None else torch.isfinite(gramian.diagonal())
-    if gramian is not None and finite is not None and not finite.all():
+    if gramian is not None and not (finite := torch.isfinite(gramian.diagonal())).all():
         bad = (~finite).nonzero().flatten().tolist()
         numbers = ", ".join(map(str, bad[:_MOST_NAMED])) + ", ..." * (len(bad) > _MOST_NAMED)
-        others = torch.isfinite(gramian[finite][:, finite]).all()
         extent = (
             "Only their rows and columns of the Gramian are concerned."
-            if others
+            if torch.isfinite(gramian[finite][:, finite]).all()
             else "Other entries of the Gramian are not finite either."
         )
         return (
@@ -106,7 +146,7 @@ def _not_finite(gramian: Tensor | None, compared: Sequence[Comparison]) -> str |
     if names:
         return (
             "The Gramian cannot be verified: there are gradients that are infinite or not a "
-            f"number, for {', '.join(names[:_MOST_NAMED])}. If no single objective has one, an "
+            f"number, for {listed(names)}. If no single objective has one, an "
             "ordinary backward pass overflows: in half precision, scale the losses down."
         )
     return None
@@ -115,13 +155,13 @@ def _not_finite(gramian: Tensor | None, compared: Sequence[Comparison]) -> str |
 def _cause(concerned: Sequence[Comparison]) -> str:
     """The likely cause, and its fix."""
     uses = [use for c in concerned for use in c.uses.values()]
-    rules = dict.fromkeys(rule for use in uses if (rule := place_of_rule(use)))
+    rules = dict.fromkeys(rule for use in uses if (rule := rule_name(use)))
     foreign = [f"`{rule}`" for rule in rules if not rule.startswith("autogram.")]
     if foreign:
         return _BY_RULE.format(rules=", ".join(foreign))
     lacking = [f"`{c.name}`" for c in concerned if c.gramian < c.gradient and not c.uses]
     if lacking:
-        return _BY_MISSING.format(names=", ".join(lacking[:_MOST_NAMED]))
+        return _BY_MISSING.format(names=listed(lacking))
     return _BY_MISSING.format(names="them, perhaps,") + " " + _UNKNOWN
 
 
@@ -137,5 +177,5 @@ def _describe(comparison: Comparison) -> str:
 
 def _describe_use(use: Use) -> str:
     """A use by its function, and by the rule that its block is from."""
-    rule = place_of_rule(use)
+    rule = rule_name(use)
     return f"`{use.function}` (rule `{rule}`)" if rule else f"`{use.function}` (without a rule)"

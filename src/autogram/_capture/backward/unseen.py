@@ -12,10 +12,9 @@ from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import track_parameter
 from autogram._capture.uses import FallbackUse, Use
+from autogram._errors import UnseenUseError, UnseenUseWarning, listed, warn_user
 
 Unseen = Literal["rows", "error"]
-
-_MOST_NAMED = 8
 
 
 def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
@@ -24,16 +23,10 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     A penalty on the weights, a call of another method than the forward, a gradient that is
     differentiated again, or a forward pass from before the engine was made use parameters where
     nothing is recorded.
-
-    Args:
-        channel: The channel of the engine.
-        survey: The graph behind the losses.
     """
-    losses, leaves = survey.losses, survey.leaves_of_tail
-    if not leaves:
-        return None
-    names = channel.parameters(leaves)
-    reads = tuple(track_parameter(p) for p in leaves if p in names)
+    losses = survey.losses
+    names = channel.parameters(survey.leaves_of_tail)
+    reads = tuple(track_parameter(p) for p in survey.leaves_of_tail if p in names)
     if not reads:
         return None
     recording = Recording(channel, names, is_batchable=channel.is_batchable)
@@ -44,23 +37,34 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     )
 
 
-def describe_unseen(uses: Sequence[Use], objectives: int) -> str:
+def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, policy: Unseen) -> None:
+    """Tells the user, once, which parameters are used unseen, and what that costs.
+
+    Raises:
+        UnseenUseError: The user does not want to pay it.
+    """
+    if "unseen" in channel.told and policy == "rows":
+        return
+    channel.told.add("unseen")
+    message = _describe(uses, objectives)
+    if policy == "error":
+        raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
+    warn_user(message, UnseenUseWarning)
+
+
+def _describe(uses: Sequence[Use], objectives: int) -> str:
     """Which parameters are used unseen, where, what that costs, and what to do about it."""
-    places: dict[str, list[str]] = {}
+    by_function: dict[str, list[str]] = {}
     for use in uses:
         for parameter in dict.fromkeys(p for tracked in use.reads for p in tracked.sources):
             elements = objectives * prod(parameter.shape)
             text = f"`{use.recording.names[parameter]}` ({elements} elements)"
-            places.setdefault(use.function, []).append(text)
-    listed = "; ".join(
-        f"in {place}, {', '.join(names[:_MOST_NAMED])}"
-        + f" and {len(names) - _MOST_NAMED} others" * (len(names) > _MOST_NAMED)
-        for place, names in places.items()
-    )
+            by_function.setdefault(use.function, []).append(text)
+    found = "; ".join(f"in {name}, {listed(texts)}" for name, texts in by_function.items())
     return (
         "Some parameters are used where calls are not recorded. What they contribute is explicit "
         f"rows of J, by {objectives} vector-Jacobian products (one for each objective) through "
-        f"each place: {listed}. To save that, use them in the `forward` of a module that is given "
+        f"each place: {found}. To save that, use them in the `forward` of a module that is given "
         "to `Engine` before it runs, and register a rule for a custom autograd Function "
         "(`autogram.rules.register_rule`)."
     )

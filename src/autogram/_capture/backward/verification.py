@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,15 +19,14 @@ from autogram._capture.autograd.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Arrival, Use
+from autogram._capture.uses import Use
 
 Verify = Literal["first", "always", "never"]
 
 # With TF32, matrix products and convolutions of float32 numbers keep ten bits of each.
 _EPSILON_OF_TF32 = 2.0**-10
 
-# At most so many calls from one check to the next: an ordinary backward pass, about two thirds of
-# a step, is about one percent of them.
+# At most so many calls from one check to the next: a check is then about one percent of them.
 _LONGEST = 64
 
 
@@ -37,7 +37,7 @@ class Comparison:
     Both are sums over the elements of the parameter, so that each parameter is compared alone.
     """
 
-    name: str
+    name: str = ""
     gramian: float = 0.0
     scale: float = 0.0
     """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
@@ -62,11 +62,16 @@ class Comparison:
 class Check:
     """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
 
-    It is an observer of assemblies, from which it learns the Gramian of each parameter.
+    An assembly shows it each use, and sinks the Gramian or the columns of each parameter.
 
     Args:
         survey: The graph behind the objectives.
         vector: u, of their shape.
+
+    Attributes:
+        gramian: The whole Gramian, ``(m, m)``, if one is added up.
+        comparisons: What was seen of each parameter.
+        epsilon: The precision of the coarsest dtype on the way.
 
     References:
         Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
@@ -75,31 +80,32 @@ class Check:
     def __init__(self, survey: Survey, vector: Tensor) -> None:
         self.losses = survey.losses
         self.vector = vector
-        self._leaves = survey.leaves
-        self.comparisons: dict[Tensor, Comparison] = {}
+        self.gramian: Tensor | None = None
+        self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
         dtypes = dtypes_of(survey.losses, survey.nodes)
         self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
+        self._leaves = survey.leaves
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
         """Forgets the Gramian of an earlier pass."""
         self._by_sample = objectives.by_sample(self.vector)
+        self.gramian = None
         self.comparisons.clear()
 
-    def see_block(self, arrival: Arrival) -> None:
+    def see_use(self, use: Use, cotangent: Tensor) -> None:
         """Notes which calls a parameter is used in, and their precision."""
-        use, cotangent = arrival.use, arrival.cotangent
         for dtype in {cotangent.dtype, *use.recording.dtypes}:
             self.epsilon = max(self.epsilon, _epsilon(cotangent, dtype))
-        for parameter in arrival.tracked.sources:
-            name = use.recording.names.get(parameter, "")
-            self.comparisons.setdefault(parameter, Comparison(name)).uses[use.function] = use
+        for tracked in use.reads:
+            for parameter in tracked.sources:
+                self.comparisons[parameter].uses[use.function] = use
 
     def see_gramian(self, parameter: Tensor, part: Tensor) -> None:
         """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
         u = self._by_sample.flatten().to(part.device, torch.float64)
         part = part.flatten(2).flatten(0, 1).to(torch.float64)
-        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison = self.comparisons[parameter]
         comparison.gramian += float(u @ part @ u)
         comparison.scale += float(u.square() @ part.diagonal())
 
@@ -109,7 +115,7 @@ class Check:
         gradient, norms = columns.weighted_sum(u), columns.square_norms()
         if gradient is None or norms is None:
             return
-        comparison = self.comparisons.setdefault(parameter, Comparison(""))
+        comparison = self.comparisons[parameter]
         comparison.gramian += _squared_norm(gradient)
         comparison.scale += float((u.square().to(norms) * norms).sum(dtype=torch.float64))
 
@@ -128,7 +134,7 @@ class Check:
             gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
         compared = []
         for parameter, gradient in zip(parameters, gradients, strict=False):
-            comparison = self.comparisons.get(parameter, Comparison(""))
+            comparison = self.comparisons[parameter]
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
                 self.epsilon = max(self.epsilon, _epsilon(gradient, parameter.dtype))
@@ -218,16 +224,9 @@ class Schedule:
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 
 
-@dataclass
-class _Silent:
-    """The hooks of one parameter, while they are kept from running."""
-
-    hooks: dict[int, Any]
-    passes: int = 0
-
-
 _SILENCING = threading.Lock()
-_SILENT: dict[int, _Silent] = {}  # by the `id` of the object that held the hooks
+# Hooks that are kept from running, and by how many passes, by the `id` of what held them.
+_SILENT: dict[int, tuple[dict[int, Any], int]] = {}
 
 
 @contextmanager
@@ -235,19 +234,20 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
     with _SILENCING:
-        for of_parameter in hooks:
-            silent = _SILENT.setdefault(id(of_parameter), _Silent(dict(of_parameter)))
-            silent.passes += 1
-            of_parameter.clear()  # autograd holds the same object
+        for held in hooks:
+            silent, passes = _SILENT.get(id(held), (dict(held), 0))
+            _SILENT[id(held)] = silent, passes + 1
+            held.clear()  # autograd holds the same object
     try:
         yield
     finally:
         with _SILENCING:
-            for of_parameter in hooks:
-                silent = _SILENT[id(of_parameter)]
-                silent.passes -= 1
-                if not silent.passes:  # no other thread is in the middle of the same
-                    of_parameter.update(_SILENT.pop(id(of_parameter)).hooks)
+            for held in hooks:
+                silent, passes = _SILENT.pop(id(held))
+                if passes > 1:  # another thread is in the middle of the same
+                    _SILENT[id(held)] = silent, passes - 1
+                else:
+                    held.update(silent)
 
 
 def _squared_norm(gradient: Tensor) -> float:

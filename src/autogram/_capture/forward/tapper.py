@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autogram._capture.autograd.cotangents import Inputs
 from autogram._capture.autograd.graph import is_any_tap, nodes_behind
-from autogram._capture.autograd.vjp import Inputs
 from autogram._capture.forward.answers import Answer, Operands
 from autogram._capture.forward.calls import Call
 from autogram._capture.forward.containers import exchange, map_tensors, tensors_in_call

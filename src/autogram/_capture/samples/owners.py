@@ -23,12 +23,12 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autogram._capture.autograd.cotangents import visit
 from autogram._capture.autograd.graph import in_dense
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proof import Spot, Spots
 from autogram._capture.uses import Use, describe
-from autogram._capture.visit import visit
 from autogram._errors import NonFiniteError
 
 # For each use or spot that has a cotangent, for each dimension in which samples can lie and do not

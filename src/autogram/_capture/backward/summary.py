@@ -1,0 +1,98 @@
+"""The summary: what one pass did, in numbers and words, for a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from autogram._blocks import Lookup, Placement, Region, Subset
+from autogram._capture.limit import Limit
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.uses import Contribution, RuleUse, Use
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """One block: a call, what it reads, and the shapes of the factors."""
+
+    function: str
+    call: int
+    """A number that all blocks of one call in this pass have in common."""
+    index: int
+    """The position of the call among those of its forward pass that read parameters."""
+    rule: str | None
+    """The name of the rule, or ``None`` for the fallback."""
+    layout: str | None
+    subset: Subset | None
+    """The samples that its rows belong to, or ``None`` for all of them."""
+    sources: tuple[tuple[str, Region], ...]
+    """The parameters that it reads, or that what it reads is derived from."""
+    is_derived: bool
+    """Whether it reads a derived tensor, whose rows are pulled back."""
+    region: Region
+    """Which elements it reads."""
+    equation: str | None
+    """How the factors are contracted, or ``None`` for indices of a table and cotangents there."""
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass
+class Summary:
+    """What one pass did, block by block. It holds no tensor."""
+
+    limit: Limit
+    """That of the engine, as it is now."""
+    key: bytes | None = None
+    """The digest of the graph behind the losses."""
+    samples: int = 0
+    per_sample: int = 0
+    blocks: list[BlockSummary] = field(default_factory=list)
+    names: dict[str, bool] = field(default_factory=dict)
+    """The parameters of the modules, and whether they are trainable."""
+    has_sought: bool = False
+    """Whether the samples were sought in the last call, or their layouts remembered."""
+
+    def restart(self, objectives: Objectives) -> None:
+        """Forgets an earlier pass."""
+        self.samples, self.per_sample = objectives.samples, objectives.per_sample
+        self.blocks.clear()
+
+    def add(
+        self, use: Use, layout: Placement | None, subset: Subset | None, found: Contribution
+    ) -> None:
+        """Notes a block."""
+        tracked, region, block = found
+        names = use.recording.names
+        equation, factors = (
+            (None, (block.indices, block.cotangents))
+            if isinstance(block, Lookup)
+            else (block.equation, block.operands)
+        )
+        self.blocks.append(
+            BlockSummary(
+                use.function,
+                id(use),
+                use.index,
+                rule_name(use),
+                None if layout is None else str(layout),
+                subset,
+                tuple((names[p], Region.of_parameter(p)) for p in tracked.sources),
+                tracked.region is None,
+                region,
+                equation,
+                tuple(tuple(x.shape) for x in factors),
+                next(x.dtype for x in reversed(factors) if x.is_floating_point()),
+                factors[0].device.type,
+            )
+        )
+
+
+def rule_name(use: Use) -> str | None:
+    """The name of a use's rule, with its module, or ``None`` if it has none."""
+    rule = use.rule if isinstance(use, RuleUse) else None
+    if rule is None:
+        return None
+    return f"{rule.__module__}.{getattr(rule, '__qualname__', type(rule).__qualname__)}"
