@@ -109,7 +109,7 @@ class Assembly(Generic[S]):
         for tracked in reads:
             for parameter in tracked.sources:
                 self._account(parameter).expected += 1
-        self._is_complete = not survey.hides_taps
+        self._is_complete = not survey.may_hide_taps
         self._waiting: list[_Shown] = []
         self._elements = 0
         self.has_arrivals = False

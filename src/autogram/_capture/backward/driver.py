@@ -22,7 +22,8 @@ from autogram._capture.backward.verification import Check, Comparison, Schedule,
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.places import REMEMBERED, Places, Search, UnknownLayoutError
+from autogram._capture.samples.remembered import REMEMBERED, Remembered
+from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from autogram._capture.visit import visit
@@ -98,7 +99,7 @@ class Driver:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
-        self._places = Places(channel)
+        self._remembered = Remembered(channel)
         self._schedule = Schedule(verify, REMEMBERED)
         self.record = Record(limit)
         self._recorded: bytes | None = None
@@ -210,19 +211,20 @@ class Driver:
     ) -> tuple[Objectives, S]:
         """The columns of J with samples, or without where there are none."""
         if objectives.samples > 1:
+            search = Search(self._remembered, objectives, survey)
             try:
                 if self._batch_dim == "auto":
-                    self._places.check(objectives, survey)
-                return objectives, self._assemble_per_sample(objectives, survey, job)
+                    search.check()
+                return objectives, self._assemble_per_sample(objectives, survey, job, search)
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":
                     raise
-                self._places.refuse(objectives, survey, str(error))
+                search.refuse(str(error))
                 self._warn(error, objectives)
             except VerificationError as error:
                 if self._batch_dim != "auto" or not error.is_of_samples or error.is_late:
                     raise
-                self._places.refuse(objectives, survey, str(error))
+                search.refuse(str(error))
                 self._warn(error, objectives)
         objectives = Objectives(objectives.losses, None)
         sink = self._assemble(objectives, survey, None, job, job.retain_graph)
@@ -255,22 +257,23 @@ class Driver:
         self._assemble(Objectives(total, None), survey, None, job, retain_graph=True)
         return whole.differing(whole.compare(self._channel))
 
-    def _assemble_per_sample(self, objectives: Objectives, survey: Survey, job: Job[S]) -> S:
+    def _assemble_per_sample(
+        self, objectives: Objectives, survey: Survey, job: Job[S], search: Search
+    ) -> S:
         """The columns for per-sample losses, after a look for the samples where it is needed.
 
         A check is of this very step, with what is remembered. Only the next one looks again.
         """
-        search = self._places.search(objectives, survey)
         sink = self._search(objectives, survey, job, search)
         try:
             self._confirm(objectives, sink, job)
         except VerificationError as error:
-            self._places.doubt(objectives, survey)
+            search.doubt()
             if search.has_sought:
                 raise
             raise error.since(self._schedule.doubted) from None
         if job.check is not None and not search.has_sought:
-            self._places.doubt(objectives, survey)
+            search.doubt()
         return sink
 
     def _search(self, objectives: Objectives, survey: Survey, job: Job[S], search: Search) -> S:
@@ -278,7 +281,7 @@ class Driver:
         search.begin()
         while True:
             # Where a layout turns out to be unknown, another pass begins.
-            must_retain = job.retain_graph or not search.is_settled
+            must_retain = job.retain_graph or not search.knows_all
             try:
                 with search.watched():
                     sink = self._assemble(objectives, survey, search.layout, job, must_retain)

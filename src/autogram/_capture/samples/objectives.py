@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ class Objectives:
         return self.losses.numel() // self.samples
 
     @property
+    def are_finite(self) -> bool:
+        """Whether all objectives are finite."""
+        return bool(self.is_finite.all())
+
+    @cached_property
     def is_finite(self) -> Tensor:
         """Whether all objectives of a sample are finite, ``(B,)``, on the CPU."""
         finite = self.losses.isfinite()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
-from autogram._capture.samples.places import Search
+from autogram._capture.samples.search import Search
 from tests.unit.engines import assert_exact, batch, per_sample
 
 # At the second call, an engine looks at the samples again in any case.
