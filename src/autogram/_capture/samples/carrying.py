@@ -83,6 +83,11 @@ def _aligned(edge: Edge) -> Iterable[int]:
     return [d for d in range(max(missing, 0), len(result)) if result[d] == given[d - missing]]
 
 
+def _of_first(carries: Carries, others: Carries = lambda _: ()) -> Carries:
+    """Different dimensions for the first input and for the others, by default none."""
+    return lambda edge: (carries if edge.position == 0 else others)(edge)
+
+
 def _leading(but: int) -> Carries:
     """The first ones, but for some of the last, where both have them in equal sizes."""
 
@@ -103,15 +108,14 @@ def _stack(edge: Edge) -> Iterable[int]:
     return range(rank if is_stack else 0)
 
 
-def _first(edge: Edge) -> Iterable[int]:
-    """The first one, for the first input."""
-    return (0,) if edge.position == 0 and edge.result[:1] == edge.given[:1] else ()
+def _batch(edge: Edge) -> Iterable[int]:
+    """The first one."""
+    return (0,) if edge.result[:1] == edge.given[:1] else ()
 
 
-def _firsts(edge: Edge) -> Iterable[int]:
-    """The first one, for all inputs of as many dimensions."""
-    result, given = edge.result, edge.given
-    return (0,) if result[:1] == given[:1] and len(result) == len(given) else ()
+def _batch_of_alike(edge: Edge) -> Iterable[int]:
+    """The first one, for inputs of as many dimensions."""
+    return _batch(edge) if len(edge.result) == len(edge.given) else ()
 
 
 def _but_own(edge: Edge) -> Iterable[int]:
@@ -131,21 +135,6 @@ def _joined(edge: Edge) -> Iterable[int]:
     return _but_own(edge) if has_constants else _all(edge)
 
 
-def _into(edge: Edge) -> Iterable[int]:
-    """For what is written into a tensor: all for the tensor, and ``_but_own`` for the rest."""
-    return _all(edge) if edge.position == 0 else _but_own(edge)
-
-
-def _over(edge: Edge) -> Iterable[int]:
-    """For what is written over parts of a tensor: all for the tensor."""
-    return _all(edge) if edge.position == 0 else ()
-
-
-def _but_last(edge: Edge) -> Iterable[int]:
-    """All but the last one."""
-    return range(len(edge.result) - 1)
-
-
 def _windows(edge: Edge) -> Iterable[int]:
     """All but the one that was unfolded, and the new one behind the others."""
     rank = len(edge.result) - 1
@@ -155,14 +144,11 @@ def _windows(edge: Edge) -> Iterable[int]:
 
 def _normalized(edge: Edge) -> Iterable[int]:
     """Those in front of the shape that was normalized."""
-    in_front = len(edge.result) - len(edge.node._saved_normalized_shape)
-    return range(in_front if edge.position == 0 else 0)
+    return range(len(edge.result) - len(edge.node._saved_normalized_shape))
 
 
 def _by_channel(edge: Edge) -> Iterable[int]:
     """All dimensions in evaluation mode, and channels in training mode."""
-    if edge.position:
-        return ()
     return (1,) if edge.node._saved_training else _all(edge)
 
 
@@ -182,11 +168,6 @@ def _matrices(first: int) -> Carries:
     return find
 
 
-def _rows(edge: Edge) -> Iterable[int]:
-    """For the product of a matrix and a vector: the rows of the matrix."""
-    return (0,) if edge.position == 0 else ()
-
-
 def _pairs(edge: Edge) -> Iterable[int]:
     """For distances of all rows of one matrix to all of another."""
     rank = len(edge.result)
@@ -200,10 +181,8 @@ def _indexed(edge: Edge) -> Iterable[int]:
 
 
 def _put(edge: Edge) -> Iterable[int]:
-    """For ``x[indices] = y``: all for ``x``, and for ``y`` as if it had been taken out."""
+    """For the ``y`` of ``x[indices] = y``: as if it had been taken out of ``x``."""
     node, result, given = edge.node, edge.result, edge.given
-    if edge.position == 0:
-        return _all(edge)
     if is_packed(node._raw_saved_indices):
         return ()
     indices = node._saved_indices
@@ -271,23 +250,26 @@ _KNOWN: list[tuple[Carries, str]] = [
         """,
     ),
     (_joined, "Cat"),
-    (_into, "Scatter ScatterAdd IndexAdd IndexCopy"),
-    (_over, "IndexFill MaskedScatter"),
-    (_normalized, "NativeLayerNorm FusedRmsNorm"),
-    (_by_channel, "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
-    (_first, "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
-    (_firsts, "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell"),
+    (_of_first(_all, _but_own), "Scatter ScatterAdd IndexAdd IndexCopy"),
+    (_of_first(_all), "IndexFill MaskedScatter"),
+    (_of_first(_normalized), "NativeLayerNorm FusedRmsNorm"),
+    (_of_first(_by_channel), "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
+    (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
+    (
+        _batch_of_alike,
+        "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell",
+    ),
     # The samples are in one of the first two dimensions, and time is in the other.
     (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
-    (_but_last, "ViewAsReal"),
+    (lambda edge: range(len(edge.result) - 1), "ViewAsReal"),
     (_windows, "Unfold"),
     (_restrided, "AsStrided"),
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
-    (_rows, "Mv"),
+    (_of_first(_all), "Mv"),  # the rows of the matrix
     (_pairs, "Cdist"),
     (_indexed, "Index"),
-    (_put, "IndexPut"),
+    (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
 ]
 _TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
-from autogram._capture.samples.owners import HIDDEN, NONE, Owners, not_finite
+from autogram._capture.samples.owners import ELEMENTS, HIDDEN, NONE, Owners, not_finite
 from autogram._capture.uses import Use, describe
 from autogram._errors import MixedSamplesError
 
@@ -38,7 +38,7 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
             "losses, slower)."
         )
     batch = len(is_finite)
-    if owners.has_hidden:
+    if owners.are_hidden:
         (bad,) = (~is_finite).nonzero(as_tuple=True)
         if len(bad) > 1:  # hidden places are those of some sample, which one layout may tell
             regular = regular_layouts(use.shape, owners, is_finite)
@@ -46,12 +46,12 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
                 raise not_finite(use)
             return regular
         owners = owners.map(lambda places: torch.where(places == HIDDEN, bad, places))
-    there = owners.all[0].unique()
+    there = next(iter(owners.by_dim.values())).unique()
     there = there[there >= 0]
     if not len(there):
         return ()
-    if owners.by_element is not None:
-        elements = owners.by_element.view(use.shape)
+    if ELEMENTS in owners.by_dim:
+        elements = owners.by_dim[ELEMENTS].view(use.shape)
         owners = Owners(_along_dims(elements, use.dims))
         if not owners.by_dim and len(there) > 1:
             return (Scattered(batch, elements),)
@@ -68,7 +68,8 @@ def regular_layouts(
     shape: tuple[int, ...], owners: Owners, is_finite: Tensor
 ) -> tuple[Folded, ...]:
     """The regular layouts that fit the owners of a tensor's places, the likely ones first."""
-    found = candidates(shape, tuple(owners.by_dim), len(is_finite))
+    dims = tuple(dim for dim in owners.by_dim if dim != ELEMENTS)
+    found = candidates(shape, dims, len(is_finite))
     return tuple(x for x in found if _fits(x, owners.by_dim[x.dim], is_finite))
 
 

@@ -21,6 +21,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -35,14 +36,14 @@ from autogram._errors import NonFiniteError
 
 NONE = -1
 HIDDEN = -2
-
-_ELEMENTS = -1  # in the place of a dimension, where each element is a place
+ELEMENTS = -1  # stands for a dimension where each element is a place
 
 # Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow. They are
 # in no order, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
 _SCALES = 32
 _EXPONENTS = torch.tensor(random.Random(0).sample(range(-16, 16), _SCALES), device="cpu")
 _DIGITS = _EXPONENTS.argsort()
+_BEYOND = 2**40
 
 
 @dataclass(frozen=True)
@@ -53,44 +54,30 @@ class Owners:
     the samples whose objectives are not finite.
 
     Attributes:
-        by_dim: By each dimension in which samples can lie and do not meet, those along it.
-        by_element: Those of all elements, in a row, if these were looked at and have one owner.
+        by_dim: By each dimension in which samples can lie and do not meet. Where each element was
+            looked at, and has one owner, the owners of all elements in a row, by ``ELEMENTS``.
     """
 
     by_dim: dict[int, Tensor]
-    by_element: Tensor | None = None
-
-    @staticmethod
-    def of(found: dict[int, Tensor]) -> Owners:
-        """What was found for each dimension, or for the elements."""
-        if _ELEMENTS in found:
-            return Owners({}, found[_ELEMENTS])
-        return Owners(found)
-
-    @property
-    def all(self) -> list[Tensor]:
-        """Those along each dimension, and those of the elements."""
-        return [*self.by_dim.values(), *([] if self.by_element is None else [self.by_element])]
 
     @property
     def are_mixed(self) -> bool:
         """Whether several samples meet in some element, as far as it was looked at."""
-        return not self.all
+        return not self.by_dim
 
     @property
     def are_none(self) -> bool:
         """Whether the whole cotangent is zero."""
-        return bool(self.all) and bool((self.all[0] == NONE).all())
+        return any(bool((places == NONE).all()) for places in self.by_dim.values())
 
     @property
-    def has_hidden(self) -> bool:
+    def are_hidden(self) -> bool:
         """Whether some places are hidden."""
-        return any(bool((places == HIDDEN).any()) for places in self.all)
+        return any(bool((places == HIDDEN).any()) for places in self.by_dim.values())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Owners:
         """The owners, with the samples changed."""
-        elements = None if self.by_element is None else change(self.by_element)
-        return Owners({dim: change(places) for dim, places in self.by_dim.items()}, elements)
+        return Owners({dim: change(places) for dim, places in self.by_dim.items()})
 
 
 def owners_by_zeros(
@@ -110,9 +97,15 @@ def owners_by_zeros(
         NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
             none is.
     """
-    zeros = _Zeros(channel, objectives)
-    zeros.look(prover)
+    zeros = _Zeros(objectives)
+    samples = torch.arange(objectives.samples, device="cpu")
+    with shown(prover.survey, prover.spots, zeros.mark):
+        for digit in range(zeros.digits):
+            for bit in (0, 1):
+                zeros.digit, zeros.bit = digit, bit
+                show_uses(channel, objectives, samples >> digit & 1 == bit, zeros.see)
     uses = {use: zeros.owners(use) for use in zeros.counts}
+    spots = {spot: zeros.owners(spot) for spot in prover.spots if spot in zeros.marks}
     met = [use for use, owners in uses.items() if owners.are_mixed]
     mixed = [use for use in met if not zeros.may_be_apart(use)]
     if met and not mixed:
@@ -122,82 +115,63 @@ def owners_by_zeros(
         channel.by_element.difference_update(still)
         return uses, spots
     for use in mixed:
-        if zeros.is_hidden(use):
+        if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
             raise not_finite(use)
-    spots = {spot: zeros.owners(spot) for spot in prover.spots if zeros.has_reached(spot)}
     return {**{use: uses[use] for use in mixed}, **uses}, spots  # first what is mixed for certain
 
 
 class _Zeros:
-    """Passes for parts of the samples, and the places that have a cotangent in each of them.
+    """Which places have a cotangent in passes for parts of the samples.
 
     Attributes:
-        counts: For each use that was reached, how many elements had a cotangent, over all passes.
+        digits: How many binary digits the numbers of samples have.
+        digit: That by which the samples of the pass that runs are chosen.
+        bit: Its value.
+        marks: For each place, the binary digits that the number of some sample of it does not have,
+            those that it has, and whether the place was not finite: ``(3, places)``.
+        counts: For each use, how many elements had a cotangent, over all passes.
     """
 
-    def __init__(self, channel: Channel, objectives: Objectives) -> None:
+    def __init__(self, objectives: Objectives) -> None:
+        self.digits = (objectives.samples - 1).bit_length()
+        self.digit = self.bit = 0
+        self.marks: dict[Use | Spot, dict[int, Tensor]] = defaultdict(dict)
         self.counts = Counter[Use]()
-        self._channel = channel
-        self._objectives = objectives
-        self._digits = (objectives.samples - 1).bit_length()
-        self._may_hide = not objectives.is_finite.all() and bool(objectives.is_finite.any())
-        # Three numbers for each place: the binary digits that the number of some sample of it does
-        # not have, those that it has, and whether the place was not finite.
-        self._marks: dict[Use | Spot, dict[int, Tensor]] = defaultdict(dict)
-        self._part = (0, 0)
-
-    def look(self, prover: Prover) -> None:
-        """Runs the passes."""
-        samples = torch.arange(self._objectives.samples, device="cpu")
-        with shown(prover.survey, prover.spots, self._see):
-            for digit in range(self._digits):
-                for bit in (0, 1):
-                    self._part = bit, 1 << digit
-                    chosen = samples >> digit & 1 == bit
-                    show_uses(self._channel, self._objectives, chosen, self._see_use)
+        self._is_finite = objectives.is_finite
 
     def owners(self, seen: Use | Spot) -> Owners:
-        """The owners of a use or a spot that was reached."""
-        every = (1 << self._digits) - 1
+        """The owners of a use or a spot."""
         found = {}
-        for dim, (lacked, had, hidden) in self._marks[seen].items():
+        for dim, (lacked, had, hidden) in self.marks[seen].items():
             is_seen, is_hidden = (had | lacked) != 0, hidden != 0
-            is_apart = bool(((had ^ lacked)[is_seen] == every).all())
-            if is_apart and not self._objectives.is_finite[had[is_seen & is_hidden]].any():
+            is_apart = bool(((had ^ lacked)[is_seen] == (1 << self.digits) - 1).all())
+            if is_apart and not self._is_finite[had[is_seen & is_hidden]].any():
                 found[dim] = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
-        return Owners.of(found)
+        return Owners(found)
 
     def may_be_apart(self, use: Use) -> bool:
         """Whether samples that meet along every dimension of a use may do so in no element."""
-        return not _is_by_element(use) and self.counts[use] <= self._digits * prod(use.shape)
+        return not _is_by_element(use) and self.counts[use] <= self.digits * prod(use.shape)
 
-    def has_reached(self, spot: Spot) -> bool:
-        """Whether a spot had a cotangent, be it zero."""
-        return spot in self._marks
-
-    def is_hidden(self, use: Use) -> bool:
-        """Whether some places of a use were not finite."""
-        return any(bool(marks[2].any()) for marks in self._marks[use].values())
-
-    def _see_use(self, use: Use, cotangent: Tensor) -> None:
-        """Takes in the cotangent of a use in one of the passes."""
+    def see(self, use: Use, cotangent: Tensor) -> None:
+        """Takes in the cotangent of a use."""
         is_finite = cotangent.isfinite()
         if not is_finite.all():
-            if not self._may_hide:
+            if self._is_finite.all() or not self._is_finite.any():
                 raise not_finite(use)
             self._mark(use, ~is_finite, 2, 1)
             cotangent = torch.where(is_finite, cotangent, 0)
         self.counts[use] += int((cotangent != 0).sum())
-        self._see(use, cotangent)
+        self.mark(use, cotangent)
 
-    def _see(self, seen: Use | Spot, cotangent: Tensor) -> None:
-        """Takes in a cotangent in one of the passes."""
-        self._mark(seen, cotangent, *self._part)
+    def mark(self, seen: Use | Spot, cotangent: Tensor) -> None:
+        """Marks the places where a cotangent is not zero."""
+        self._mark(seen, cotangent, self.bit, 1 << self.digit)
 
-    def _mark(self, seen: Use | Spot, cotangent: Tensor, row: int, mark: int) -> None:
-        """Marks the places where a tensor is not zero."""
-        marks = self._marks[seen]
-        for dim, by_place in _by_place(seen, cotangent):
+    def _mark(self, seen: Use | Spot, values: Tensor, row: int, mark: int) -> None:
+        """Adds a mark to places where values are not zero."""
+        marks = self.marks[seen]
+        for dim, by_place in _by_place(seen, values):
             if dim not in marks:
                 marks[dim] = torch.zeros(3, len(by_place), dtype=torch.long, device="cpu")
             marks[dim][row] |= mark * (by_place != 0).any(1).cpu()
@@ -206,24 +180,23 @@ class _Zeros:
 class Scales:
     """Passes in which the samples differ by powers of two, to be compared with one of equal ones.
 
+    Attributes:
+        uses: Those that have a cotangent.
+
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
 
     def __init__(self, channel: Channel, objectives: Objectives) -> None:
+        self.uses: dict[Use, None] = {}
         self._samples = objectives.samples
-        self._scaled: dict[int, dict[Use, dict[int, Tensor]]] = {}
+        self._sums: dict[int, dict[Use, dict[int, Tensor]]] = defaultdict(dict)
         samples = torch.arange(self._samples, device="cpu")
         unit = 1
         while unit < self._samples:
             exponents = _EXPONENTS[samples // unit % _SCALES]
-            self._scaled[unit] = _scaled(channel, objectives, torch.exp2(exponents.float()))
+            show_uses(channel, objectives, exponents.float().exp2(), partial(self._see, unit))
             unit *= _SCALES
-
-    @property
-    def uses(self) -> set[Use]:
-        """The uses that have a cotangent."""
-        return set().union(*self._scaled.values())
 
     def owners(self, use: Use, cotangent: Tensor) -> Owners:
         """The owners of a use's places.
@@ -237,32 +210,21 @@ class Scales:
         """
         owners = {}
         for dim, plain in _checksums(use, cotangent).items():
-            places: Tensor | None = (plain != 0).long() - 1
-            for unit, found in self._scaled.items():
-                digits = _digits(plain, found.get(use, {}).get(dim, torch.zeros_like(plain)))
-                if places is None or digits is None:
-                    places = None
-                else:
-                    places += torch.where(places >= 0, unit * digits, 0)
-            if places is not None and int(places.max()) < self._samples:
+            places = torch.where(plain != 0, 0, NONE)
+            for unit, sums in self._sums.items():
+                scaled = sums[use][dim] if use in sums else torch.zeros_like(plain)
+                places += unit * _digits(plain, scaled)
+            if int(places.max()) < self._samples:
                 owners[dim] = places
-        return Owners.of(owners)
+        return Owners(owners)
 
-
-def _scaled(
-    channel: Channel, objectives: Objectives, scales: Tensor
-) -> dict[Use, dict[int, Tensor]]:
-    """The checksums of uses that have a cotangent, in a pass with a scale for each sample."""
-    found = {}
-
-    def see(use: Use, cotangent: Tensor) -> None:
+    def _see(self, unit: int, use: Use, cotangent: Tensor) -> None:
+        """Takes in the cotangent of a use in one of the passes."""
         if not cotangent.isfinite().all():
             raise not_finite(use)
         if (cotangent != 0).any():
-            found[use] = _checksums(use, cotangent)
-
-    show_uses(channel, objectives, scales, see)
-    return found
+            self.uses[use] = None
+            self._sums[unit][use] = _checksums(use, cotangent)
 
 
 def show_uses(
@@ -281,7 +243,7 @@ def show_uses(
 def _by_place(seen: Use | Spot, cotangent: Tensor) -> Iterator[tuple[int, Tensor]]:
     """A cotangent as ``(places, others)``, by each dimension in which samples can lie."""
     if _is_by_element(seen):
-        yield _ELEMENTS, cotangent.reshape(-1, 1)
+        yield ELEMENTS, cotangent.reshape(-1, 1)
         return
     for dim in seen.dims:
         yield dim, cotangent.movedim(dim, 0).reshape(cotangent.shape[dim], -1)
@@ -319,12 +281,13 @@ def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
     return found
 
 
-def _digits(plain: Tensor, scaled: Tensor) -> Tensor | None:
-    """The digits by which places were multiplied, or ``None`` if it was not by a power of two."""
-    has_sum = plain != 0
-    exponents = torch.where(has_sum, (scaled / plain).abs().log2().round(), 0)
-    if not torch.equal(torch.where(has_sum, plain * torch.exp2(exponents), 0), scaled):
-        return None
-    codes = exponents.long() + _SCALES // 2
-    is_code = (codes >= 0) & (codes < _SCALES)
-    return _DIGITS[codes] if bool(is_code.all()) else None
+def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
+    """The digits by which places were multiplied, 0 for zeros.
+
+    A number above that of any sample where it was not by a power of two.
+    """
+    is_zero = plain == 0
+    exponents = torch.where(is_zero, _EXPONENTS[0], (scaled / plain).abs().log2().round())
+    codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)
+    is_exact = (codes - _SCALES // 2 == exponents) & (plain * torch.exp2(exponents) == scaled)
+    return torch.where(is_exact, _DIGITS[codes], _BEYOND)

@@ -50,8 +50,6 @@ class NodeKind(NamedTuple):
     """Read what a node saved that is no tensor: dimensions, shifts, orders."""
     sizes: tuple[Callable[[Any], Any], ...]
     """Read the sizes and strides that a node saved."""
-    indices: Callable[[Any], Any] | None
-    """Reads the indices that a node saved. Those of ``x[:, index]`` are none and one."""
 
 
 @lru_cache(maxsize=4096)
@@ -59,22 +57,30 @@ def kind_of_node(node: Any) -> NodeKind:
     """What all nodes of a class have in common."""
     name, number, is_function = node.__name__, next(_NUMBERS), issubclass(node, BackwardCFunction)
     if is_function:
-        return NodeKind(name, "", number, True, False, (), (), (), None)
+        return NodeKind(name, "", number, True, False, (), (), ())
     fields = [field for field in dir(node) if field.startswith("_saved_")]
     tensors = tuple(field for field in fields if hasattr(node, f"_raw{field}"))
     others = [field for field in fields if field not in tensors]
     sizes = [field for field in others if "size" in field or "stride" in field]
+    arguments = [getattr(node, field).__get__ for field in others if field not in sizes]
+    if "_saved_indices" in tensors:
+        arguments.append(_indexed)
     return NodeKind(
         name,
         name.rstrip("0123456789").removesuffix("Backward"),
         number,
         False,
-        bool(others) or "_saved_indices" in tensors or name == _SLICES,
+        bool(arguments or sizes) or name == _SLICES,
         tensors,
-        tuple(getattr(node, field).__get__ for field in others if field not in sizes),
+        tuple(arguments),
         tuple(getattr(node, field).__get__ for field in sizes),
-        node._raw_saved_indices.__get__ if "_saved_indices" in tensors else None,
     )
+
+
+def _indexed(node: Any) -> tuple[bool, ...]:
+    """Which dimensions are indexed, where a node saved a list of indices as in ``x[:, index]``."""
+    saved = node._raw_saved_indices
+    return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()
 
 
 @dataclass(eq=False)
@@ -198,10 +204,6 @@ class _Walk:
         found = [read(node) for read in kind.arguments]
         self.structure += [x == 0 if x.__class__ is float else x for x in found]
         self.sizes += [read(node) for read in kind.sizes]
-        if kind.indices is not None:
-            indices = kind.indices(node)
-            if isinstance(indices, tuple):
-                self.structure.append(tuple([x.data is not None for x in indices]))
         if kind.name == _SLICES:
             self.may_hide_taps |= any(x == self._anchor for x, _ in node.next_functions)
 
