@@ -213,8 +213,6 @@ class Driver:
         if objectives.samples > 1:
             search = Search(self._remembered, objectives, survey)
             try:
-                if self._batch_dim == "auto":
-                    search.check()
                 return objectives, self._assemble_per_sample(objectives, survey, job, search)
             except MixedSamplesError as error:
                 if self._batch_dim != "auto":

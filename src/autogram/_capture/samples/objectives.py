@@ -23,12 +23,12 @@ class Objectives:
     losses: Tensor
     batch_dim: int | None
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """B."""
         return 1 if self.batch_dim is None else self.losses.shape[self.batch_dim]
 
-    @property
+    @cached_property
     def per_sample(self) -> int:
         """K."""
         return self.losses.numel() // self.samples

@@ -46,16 +46,9 @@ class Known:
     is_doubted: bool = False
     """Whether to look again before they are used."""
 
-    def has_changed(self, survey: Survey) -> Flag | None:
-        """Whether constants have other values now, or ``None`` where there are no constants."""
-        if not self.constants:
-            return None
+    def has_changed(self, survey: Survey) -> Flag:
+        """Whether constants have other values now."""
         return Flag([_differ(constant.value(survey), old) for constant, old in self.constants])
-
-    def is_outdated(self, survey: Survey) -> bool:
-        """Whether constants have other values now, read at once."""
-        has_changed = self.has_changed(survey)
-        return has_changed is not None and has_changed.read()
 
     def of_uses(self, survey: Survey) -> Layouts:
         """The layouts, by use."""

@@ -99,30 +99,30 @@ class Search:
         is_known = all(len(x) == 1 and isinstance(x[0], Folded) for x in each)
         return is_known and not self._survey.may_hide_taps
 
-    def check(self) -> None:
-        """Raises if the samples are known to be mixed in this graph."""
-        reason = self._remembered.refusals.get(self._key)
-        if reason is not None:
-            raise MixedSamplesError(reason)
-
     def refuse(self, reason: str) -> None:
         """Remembers that the samples are mixed in this graph."""
         self._remembered.refusals[self._key] = reason
 
     def doubt(self) -> None:
         """Lets the next call for this graph look again."""
-        known = self._known
+        known = self._remembered.layouts.get(self._key)
         if known is not None:
             known.is_doubted = True
 
     def begin(self) -> None:
-        """Recalls where the samples were, or looks for them."""
-        known = self._known
+        """Recalls where the samples were, or looks for them.
+
+        Raises:
+            MixedSamplesError: As :meth:`seek`, or it is remembered that the samples are mixed.
+        """
+        reason = self._remembered.refusals.get(self._key)
+        if reason is not None:
+            raise MixedSamplesError(reason)
+        known = self._remembered.layouts.get(self._key)
         if known is not None and not known.is_doubted:
-            has_changed = known.has_changed(self._survey)
-            if has_changed is None or not (has_changed.is_ready and has_changed.read()):
-                self._found, self._has_changed = known.of_uses(self._survey), has_changed
-                self._silent = known.silent
+            self._has_changed = known.has_changed(self._survey) if known.constants else None
+            if not (self._has_changed and self._has_changed.is_ready and self._has_changed.read()):
+                self._found, self._silent = known.of_uses(self._survey), known.silent
         if self._found is None and self._survey.uses:
             self.seek(UnknownLayoutError(None))
 
@@ -171,8 +171,8 @@ class Search:
             else:
                 self._seek_by_zeros(use)
         except NonFiniteError:
-            known = self._known
-            if known is None or known.is_outdated(self._survey):
+            known = self._remembered.layouts.get(self._key)
+            if known is None or known.has_changed(self._survey).read():
                 raise
             self._found = known.of_uses(self._survey)
 
@@ -269,15 +269,10 @@ class Search:
         self._remembered.layouts[self._key] = Known(by_number, constants, proof.silent)
 
     @property
-    def _known(self) -> Known | None:
-        """What was found for this graph."""
-        return self._remembered.layouts.get(self._key)
-
-    @property
     def _proof(self) -> Proof | None:
         """What the layouts depend on, if a graph of this structure was looked at."""
-        found = [self._remembered.proofs.get(key) for key in self._proof_keys]
-        return next((proof for proof in found if proof is not None), None)
+        whatever_sizes, these = (self._remembered.proofs.get(key) for key in self._proof_keys)
+        return whatever_sizes or these
 
     def _disprove(self) -> None:
         """Forgets a proof, and what rests on it."""
