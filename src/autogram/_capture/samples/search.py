@@ -142,7 +142,9 @@ class Search:
         if self._has_changed is not None and self._has_changed.read():
             raise UnknownLayoutError(None)
         if self._heard and Flag(self._heard).read():
-            self._disprove()
+            self._remembered.layouts.pop(self._key, None)
+            for key in self._proof_keys:
+                self._remembered.proofs.pop(key, None)
             if not self.has_sought:
                 raise UnknownLayoutError(None)
         if self._scales is None or self._found is None:
@@ -273,12 +275,6 @@ class Search:
         """What the layouts depend on, if a graph of this structure was looked at."""
         whatever_sizes, these = (self._remembered.proofs.get(key) for key in self._proof_keys)
         return whatever_sizes or these
-
-    def _disprove(self) -> None:
-        """Forgets a proof, and what rests on it."""
-        self._remembered.layouts.pop(self._key, None)
-        for key in self._proof_keys:
-            self._remembered.proofs.pop(key, None)
 
     @cached_property
     def _proof_keys(self) -> tuple[tuple[bytes, int | None, bytes], ...]:
