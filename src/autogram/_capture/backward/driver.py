@@ -166,7 +166,7 @@ class Driver:
     def _survey(self, losses: Tensor) -> Survey:
         """The graph behind some losses."""
         with explaining_freed_graphs():
-            return Survey.of(self._channel, losses)
+            return Survey(self._channel, losses)
 
     def _collect(
         self,

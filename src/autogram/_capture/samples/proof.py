@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ class Prover:
         self._ways = _ways_to_taps(survey)
         self.spots: list[Spot] = []
         for number, ways in self._ways.items():
-            self.spots += _results(survey, number)
+            self.spots += _results(survey, survey.nodes[number])
             self.spots += [way.arrival for way in ways if not way.moves_nothing]
 
     def proof(self, fitting: Mapping[Spot, set[int] | None]) -> Proof:
@@ -206,32 +206,31 @@ class Prover:
 
 def _ways_to_taps(survey: Survey) -> dict[int, list[_Way]]:
     """For each tap, and each node that leads to one, its ways to other such nodes."""
-    numbers = {node: number for number, node in enumerate(survey.nodes)}
     reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
     return {
-        number: [
-            _way(survey, number, index, _results(survey, numbers[following])[result])
-            for index, (following, result) in enumerate(node.next_functions)
+        survey.numbers[node]: [
+            _way(survey, node, position, _results(survey, following)[result])
+            for position, (following, result) in enumerate(node.next_functions)
             if following in reaching
         ]
-        for number, node in enumerate(survey.nodes)
+        for node in survey.nodes
         if node in reaching
     }
 
 
-def _results(survey: Survey, number: int) -> list[Spot]:
+def _results(survey: Survey, node: Any) -> list[Spot]:
     """The results of a node."""
-    shapes = [tuple(metadata.shape) for metadata in survey.nodes[number]._input_metadata]
-    return [Spot(number, index, False, shape) for index, shape in enumerate(shapes)]
+    shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
+    number = survey.numbers[node]
+    return [Spot(number, position, False, shape) for position, shape in enumerate(shapes)]
 
 
-def _way(survey: Survey, number: int, index: int, target: Spot) -> _Way:
+def _way(survey: Survey, node: Any, position: int, target: Spot) -> _Way:
     """The way from an input of a node to another node."""
-    node = survey.nodes[number]
-    is_alike = {spot.shape for spot in _results(survey, number)} == {target.shape}
-    edge = Edge(node, index, target.shape, target.shape)
+    is_alike = {spot.shape for spot in _results(survey, node)} == {target.shape}
+    edge = Edge(node, position, target.shape, target.shape)
     stays = is_alike and (is_any_tap(node) or moves_nothing(edge))
-    return _Way(Spot(number, index, True, target.shape), target, stays)
+    return _Way(Spot(survey.numbers[node], position, True, target.shape), target, stays)
 
 
 def _count_of_deciding(indices: tuple[Tensor | None, ...], dims: set[int], given: Shape) -> int:

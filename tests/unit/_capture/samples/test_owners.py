@@ -21,7 +21,7 @@ WIDTH = 4
 
 def by_zeros(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
     """The owners of all uses, by passes for parts of the samples."""
-    prover = Prover(Survey.of(channel, objectives.losses))
+    prover = Prover(Survey(channel, objectives.losses))
     return owners_by_zeros(channel, objectives, prover)[0]
 
 

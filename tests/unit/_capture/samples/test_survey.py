@@ -18,7 +18,7 @@ Losses = Callable[[Tensor], Tensor]
 def survey_of() -> Callable[[Tensor], Survey]:
     """Surveys for the taps of one engine."""
     engine = Engine(LAYER)
-    return lambda losses: Survey.of(engine._channel, losses)
+    return lambda losses: Survey(engine._channel, losses)
 
 
 def hidden(samples: int = 4) -> Tensor:
