@@ -140,7 +140,7 @@ def test_a_second_engine_on_the_model_costs_no_pass() -> None:
     engines = [Engine(model), Engine(model)]
     losses = per_sample(model(batch(4, 3)))
     for engine in engines:
-        leaves = Survey.of(engine._channel, losses).leaves
+        leaves = Survey(engine._channel, losses).leaves
         assert {id(leaf) for leaf in leaves} == {id(p) for p in model.parameters()}
 
 

@@ -292,7 +292,7 @@ def test_a_margin_that_is_exceeded_later() -> None:
 
 
 def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autogram._capture.samples.places.REMEMBERED", 4)
+    monkeypatch.setattr("autogram._capture.samples.remembered.REMEMBERED", 4)
     model = nn.Linear(3, 4)
     engine = Engine(model)
     parts = [model(torch.randn(2, n, 3)).square().mean((1, 2)) for n in range(1, 12)]

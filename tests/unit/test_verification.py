@@ -20,7 +20,7 @@ from autogram import (
 from autogram._blocks import Folded, candidates
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
-from autogram._capture.samples import probe
+from autogram._capture.samples import search
 from autogram._capture.uses import Use
 from autogram.rules import Recipe, product
 from autogram.rules._registry import _RULES
@@ -211,14 +211,14 @@ class Tokens(nn.Module):
 
 def test_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples before tokens, read as tokens before samples."""
-    layouts = probe.fitting_layouts
+    layouts = search.fitting_layouts
 
     def turned(*arguments: Any) -> tuple[Folded, ...]:
         (layout,) = layouts(*arguments)
         assert isinstance(layout, Folded)
         return (Folded(layout.dim, layout.after, layout.batch, layout.before),)
 
-    monkeypatch.setattr(probe, "fitting_layouts", turned)
+    monkeypatch.setattr(search, "fitting_layouts", turned)
     model = Tokens()
     engine = Engine(model, batch_dim=0)
     losses = per_sample(model(batch(4, 7, 3)))
@@ -263,7 +263,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
         del owners
         return tuple(candidates(use.shape, (0,), len(is_finite)))
 
-    monkeypatch.setattr(probe, "fitting_layouts", plain)
+    monkeypatch.setattr(search, "fitting_layouts", plain)
 
 
 @pytest.mark.usefixtures("blind")

@@ -116,7 +116,7 @@ class Assembly:
         for use in run.survey.uses:
             for tracked in use.reads:
                 self._account(_owner(tracked)).expected += 1
-        self._is_complete = not run.survey.hides_taps
+        self._is_complete = not run.survey.may_hide_taps
         self.has_arrivals = tail is not None
         run.unseen.clear()
         for listener in (run.check, run.summary, *run.sinks):

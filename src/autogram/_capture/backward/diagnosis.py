@@ -91,7 +91,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     """What differs if the losses are one objective of one sample, which needs no layouts."""
     with torch.enable_grad():
         total = (check.losses * check.vector).sum()
-    survey = Survey.of(run.channel, total)
+    survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
     sinks = (GramianSum(run.limit, whole),)
     of_total = Run(

@@ -20,7 +20,8 @@ from autogram._capture.backward.verification import Schedule, Verify
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.places import REMEMBERED, Places, UnknownLayoutError
+from autogram._capture.samples.remembered import REMEMBERED, Remembered
+from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
 from autogram._errors import (
     MixedSamplesError,
@@ -75,7 +76,7 @@ class Driver:
         self._limit = limit
         self._devices = devices
         self._on_unseen: Unseen = unseen
-        self._places = Places(channel)
+        self._remembered = Remembered(channel)
         self._schedule = Schedule(verify, REMEMBERED)
         self.summary = Summary(limit)
 
@@ -130,7 +131,7 @@ class Driver:
     def _begin(self, losses: Tensor, *, verify: bool = False, is_step: bool = False) -> Run:
         """One call, before its first pass."""
         with explaining_freed_graphs():
-            survey = Survey.of(self._channel, losses)
+            survey = Survey(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         return Run(
             self._channel,
@@ -162,33 +163,30 @@ class Driver:
 
     def _collect_per_sample(self, run: Run) -> bool:
         """Fills the sinks if the losses are per-sample. If not, the whole batch is one sample."""
-        is_auto, key = self._batch_dim == "auto", (run.objectives, run.survey)
+        is_auto = self._batch_dim == "auto"
+        search = Search(self._remembered, run.objectives, run.survey)
         try:
-            if is_auto:
-                self._places.check(*key)
-            self._search(run)
+            self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:
             is_of_samples = isinstance(error, MixedSamplesError) or (
                 error.is_of_samples and not error.is_late
             )
             if not (is_auto and is_of_samples):
                 raise
-            self._places.refuse(*key, str(error))
+            search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
         return True
 
-    def _search(self, run: Run) -> None:
+    def _search(self, run: Run, search: Search) -> None:
         """Makes passes until one has found every layout known, and verifies that one.
 
         A check is of this very step, with what is remembered. Only the next one looks again.
         """
-        key = run.objectives, run.survey
-        search = self._places.search(*key)
         search.begin()
         while True:
             try:
-                must_retain = run.retain_graph or not search.is_settled
+                must_retain = run.retain_graph or not search.knows_all
                 with search.watched():
                     run.assemble(search.layout, retain_graph=must_retain)
                 search.finish()
@@ -199,12 +197,12 @@ class Driver:
         try:
             self._confirm(run)
         except VerificationError as error:
-            self._places.doubt(*key)
+            search.doubt()
             if search.has_sought:
                 raise
             raise error.since(self._schedule.doubted) from None
         if run.check is not None and not search.has_sought:
-            self._places.doubt(*key)
+            search.doubt()
 
     def _confirm(self, run: Run) -> None:
         """Raises if what the sinks have is wrong, as far as a check shows it."""

@@ -17,60 +17,82 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from autogram._capture.samples.survey import kind_of_node
+
 Shape = tuple[int, ...]
-# From the node, the number of its input, and the shapes of its result and of that input, to the
-# dimensions of the result that it carries to the input.
-Carries = Callable[[Any, int, Shape, Shape], Iterable[int]]
 
 
-def carried(operation: str, node: Any, place: int, result: Shape, given: Shape) -> set[int]:
-    """The dimensions of a node's result that it carries to one of its inputs.
+class Edge(NamedTuple):
+    """How a node leads from one of its results to one of its inputs."""
 
-    Args:
-        operation: What the node differentiates, as in ``"Mul"``.
-        node: The node.
-        place: The number of the input.
-        result: The shape of the result.
-        given: The shape of the input.
-    """
-    find = _find(operation)
+    node: Any
+    position: int
+    """The number of the input."""
+    result: Shape
+    """The shape of the result."""
+    given: Shape
+    """The shape of the input."""
+
+
+# From an edge to the dimensions of the result that the node carries to the input.
+Carries = Callable[[Edge], Iterable[int]]
+
+
+def carried(edge: Edge) -> set[int]:
+    """The dimensions of a node's result that it carries to one of its inputs."""
+    find = _find(kind_of_node(edge.node.__class__).operation)
     try:
-        return set() if find is None else set(find(node, place, result, given))
+        return set() if find is None else set(find(edge))
     except AttributeError:  # a field that nodes of this version of PyTorch do not have
         return set()
 
 
-def moves_nothing(operation: str, result: Shape, given: Shape) -> bool:
+def moves_nothing(edge: Edge) -> bool:
     """Whether every element of an input gets its cotangent from the result's element in its place.
 
     Also if the node hides some of them, as a mask or a rectifier does.
     """
-    return result == given and _is_elementwise(operation)
+    operation = kind_of_node(edge.node.__class__).operation
+    return edge.result == edge.given and _is_elementwise(operation)
 
 
-def _all(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def is_packed(saved: Any) -> bool:
+    """Whether to read what was saved runs a hook, which may compute a part of the model again.
+
+    Args:
+        saved: What a field of a node that begins with ``_raw_saved`` has.
+    """
+    entries = saved if isinstance(saved, (tuple, list)) else (saved,)
+    return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
+
+
+def _all(edge: Edge) -> Iterable[int]:
     """Every dimension: an element of the input has its cotangent from one of the result."""
-    del node, place, given
-    return range(len(result))
+    return range(len(edge.result))
 
 
-def _aligned(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _aligned(edge: Edge) -> Iterable[int]:
     """Those along which the input was not broadcast."""
-    del node, place
+    result, given = edge.result, edge.given
     missing = len(result) - len(given)
     return [d for d in range(max(missing, 0), len(result)) if result[d] == given[d - missing]]
+
+
+def _of_first(carries: Carries, others: Carries = lambda _: ()) -> Carries:
+    """Different dimensions for the first input and for the others, by default none."""
+    return lambda edge: (carries if edge.position == 0 else others)(edge)
 
 
 def _leading(but: int) -> Carries:
     """The first ones, but for some of the last, where both have them in equal sizes."""
 
-    def find(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-        del node, place
+    def find(edge: Edge) -> Iterable[int]:
+        result, given = edge.result, edge.given
         if len(result) != len(given):
             return ()
         return [d for d in range(len(given) - but) if result[d] == given[d]]
@@ -78,78 +100,56 @@ def _leading(but: int) -> Carries:
     return find
 
 
-def _stack(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _stack(edge: Edge) -> Iterable[int]:
     """For functions of a stack of matrices: the dimensions in front of the matrices."""
-    del node, place
+    result, given = edge.result, edge.given
     rank = len(given) - 2
     is_stack = rank <= len(result) <= rank + 2 and result[:rank] == given[:rank]
     return range(rank if is_stack else 0)
 
 
-def _first(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """The first one, for the first input."""
-    del node
-    return (0,) if place == 0 and result[:1] == given[:1] else ()
+def _batch(edge: Edge) -> Iterable[int]:
+    """The first one."""
+    return (0,) if edge.result[:1] == edge.given[:1] else ()
 
 
-def _firsts(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """The first one, for all inputs of as many dimensions."""
-    del node, place
-    return (0,) if result[:1] == given[:1] and len(result) == len(given) else ()
+def _batch_of_alike(edge: Edge) -> Iterable[int]:
+    """The first one, for inputs of as many dimensions."""
+    return _batch(edge) if len(edge.result) == len(edge.given) else ()
 
 
-def _but_own(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _but_own(edge: Edge) -> Iterable[int]:
     """All but those that the call was given as its ``dim``, or ``dims``."""
-    del place
+    node, rank = edge.node, len(edge.given)
     dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
-    own = {_wrapped(d, len(given)) for d in (dims if isinstance(dims, tuple) else (dims,))}
-    return [d for d in range(min(len(result), len(given))) if d not in own]
+    own = {_wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 
-def _joined(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _joined(edge: Edge) -> Iterable[int]:
     """All but those along which it is joined, if constants are among the parts.
 
     Nodes do not tell how long they are, and so not where the others lie.
     """
-    has_constants = any(following is None for following, _ in node.next_functions)
-    return (_but_own if has_constants else _all)(node, place, result, given)
+    has_constants = any(following is None for following, _ in edge.node.next_functions)
+    return _but_own(edge) if has_constants else _all(edge)
 
 
-def _into(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """For what is written into a tensor: all for the tensor, and ``_but_own`` for the rest."""
-    return (_all if place == 0 else _but_own)(node, place, result, given)
-
-
-def _over(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """For what is written over parts of a tensor: all for the tensor."""
-    return _all(node, place, result, given) if place == 0 else ()
-
-
-def _but_last(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """All but the last one."""
-    del node, place, given
-    return range(len(result) - 1)
-
-
-def _windows(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _windows(edge: Edge) -> Iterable[int]:
     """All but the one that was unfolded, and the new one behind the others."""
-    del place, given
-    own = _wrapped(node._saved_dimension, len(result) - 1)
-    return [d for d in range(len(result) - 1) if d != own]
+    rank = len(edge.result) - 1
+    own = _wrapped(edge.node._saved_dimension, rank)
+    return [d for d in range(rank) if d != own]
 
 
-def _normalized(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _normalized(edge: Edge) -> Iterable[int]:
     """Those in front of the shape that was normalized."""
-    del given
-    return range(len(result) - len(node._saved_normalized_shape)) if place == 0 else ()
+    return range(len(edge.result) - len(edge.node._saved_normalized_shape))
 
 
-def _by_channel(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _by_channel(edge: Edge) -> Iterable[int]:
     """All dimensions in evaluation mode, and channels in training mode."""
-    del given
-    if place:
-        return ()
-    return (1,) if node._saved_training else range(len(result))
+    return (1,) if edge.node._saved_training else _all(edge)
 
 
 def _matrices(first: int) -> Carries:
@@ -159,38 +159,30 @@ def _matrices(first: int) -> Carries:
         first: The number of the input that is the left matrix.
     """
 
-    def find(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-        if place < first:  # what is added
-            return _aligned(node, place, result, given)
-        rank = len(result)
-        return [*range(rank - 2), rank - 2 if place == first else rank - 1]
+    def find(edge: Edge) -> Iterable[int]:
+        if edge.position < first:  # what is added
+            return _aligned(edge)
+        rank = len(edge.result)
+        return [*range(rank - 2), rank - 2 if edge.position == first else rank - 1]
 
     return find
 
 
-def _rows(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """For the product of a matrix and a vector: the rows of the matrix."""
-    del node, result, given
-    return (0,) if place == 0 else ()
-
-
-def _pairs(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _pairs(edge: Edge) -> Iterable[int]:
     """For distances of all rows of one matrix to all of another."""
-    del node
-    rank = len(result)
-    return [*range(rank - 2), rank - 2 + place] if rank == len(given) else ()
+    rank = len(edge.result)
+    return [*range(rank - 2), rank - 2 + edge.position] if rank == len(edge.given) else ()
 
 
-def _indexed(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _indexed(edge: Edge) -> Iterable[int]:
     """For ``x[indices]``: the dimensions in front of those that are indexed."""
-    del place, result, given
-    return range(_in_front(node._saved_indices) if not is_packed(node._raw_saved_indices) else 0)
+    node = edge.node
+    return range(0 if is_packed(node._raw_saved_indices) else _in_front(node._saved_indices))
 
 
-def _put(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
-    """For ``x[indices] = y``: all for ``x``, and for ``y`` as if it had been taken out."""
-    if place == 0:
-        return range(len(result))
+def _put(edge: Edge) -> Iterable[int]:
+    """For the ``y`` of ``x[indices] = y``: as if it had been taken out of ``x``."""
+    node, result, given = edge.node, edge.result, edge.given
     if is_packed(node._raw_saved_indices):
         return ()
     indices = node._saved_indices
@@ -203,26 +195,23 @@ def _put(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
 
 def _in_front(indices: Sequence[Tensor | None]) -> int:
     """How many dimensions are in front of indexed ones; 0 if these are apart, and come first."""
-    places = [place for place, index in enumerate(indices) if index is not None]
-    return places[0] if len(places) == places[-1] - places[0] + 1 else 0
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    return indexed[0] if len(indexed) == indexed[-1] - indexed[0] + 1 else 0
 
 
-def _restrided(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _restrided(edge: Edge) -> Iterable[int]:
     """All for ``as_strided_``, by which pooling of images with channels last sets the strides.
 
     None for ``as_strided``: nodes do not tell the strides of what the view is of.
     """
-    del place
-    is_in_place = type(node).__name__ == "AsStridedBackward1"
-    return range(len(result) if is_in_place and result == given else 0)
+    is_in_place = type(edge.node).__name__ == "AsStridedBackward1"
+    return _all(edge) if is_in_place and edge.result == edge.given else ()
 
 
-def _trilinear(node: Any, place: int, result: Shape, given: Shape) -> Iterable[int]:
+def _trilinear(edge: Edge) -> Iterable[int]:
     """The first one, as long as no factor is expanded along it and it is not summed."""
-    del result, given
-    names = ("_saved_expand1", "_saved_expand2", "_saved_expand3")
-    summed = (*getattr(node, names[place]), *node._saved_sumdim)
-    return () if 0 in summed else (0,)
+    expanded = getattr(edge.node, f"_saved_expand{edge.position + 1}")
+    return () if 0 in (*expanded, *edge.node._saved_sumdim) else (0,)
 
 
 def _wrapped(dim: int, rank: int) -> int:
@@ -261,23 +250,26 @@ _KNOWN: list[tuple[Carries, str]] = [
         """,
     ),
     (_joined, "Cat"),
-    (_into, "Scatter ScatterAdd IndexAdd IndexCopy"),
-    (_over, "IndexFill MaskedScatter"),
-    (_normalized, "NativeLayerNorm FusedRmsNorm"),
-    (_by_channel, "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
-    (_first, "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
-    (_firsts, "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell"),
+    (_of_first(_all, _but_own), "Scatter ScatterAdd IndexAdd IndexCopy"),
+    (_of_first(_all), "IndexFill MaskedScatter"),
+    (_of_first(_normalized), "NativeLayerNorm FusedRmsNorm"),
+    (_of_first(_by_channel), "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
+    (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
+    (
+        _batch_of_alike,
+        "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell",
+    ),
     # The samples are in one of the first two dimensions, and time is in the other.
     (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
-    (_but_last, "ViewAsReal"),
+    (lambda edge: range(len(edge.result) - 1), "ViewAsReal"),
     (_windows, "Unfold"),
     (_restrided, "AsStrided"),
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
-    (_rows, "Mv"),
+    (_of_first(_all), "Mv"),  # the rows of the matrix
     (_pairs, "Cdist"),
     (_indexed, "Index"),
-    (_put, "IndexPut"),
+    (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
 ]
 _TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}
@@ -310,20 +302,3 @@ def _is_elementwise(operation: str) -> bool:
         return False
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
-
-
-def is_in_order(index: Tensor, size: int) -> bool:
-    """Whether an index runs through a dimension from its first place to its last."""
-    if index.dim() != 1 or len(index) != size or index.is_floating_point():
-        return False
-    return torch.equal(index.long(), torch.arange(size, device=index.device))
-
-
-def is_packed(saved: Any) -> bool:
-    """Whether to read what was saved runs a hook, which may compute a part of the model again.
-
-    Args:
-        saved: What a field of a node that begins with ``_raw_saved`` has.
-    """
-    entries = saved if isinstance(saved, (tuple, list)) else (saved,)
-    return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)

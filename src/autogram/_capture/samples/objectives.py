@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,17 +23,22 @@ class Objectives:
     losses: Tensor
     batch_dim: int | None
 
-    @property
+    @cached_property
     def samples(self) -> int:
         """B."""
         return 1 if self.batch_dim is None else self.losses.shape[self.batch_dim]
 
-    @property
+    @cached_property
     def per_sample(self) -> int:
         """K."""
         return self.losses.numel() // self.samples
 
     @property
+    def are_finite(self) -> bool:
+        """Whether all objectives are finite."""
+        return bool(self.is_finite.all())
+
+    @cached_property
     def is_finite(self) -> Tensor:
         """Whether all objectives of a sample are finite, ``(B,)``, on the CPU."""
         finite = self.losses.isfinite()

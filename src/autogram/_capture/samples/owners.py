@@ -10,50 +10,80 @@ each place depends on the objectives of one sample alone. Two codes show which:
 - By scales: sample s is multiplied by 2^s, which no rounding can blur, so that every place of it is
   2^s times what it was, bit for bit. Two passes tell 32 samples apart. A sum over several samples
   is not a power of two times what it was, but by an accident of its values.
+
+A place is a position along a dimension, whatever the others. Where samples meet in such places, or
+can lie along no dimension, each element is a place.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.autograd.graph import in_dense
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.proof import Spot, Spots
+from autogram._capture.samples.proof import Prover, Spot, shown
 from autogram._capture.uses import Use, describe
 from autogram._errors import NonFiniteError
 
-# For each use or spot that has a cotangent, for each dimension in which samples can lie and do not
-# meet: the sample of every place, -1 where the cotangent is zero, or HIDDEN where it is not finite
-# and belongs to one of the samples whose objectives are not finite. On the CPU. Where samples can
-# lie in no dimension, all of the use is one place, under WHOLE. Where they meet along every
-# dimension and in no element, there is the sample of every element, under ELEMENTS, of the use's
-# shape.
-Owners = dict[Use | Spot, dict[int, Tensor]]
-
+NONE = -1
 HIDDEN = -2
-WHOLE = -1
-ELEMENTS = -2
-
-ByPlace = dict[Use | Spot, dict[int, Tensor]]  # something for each place along each dimension
+ELEMENTS = -1  # stands for a dimension where each element is a place
 
 # Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow. They are
 # in no order, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
 _SCALES = 32
 _EXPONENTS = torch.tensor(random.Random(0).sample(range(-16, 16), _SCALES), device="cpu")
 _DIGITS = _EXPONENTS.argsort()
+_BEYOND = 2**40
 
 
-def owners_by_zeros(channel: Channel, objectives: Objectives, spots: Spots | None = None) -> Owners:
-    """The owners by passes for some of the samples alone.
+@dataclass(frozen=True)
+class Owners:
+    """The sample of each place of one tensor, on the CPU.
+
+    ``NONE`` where the cotangent is zero, ``HIDDEN`` where it is not finite, and belongs to one of
+    the samples whose objectives are not finite.
+
+    Attributes:
+        by_dim: By each dimension in which samples can lie and do not meet. Where each element was
+            looked at, and has one owner, the owners of all elements in a row, by ``ELEMENTS``.
+    """
+
+    by_dim: dict[int, Tensor]
+
+    @property
+    def are_mixed(self) -> bool:
+        """Whether several samples meet in some element, as far as it was looked at."""
+        return not self.by_dim
+
+    @property
+    def are_none(self) -> bool:
+        """Whether the whole cotangent is zero."""
+        return any(bool((places == NONE).all()) for places in self.by_dim.values())
+
+    @property
+    def are_hidden(self) -> bool:
+        """Whether some places are hidden."""
+        return any(bool((places == HIDDEN).any()) for places in self.by_dim.values())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Owners:
+        """The owners, with the samples changed."""
+        return Owners({dim: change(places) for dim, places in self.by_dim.items()})
+
+
+def owners_by_zeros(
+    channel: Channel, objectives: Objectives, prover: Prover
+) -> tuple[dict[Use, Owners], dict[Spot, Owners]]:
+    """The owners of all uses and spots that are reached, by passes for some of the samples alone.
 
     A sample whose objectives are not finite hides its own places: zero times infinity is no zero,
     so that they are seen in every pass. The others show the layout, if there are any.
@@ -61,99 +91,115 @@ def owners_by_zeros(channel: Channel, objectives: Objectives, spots: Spots | Non
     Args:
         channel: The channel of the taps.
         objectives: The losses with their samples.
-        spots: Other places in the graph to look at.
+        prover: What needs other cotangents in the graph.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
             none is.
     """
+    zeros = _Zeros(objectives)
     samples = torch.arange(objectives.samples, device="cpu")
-    is_finite = objectives.is_finite
-    hidden: ByPlace | None = {} if is_finite.any() and not is_finite.all() else None
-    with_digit: ByPlace = {}
-    without: ByPlace = {}
-    counts = Counter[Use]()
-    every = 0
-    for digit in range((objectives.samples - 1).bit_length()):
-        every |= 1 << digit
-        has_digit = (samples >> digit) % 2 == 1
-        for chosen, seen in ((has_digit, with_digit), (~has_digit, without)):
-            looked = _look(channel, objectives, chosen, _any_nonzero, hidden, counts, spots)
-            for use, found in looked.items():
-                before = seen.get(use, {})
-                seen[use] = {d: x.long() << digit | before.get(d, 0) for d, x in found.items()}
-    owners: Owners = {}
-    for use in {**with_digit, **without, **(hidden or {})}:
-        owners[use] = {}
-        seen_here = [x.get(use, {}) for x in (with_digit, without, hidden or {})]
-        for dim, places in next((x for x in seen_here if x), {}).items():
-            none = torch.zeros_like(places)
-            ones, zeros, marks = (x.get(dim, none) for x in seen_here)
-            is_seen = (ones | zeros) != 0
-            is_hidden = marks > 0
-            if bool(((ones ^ zeros)[is_seen] == every).all()) and not bool(
-                is_finite[ones[is_seen & is_hidden]].any()
-            ):
-                unseen = torch.where(is_hidden, HIDDEN, -1)
-                owners[use][dim] = torch.where(is_seen, ones, unseen)
-        if not isinstance(use, Spot):
-            owners[use] = _coarsened(use, owners[use])
-    met = [use for use, found in owners.items() if not found and not isinstance(use, Spot)]
-    mixed = [use for use in met if not _may_be_apart(use, counts[use] / every.bit_length())]
+    with shown(prover.survey, prover.spots, zeros.mark):
+        for digit in range(zeros.digits):
+            for bit in (0, 1):
+                zeros.digit, zeros.bit = digit, bit
+                show_uses(channel, objectives, samples >> digit & 1 == bit, zeros.see)
+    uses = {use: zeros.owners(use) for use in zeros.counts}
+    spots = {spot: zeros.owners(spot) for spot in prover.spots if spot in zeros.marks}
+    met = [use for use, owners in uses.items() if owners.are_mixed]
+    mixed = [use for use in met if not zeros.may_be_apart(use)]
     if met and not mixed:
-        by_element = channel.by_element
-        by_element.update([_name(use) for use in met])
-        owners = owners_by_zeros(channel, objectives, spots)
-        still = [x for x, found in owners.items() if not found and not isinstance(x, Spot)]
-        by_element.difference_update([_name(use) for use in still])
-        return owners
+        channel.by_element.update([_name(use) for use in met])
+        uses, spots = owners_by_zeros(channel, objectives, prover)
+        still = [_name(use) for use, owners in uses.items() if owners.are_mixed]
+        channel.by_element.difference_update(still)
+        return uses, spots
     for use in mixed:
-        if hidden and use in hidden:
+        if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
             raise not_finite(use)
-    return {**{use: {} for use in mixed}, **owners}  # those first that are mixed for certain
+    return {**{use: uses[use] for use in mixed}, **uses}, spots  # first what is mixed for certain
 
 
-def _may_be_apart(use: Use, count: float) -> bool:
-    """Whether the samples of a use that meet along every dimension may do so in no element.
+class _Zeros:
+    """Which places have a cotangent in passes for parts of the samples.
 
-    Args:
-        use: The use.
-        count: How many elements have a cotangent, from some samples and from the others.
+    Attributes:
+        digits: How many binary digits the numbers of samples have.
+        digit: That by which the samples of the pass that runs are chosen.
+        bit: Its value.
+        marks: For each place, the binary digits that the number of some sample of it does not have,
+            those that it has, and whether the place was not finite: ``(3, places)``.
+        counts: For each use, how many elements had a cotangent, over all passes.
     """
-    return _name(use) not in use.recording.channel.by_element and count <= prod(use.shape)
 
+    def __init__(self, objectives: Objectives) -> None:
+        self.digits = (objectives.samples - 1).bit_length()
+        self.digit = self.bit = 0
+        self.marks: dict[Use | Spot, dict[int, Tensor]] = defaultdict(dict)
+        self.counts = Counter[Use]()
+        self._is_finite = objectives.is_finite
 
-def _name(use: Use) -> tuple[int, str]:
-    """What a use is known again by."""
-    return use.index, use.function
+    def owners(self, seen: Use | Spot) -> Owners:
+        """The owners of a use or a spot."""
+        found = {}
+        for dim, (lacked, had, hidden) in self.marks[seen].items():
+            is_seen, is_hidden = (had | lacked) != 0, hidden != 0
+            is_apart = bool(((had ^ lacked)[is_seen] == (1 << self.digits) - 1).all())
+            if is_apart and not self._is_finite[had[is_seen & is_hidden]].any():
+                found[dim] = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
+        return Owners(found)
+
+    def may_be_apart(self, use: Use) -> bool:
+        """Whether samples that meet along every dimension of a use may do so in no element."""
+        return not _is_by_element(use) and self.counts[use] <= self.digits * prod(use.shape)
+
+    def see(self, use: Use, cotangent: Tensor) -> None:
+        """Takes in the cotangent of a use."""
+        is_finite = cotangent.isfinite()
+        if not is_finite.all():
+            if self._is_finite.all() or not self._is_finite.any():
+                raise not_finite(use)
+            self._mark(use, ~is_finite, 2, 1)
+            cotangent = torch.where(is_finite, cotangent, 0)
+        self.counts[use] += int((cotangent != 0).sum())
+        self.mark(use, cotangent)
+
+    def mark(self, seen: Use | Spot, cotangent: Tensor) -> None:
+        """Marks the places where a cotangent is not zero."""
+        self._mark(seen, cotangent, self.bit, 1 << self.digit)
+
+    def _mark(self, seen: Use | Spot, values: Tensor, row: int, mark: int) -> None:
+        """Adds a mark to places where values are not zero."""
+        marks = self.marks[seen]
+        for dim, by_place in _by_place(seen, values):
+            if dim not in marks:
+                marks[dim] = torch.zeros(3, len(by_place), dtype=torch.long, device="cpu")
+            marks[dim][row] |= mark * (by_place != 0).any(1).cpu()
 
 
 class Scales:
     """Passes in which the samples differ by powers of two, to be compared with one of equal ones.
+
+    Attributes:
+        uses: Those that have a cotangent.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
     """
 
     def __init__(self, channel: Channel, objectives: Objectives) -> None:
+        self.uses: dict[Use, None] = {}
         self._samples = objectives.samples
-        self._scaled: dict[int, ByPlace] = {}
+        self._sums: dict[int, dict[Use, dict[int, Tensor]]] = defaultdict(dict)
         samples = torch.arange(self._samples, device="cpu")
         unit = 1
         while unit < self._samples:
             exponents = _EXPONENTS[samples // unit % _SCALES]
-            weights = torch.exp2(exponents.float())
-            self._scaled[unit] = _look(channel, objectives, weights, _checksums)
+            show_uses(channel, objectives, exponents.float().exp2(), partial(self._see, unit))
             unit *= _SCALES
 
-    @property
-    def uses(self) -> set[Use]:
-        """The uses that have a cotangent."""
-        seen = set().union(*self._scaled.values())
-        return {use for use in seen if not isinstance(use, Spot)}
-
-    def owners(self, use: Use, cotangent: Tensor) -> dict[int, Tensor]:
-        """The owners of a use's places, by dimension, or of the whole, or of its elements.
+    def owners(self, use: Use, cotangent: Tensor) -> Owners:
+        """The owners of a use's places.
 
         A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
         numbers of extreme size, or where an operation adds up in a different order each time.
@@ -163,112 +209,56 @@ class Scales:
             cotangent: Its cotangent where all samples have the weight one, ``(*output,)``.
         """
         owners = {}
-        for dim, plain in _reduced(use, cotangent, _checksums).items():
-            places: Tensor | None = (plain != 0).long() - 1
-            for unit, found in self._scaled.items():
-                digits = _digits(plain, found.get(use, {}).get(dim, torch.zeros_like(plain)))
-                if places is None or digits is None:
-                    places = None
-                else:
-                    places += torch.where(places >= 0, unit * digits, 0)
-            if places is not None and int(places.max()) < self._samples:
+        for dim, plain in _checksums(use, cotangent).items():
+            places = torch.where(plain != 0, 0, NONE)
+            for unit, sums in self._sums.items():
+                scaled = sums[use][dim] if use in sums else torch.zeros_like(plain)
+                places += unit * _digits(plain, scaled)
+            if int(places.max()) < self._samples:
                 owners[dim] = places
-        return _coarsened(use, owners)
+        return Owners(owners)
+
+    def _see(self, unit: int, use: Use, cotangent: Tensor) -> None:
+        """Takes in the cotangent of a use in one of the passes."""
+        if not cotangent.isfinite().all():
+            raise not_finite(use)
+        if (cotangent != 0).any():
+            self.uses[use] = None
+            self._sums[unit][use] = _checksums(use, cotangent)
 
 
-def owners_by_scales(channel: Channel, objectives: Objectives) -> Owners | None:
-    """The owners by passes in which the samples differ by powers of two.
+def show_uses(
+    channel: Channel, objectives: Objectives, weights: Tensor, see: Callable[[Use, Tensor], None]
+) -> None:
+    """Shows the cotangent ``(*output,)`` of each use in a pass with a weight for each sample."""
 
-    Returns:
-        The owners, or ``None`` where a cotangent is not finite, as in half precision if scaled.
-    """
-    try:
-        scales = Scales(channel, objectives)
-    except NonFiniteError:
-        return None
-    owners: Owners = {use: {} for use in scales.uses}  # also where all samples add up to zero
-
-    def observe(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+    def receive(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         del saved
-        if use in owners:
-            owners[use] = scales.owners(use, cotangent[0])
+        if cotangent.numel():
+            see(use, cotangent[0])
 
-    equal = torch.ones(objectives.samples, device="cpu")
-    visit(channel, objectives.losses, objectives.weighted(equal), lambda: observe)
-    return owners
+    visit(channel, objectives.losses, objectives.weighted(weights), lambda: receive)
 
 
-def _look(
-    channel: Channel,
-    objectives: Objectives,
-    weights: Tensor,
-    reduce: Callable[[Tensor], Tensor],
-    hidden: ByPlace | None = None,
-    counts: Counter[Use] | None = None,
-    spots: Spots | None = None,
-) -> ByPlace:
-    """What every place is reduced to, in a pass with a weight for each sample.
-
-    Uses without a cotangent are left out. What is not finite is refused, or where ``hidden`` is
-    given, marked there and taken for zero. The elements that have a cotangent are added to
-    ``counts``.
-    """
-    found: ByPlace = {}
-
-    def observe(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        del saved
-        is_finite = torch.isfinite(cotangent)
-        if not is_finite.all():
-            if hidden is None:
-                raise not_finite(use)
-            marks = hidden.setdefault(use, {})
-            for d, found_here in _reduced(use, ~is_finite[0], _any_nonzero).items():
-                marks[d] = marks.get(d, 0) | found_here.long()
-            cotangent = torch.where(is_finite, cotangent, 0)
-        count = int((cotangent != 0).sum())
-        if count:
-            found[use] = _reduced(use, cotangent[0], reduce)
-            if counts is not None:
-                counts[use] += count
-
-    def observe_spot(spot: Spot, cotangent: Tensor) -> None:
-        cotangent = in_dense(cotangent)
-        if bool((cotangent != 0).any()):
-            found[spot] = _reduced(spot, cotangent, reduce)
-
-    with nullcontext() if spots is None else spots.shown_to(observe_spot):
-        visit(channel, objectives.losses, objectives.weighted(weights), lambda: observe)
-    return found
+def _by_place(seen: Use | Spot, cotangent: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """A cotangent as ``(places, others)``, by each dimension in which samples can lie."""
+    if _is_by_element(seen):
+        yield ELEMENTS, cotangent.reshape(-1, 1)
+        return
+    for dim in seen.dims:
+        yield dim, cotangent.movedim(dim, 0).reshape(cotangent.shape[dim], -1)
 
 
-def _reduced(
-    use: Use | Spot, cotangent: Tensor, reduce: Callable[[Tensor], Tensor]
-) -> dict[int, Tensor]:
-    """Every place of a cotangent ``(*output,)`` reduced to one number, along each dimension."""
-    if not isinstance(use, Spot) and _name(use) in use.recording.channel.by_element:
-        return {ELEMENTS: reduce(cotangent.reshape(-1, 1)).cpu()}
-    if not isinstance(use, Spot) and not use.dims:
-        return {WHOLE: reduce(cotangent.reshape(1, -1)).cpu()}
-    by_place = (cotangent.movedim(d, 0).reshape(use.shape[d], -1) for d in use.dims)
-    return {d: reduce(x).cpu() for d, x in zip(use.dims, by_place, strict=True)}
+def _is_by_element(seen: Use | Spot) -> bool:
+    """Whether the places to look at are single elements."""
+    if isinstance(seen, Spot) or not seen.dims:
+        return not seen.dims
+    return _name(seen) in seen.recording.channel.by_element
 
 
-def _coarsened(use: Use, owners: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The owners along each dimension, where those of elements agree along one."""
-    if ELEMENTS not in owners:
-        return owners
-    elements = owners[ELEMENTS].view(use.shape)
-    if bool((elements == HIDDEN).any()):
-        return {ELEMENTS: elements}
-    if not use.dims and len(elements[elements >= 0].unique()) <= 1:
-        return {WHOLE: elements.amax().view(1)}
-    found = {}
-    for d in use.dims:
-        by_place = elements.movedim(d, 0).reshape(use.shape[d], -1)
-        places = by_place.amax(1)
-        if bool(((by_place == places.unsqueeze(1)) | (by_place < 0)).all()):
-            found[d] = places
-    return found or {ELEMENTS: elements}
+def _name(use: Use) -> tuple[int, str]:
+    """What a use is known again by."""
+    return use.index, use.function
 
 
 def not_finite(use: Use) -> NonFiniteError:
@@ -280,24 +270,24 @@ def not_finite(use: Use) -> NonFiniteError:
     )
 
 
-def _any_nonzero(by_place: Tensor) -> Tensor:
-    """Whether a place has a cotangent, from ``(places, others)``."""
-    return (by_place != 0).any(1)
+def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
+    """One number for each place that no part of it is missing from, on the CPU, by dimension."""
+    found = {}
+    for dim, by_place in _by_place(use, cotangent):
+        is_complex = by_place.is_complex()
+        parts = torch.view_as_real(by_place).flatten(1) if is_complex else by_place
+        factors = torch.arange(1, parts.shape[1] + 1, device=parts.device).double().sin()
+        found[dim] = (parts.double() * factors).sum(1).cpu()
+    return found
 
 
-def _checksums(by_place: Tensor) -> Tensor:
-    """One number for each place, from ``(places, others)``, that no part of it is missing from."""
-    parts = torch.view_as_real(by_place).flatten(1) if by_place.is_complex() else by_place
-    factors = torch.arange(1, parts.shape[1] + 1, device=parts.device).double().sin()
-    return (parts.double() * factors).sum(1)
+def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
+    """The digits by which places were multiplied, 0 for zeros.
 
-
-def _digits(plain: Tensor, scaled: Tensor) -> Tensor | None:
-    """The digits by which places were multiplied, or ``None`` if it was not by a power of two."""
-    is_there = plain != 0
-    exponents = torch.where(is_there, (scaled / plain).abs().log2().round(), 0)
-    if not torch.equal(torch.where(is_there, plain * torch.exp2(exponents), 0), scaled):
-        return None
-    codes = exponents.long() + _SCALES // 2
-    is_code = (codes >= 0) & (codes < _SCALES)
-    return _DIGITS[codes] if bool(is_code.all()) else None
+    A number above that of any sample where it was not by a power of two.
+    """
+    is_zero = plain == 0
+    exponents = torch.where(is_zero, _EXPONENTS[0], (scaled / plain).abs().log2().round())
+    codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)
+    is_exact = (codes - _SCALES // 2 == exponents) & (plain * torch.exp2(exponents) == scaled)
+    return torch.where(is_exact, _DIGITS[codes], _BEYOND)

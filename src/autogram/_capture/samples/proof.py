@@ -12,39 +12,37 @@ to the taps, node by node. It holds if
 - no values let more dimensions fit than did before, as a diagonal of ones does.
 
 Where a node does not carry the dimension, the values that it saved decide: constants are compared
-at each call. With anything else, there is no proof, and the samples are sought at each call. A
-cotangent that is zero shows nothing, and moves nothing as long as it is zero, which is looked at in
-each call.
+at each call. With anything else, the samples are sought at each call. A cotangent that is zero
+shows nothing, and moves nothing as long as it is zero, which is looked at in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import in_dense, is_any_tap, nodes_leading_to
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.samples.answer import Answer
-from autogram._capture.samples.carrying import Shape, carried, is_in_order, is_packed, moves_nothing
-from autogram._capture.samples.survey import NodeKind, Survey, kind_of_node
+from autogram._capture.samples.carrying import Edge, Shape, carried, is_packed, moves_nothing
+from autogram._capture.samples.survey import Survey, kind_of_node
 
 # Elements of a constant that is compared at each call; a larger one is taken for one that changes.
 _LARGEST = 2**22
 
 
 class Spot(NamedTuple):
-    """A place in the graph where a pass shows a cotangent."""
+    """A result or an input of a node, of which a pass shows the cotangent."""
 
     node: int
     """The number of the node in the survey."""
-    place: int
-    """The number of a result of the node, or of an input."""
+    position: int
+    """The number of the result, or of the input."""
     is_input: bool
     shape: Shape
 
@@ -54,16 +52,17 @@ class Spot(NamedTuple):
         return tuple(range(len(self.shape)))
 
 
-class Watch(NamedTuple):
-    """A tensor that a node saved, whose values decide where samples go."""
+class Constant(NamedTuple):
+    """A tensor that a node saved, which requires no gradient, and whose values decide."""
 
     node: int
+    """The number of the node in the survey."""
     field: str
     entry: int | None
     """Which of them, where the field holds several."""
 
     def value(self, survey: Survey) -> Tensor:
-        """The tensor."""
+        """The tensor, in a graph with an equal survey."""
         found = getattr(survey.nodes[self.node], self.field)
         tensor: Tensor = found if self.entry is None else found[self.entry]
         return tensor
@@ -74,239 +73,179 @@ class Proof:
     """What the places of samples depend on, beside the graph.
 
     Attributes:
-        watches: The constants that decide.
-        movers: The kinds of nodes in which other values decide.
-        silent: The places that had a cotangent of zero.
+        constants: The constants that decide.
+        silent: The spots that had a cotangent of zero.
+        is_for_one_call: Whether other values decide, too.
     """
 
-    watches: tuple[Watch, ...]
-    movers: frozenset[str]
+    constants: tuple[Constant, ...]
     silent: tuple[Spot, ...]
+    is_for_one_call: bool
 
 
-class Silence:
-    """Spots whose cotangents were zero in the pass that was proven, watched in another pass.
-
-    Args:
-        survey: The graph. Sizes may be others than those that were proven.
-        spots: The spots.
-    """
-
-    def __init__(self, survey: Survey, spots: Sequence[Spot]) -> None:
-        self._survey = survey
-        self._spots = spots
-        self._flags: list[Tensor] = []
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether one of them had another cotangent."""
-        return Answer(self._flags).read()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watches them in the passes inside of a block."""
-        handles = []
-        for spot in self._spots:
-            node, listen = self._survey.nodes[spot.node], partial(self._listen, spot.place)
-            handles.append(
-                node.register_hook(lambda inputs, _, listen=listen: listen(inputs))
-                if spot.is_input
-                else node.register_prehook(listen)
-            )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _listen(self, place: int, cotangents: tuple[Tensor | None, ...]) -> None:
-        """A hook on the node of one of them."""
-        cotangent = cotangents[place] if _is_wanted() else None
-        if cotangent is not None:
-            self._flags.append((in_dense(cotangent) != 0).any())
+@contextmanager
+def shown(
+    survey: Survey, spots: Iterable[Spot], observe: Callable[[Spot, Tensor], None]
+) -> Iterator[None]:
+    """Shows the cotangents of some spots in the passes of an engine inside of a block."""
+    handles = []
+    try:
+        for spot in spots:
+            hook = partial(_show, spot, observe)
+            handles.append(survey.nodes[spot.node].register_hook(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-class Spots:
-    """The nodes of a graph that a pass to its taps goes through, watched during a search.
+def _show(
+    spot: Spot,
+    observe: Callable[[Spot, Tensor], None],
+    inputs: tuple[Tensor | None, ...],
+    results: tuple[Tensor | None, ...],
+) -> None:
+    """A hook on the node of a spot."""
+    current = running_pass()
+    if current is None or current.is_blocked:
+        return  # only passes past the taps show where the samples of the losses are
+    cotangent = (inputs if spot.is_input else results)[spot.position]
+    if cotangent is not None and cotangent.numel():
+        observe(spot, in_dense(cotangent))
+
+
+class _Way(NamedTuple):
+    """How a node leads to another that has taps behind it."""
+
+    arrival: Spot
+    """The input of the node."""
+    target: Spot
+    """The result of the other node, whose cotangent is the sum of all that arrives there."""
+    moves_nothing: bool
+    """Whether each element has its cotangent from the element in its place."""
+
+
+class Prover:
+    """Proves what the places of samples depend on, from what a search by zeros shows.
 
     Args:
         survey: The graph.
+
+    Attributes:
+        spots: What to look at in the search.
     """
 
     def __init__(self, survey: Survey) -> None:
-        self._survey = survey
-        self._edges = _edges_to_taps(survey)
-        self._reached: set[Spot] = set()
+        self.survey = survey
+        self._ways = _ways_to_taps(survey)
+        self.spots: list[Spot] = []
+        for number, ways in self._ways.items():
+            self.spots += _results(survey, survey.nodes[number])
+            self.spots += [way.arrival for way in ways if not way.moves_nothing]
 
-    @contextmanager
-    def shown_to(self, observe: Callable[[Spot, Tensor], None]) -> Iterator[None]:
-        """Shows the cotangents of all spots in the passes inside of a block."""
-        handles = []
-        try:
-            for number, edges in self._edges.items():
-                show = _Show(number, edges, self._reached, observe)
-                handles.append(self._survey.nodes[number].register_hook(show))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def proof(self, fitting: Mapping[Spot, set[int]]) -> Proof:
+    def proof(self, fitting: Mapping[Spot, set[int] | None]) -> Proof:
         """What follows from the dimensions in which samples may lie.
 
         Args:
-            fitting: Those of each spot that has a cotangent.
+            fitting: Those of each spot that the search has reached; ``None`` if it was zero.
         """
-        watches: dict[Watch, None] = {}
-        movers: set[str] = set()
+        constants: dict[Constant, None] = {}
+        is_for_one_call = False
         for spot, dims in fitting.items():
-            if spot.is_input:
-                continue
-            decided_by = self._deciding(spot, dims, fitting)
-            watches.update(dict.fromkeys(decided_by or ()))
-            if decided_by is None:
-                movers.add(self._kind(spot.node).name)
-        silent = self._reached.difference(fitting)
-        return Proof(tuple(watches), frozenset(movers), tuple(sorted(silent)))
+            if not spot.is_input and dims is not None:
+                decided_by = self._deciding(spot, dims, fitting)
+                constants.update(dict.fromkeys(decided_by or ()))
+                is_for_one_call |= decided_by is None
+        if is_for_one_call:
+            return Proof((), (), is_for_one_call)
+        silent = sorted(spot for spot, dims in fitting.items() if dims is None)
+        return Proof(tuple(constants), tuple(silent), is_for_one_call)
 
     def _deciding(
-        self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int]]
-    ) -> list[Watch] | None:
+        self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int] | None]
+    ) -> list[Constant] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
-        node, kind = self._survey.nodes[spot.node], self._kind(spot.node)
-        operation, saves_values = kind.operation, bool(kind.tensors)
-        watches: list[Watch] = []
-        for edge in self._edges[spot.node]:
-            arrived = dims if edge.moves_nothing else fitting.get(edge.spot(spot.node))
-            total = fitting.get(edge.target)
+        node = self.survey.nodes[spot.node]
+        saves_values = bool(kind_of_node(node.__class__).tensors)
+        constants: list[Constant] = []
+        for arrival, target, stays in self._ways[spot.node]:
+            arrived = dims if stays else fitting.get(arrival)
+            total = fitting.get(target)
             if not dims or (arrived is not None and total is not None and arrived != total):
                 return None
-            if edge.moves_nothing:
+            if stays:
                 continue
-            is_carried = dims <= carried(operation, node, edge.place, spot.shape, edge.target.shape)
+            is_carried = dims <= carried(Edge(node, arrival.position, spot.shape, target.shape))
             # Where more dimensions fit, values may have hidden all that tells them apart.
             is_clear = arrived is None or len(arrived) <= len(dims)
             if is_carried and (is_clear or not saves_values):
                 continue
-            constants = self._constants(spot.node, dims if is_clear else set(), edge.target.shape)
-            if constants is None:
+            saved = self._saved(spot.node, dims if is_clear else set(), target.shape)
+            if saved is None:
                 return None
-            watches += constants
-        return watches
+            constants += saved
+        return constants
 
-    def _constants(self, number: int, dims: set[int], given: Shape) -> list[Watch] | None:
+    def _saved(self, number: int, dims: set[int], given: Shape) -> list[Constant] | None:
         """What a node saved, or ``None`` if it is not constant, or not to be compared."""
-        node, kind = self._survey.nodes[number], self._kind(number)
-        saved = [(x, getattr(node, f"_raw{x}")) for x in kind.tensors]
-        if kind.is_function or not saved or any(is_packed(raw) for _, raw in saved):
+        node = self.survey.nodes[number]
+        fields = kind_of_node(node.__class__).tensors
+        if not fields or any(is_packed(getattr(node, f"_raw{field}")) for field in fields):
             return None
-        watches = []
-        for field, _ in saved:
+        constants = []
+        for field in fields:
             found = getattr(node, field)
             if isinstance(found, Tensor):
-                watches.append(Watch(number, field, None))
+                constants.append(Constant(number, field, None))
             elif found is not None:
-                entries = [Watch(number, field, i) for i, x in enumerate(found) if x is not None]
-                watches += entries[: _count_of_deciding(found, dims, given)]
-        values = [watch.value(self._survey) for watch in watches]
-        return watches if all(_can_be_compared(x) for x in values) else None
-
-    def _kind(self, number: int) -> NodeKind:
-        """The kind of a node."""
-        return kind_of_node(self._survey.nodes[number].__class__)
+                entries = [Constant(number, field, i) for i, x in enumerate(found) if x is not None]
+                constants += entries[: _count_of_deciding(found, dims, given)]
+        values = [constant.value(self.survey) for constant in constants]
+        return constants if all(_can_be_compared(x) for x in values) else None
 
 
-class _Edge(NamedTuple):
-    """How a node leads to another that has taps behind it."""
-
-    place: int
-    """The number of the input."""
-    target: Spot
-    """The result of the other node."""
-    moves_nothing: bool
-    """Whether each element has its cotangent from the element in its place."""
-
-    def spot(self, number: int) -> Spot:
-        """What arrives by this way, from a node of some number."""
-        return Spot(number, self.place, True, self.target.shape)
-
-
-class _Show:
-    """A hook on a node that shows its cotangents."""
-
-    def __init__(
-        self,
-        number: int,
-        edges: Sequence[_Edge],
-        reached: set[Spot],
-        observe: Callable[[Spot, Tensor], None],
-    ) -> None:
-        self._number = number
-        self._edges = edges
-        self._reached = reached
-        self._observe = observe
-
-    def __call__(
-        self, inputs: tuple[Tensor | None, ...], results: tuple[Tensor | None, ...]
-    ) -> None:
-        if not _is_wanted():
-            return
-        for place, cotangent in enumerate(results):
-            self._show(Spot(self._number, place, False, _shape(cotangent)), cotangent)
-        for edge in self._edges:
-            if not edge.moves_nothing:
-                self._show(edge.spot(self._number), inputs[edge.place])
-
-    def _show(self, spot: Spot, cotangent: Tensor | None) -> None:
-        """Shows one of them, if there is any."""
-        if cotangent is not None and cotangent.numel():
-            self._reached.add(spot)
-            self._observe(spot, cotangent)
-
-
-def _shape(cotangent: Tensor | None) -> Shape:
-    """The shape of a cotangent, if there is one."""
-    return () if cotangent is None else tuple(cotangent.shape)
-
-
-def _is_wanted() -> bool:
-    """Whether a pass past the taps runs: no other shows where the samples of the losses are."""
-    current = running_pass()
-    return current is not None and not current.is_blocked
-
-
-def _edges_to_taps(survey: Survey) -> dict[int, list[_Edge]]:
-    """For each tap, and each node that leads to one, its edges to other such nodes."""
-    numbers = {node: number for number, node in enumerate(survey.nodes)}
+def _ways_to_taps(survey: Survey) -> dict[int, list[_Way]]:
+    """For each tap, and each node that leads to one, its ways to other such nodes."""
     reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
     return {
-        number: [
-            _edge(survey, number, place, numbers[following], result)
-            for place, (following, result) in enumerate(node.next_functions)
+        survey.numbers[node]: [
+            _way(survey, node, position, _results(survey, following)[result])
+            for position, (following, result) in enumerate(node.next_functions)
             if following in reaching
         ]
-        for number, node in enumerate(survey.nodes)
+        for node in survey.nodes
         if node in reaching
     }
 
 
-def _edge(survey: Survey, number: int, place: int, following: int, result: int) -> _Edge:
-    """The way from a node to another."""
-    node, other = survey.nodes[number], survey.nodes[following]
-    given = tuple(other._input_metadata[result].shape)
-    shapes = {tuple(metadata.shape) for metadata in node._input_metadata}
-    stays = shapes == {given} and (
-        is_any_tap(node) or moves_nothing(kind_of_node(node.__class__).operation, given, given)
-    )
-    return _Edge(place, Spot(following, result, False, given), stays)
+def _results(survey: Survey, node: Any) -> list[Spot]:
+    """The results of a node."""
+    shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
+    number = survey.numbers[node]
+    return [Spot(number, position, False, shape) for position, shape in enumerate(shapes)]
+
+
+def _way(survey: Survey, node: Any, position: int, target: Spot) -> _Way:
+    """The way from an input of a node to another node."""
+    is_alike = {spot.shape for spot in _results(survey, node)} == {target.shape}
+    edge = Edge(node, position, target.shape, target.shape)
+    stays = is_alike and (is_any_tap(node) or moves_nothing(edge))
+    return _Way(Spot(survey.numbers[node], position, True, target.shape), target, stays)
 
 
 def _count_of_deciding(indices: tuple[Tensor | None, ...], dims: set[int], given: Shape) -> int:
     """How many of the entries of an index decide: with ``x[arange, y]``, only the first."""
     present = [x for x in indices if x is not None]
     first = indices[0]
-    runs = first is not None and is_in_order(first, given[0])
+    runs = first is not None and _is_in_order(first, given[0])
     return 1 if runs and dims == {0} and all(x.dim() == 1 for x in present) else len(present)
+
+
+def _is_in_order(index: Tensor, size: int) -> bool:
+    """Whether an index runs through a dimension from its first place to its last."""
+    if index.dim() != 1 or len(index) != size or index.is_floating_point():
+        return False
+    return torch.equal(index.long(), torch.arange(size, device=index.device))
 
 
 def _can_be_compared(value: Tensor) -> bool:

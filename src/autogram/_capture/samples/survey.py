@@ -1,15 +1,15 @@
 """The survey: everything in the autograd graph behind some losses that decides about samples.
 
-Autograd's graph says completely how a backward pass goes: its nodes, their order, and what each of
-them saved. So two vectors of losses with equal surveys have their samples in the same places, but
-for what the values of saved tensors decide; :mod:`autogram._capture.samples.proof` finds out which.
+Autograd's graph says completely how a backward pass goes: its nodes, how they lead to one another,
+and what each of them saved. So two vectors of losses with equal surveys have their samples in the
+same places, but for what the values of saved tensors decide. Which of these values do decide, a
+:mod:`proof <autogram._capture.samples.proof>` says.
 """
 
 from __future__ import annotations
 
 import marshal
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
@@ -24,7 +24,10 @@ from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 
 _NUMBERS = count()
-_BASIC = (int, str, bool, type(None))
+_LEAF = "AccumulateGrad"
+_SLICES = "CopySlices"
+# How one node leads to others: each of these, and the number of the result of it that is meant.
+_Edges = tuple[tuple[Any, int], ...]
 
 
 class NodeKind(NamedTuple):
@@ -36,56 +39,64 @@ class NodeKind(NamedTuple):
     """What it differentiates, as in ``Mul``. Empty for a Function in Python, whatever its name."""
     number: int
     """Of the class, among all that were seen."""
-    is_leaf: bool
-    """Whether it stands for a leaf, in ``variable``."""
     is_function: bool
     """Whether it is an autograd Function in Python."""
+    is_read: bool
+    """Whether a survey reads anything from nodes of it."""
+    tensors: tuple[str, ...]
+    """The fields of the tensors that a node saved."""
     arguments: tuple[Callable[[Any], Any], ...]
     """Read what a node saved that is no tensor: dimensions, shifts, orders."""
     sizes: tuple[Callable[[Any], Any], ...]
     """Read the sizes and strides that a node saved."""
-    indices: Callable[[Any], Any] | None
-    """Reads the indices that a node saved. Those of ``x[:, index]`` are none and one."""
-    tensors: tuple[str, ...]
-    """The fields of the tensors that a node saved."""
 
 
 @lru_cache(maxsize=4096)
 def kind_of_node(node: Any) -> NodeKind:
     """What all nodes of a class have in common."""
-    fields = dir(node)
-    raw = {field for field in fields if field.startswith("_raw_saved_")}
-    tensors = tuple(field[len("_raw") :] for field in raw)
-    others = [x for x in fields if x.startswith("_saved_") and x not in tensors]
-    is_function = issubclass(node, BackwardCFunction)
-    name = node.__name__
+    name, number, is_function = node.__name__, next(_NUMBERS), issubclass(node, BackwardCFunction)
+    if is_function:
+        return NodeKind(name, "", number, True, False, (), (), ())
+    fields = [field for field in dir(node) if field.startswith("_saved_")]
+    tensors = tuple(field for field in fields if hasattr(node, f"_raw{field}"))
+    others = [field for field in fields if field not in tensors]
+    sizes = [field for field in others if "size" in field or "stride" in field]
+    arguments = [getattr(node, field).__get__ for field in others if field not in sizes]
+    if "_saved_indices" in tensors:
+        arguments.append(_indexed)
     return NodeKind(
         name,
-        "" if is_function else name.rstrip("0123456789").removesuffix("Backward"),
-        next(_NUMBERS),
-        name == "AccumulateGrad",
-        is_function,
-        () if is_function else tuple(getattr(node, x).__get__ for x in others if not _is_size(x)),
-        () if is_function else tuple(getattr(node, x).__get__ for x in others if _is_size(x)),
-        node._raw_saved_indices.__get__ if "_raw_saved_indices" in raw else None,
-        () if is_function else tuple(sorted(tensors)),
+        name.rstrip("0123456789").removesuffix("Backward"),
+        number,
+        False,
+        bool(arguments or sizes) or name == _SLICES,
+        tensors,
+        tuple(arguments),
+        tuple(getattr(node, field).__get__ for field in sizes),
     )
 
 
-def _is_size(field: str) -> bool:
-    """Whether a field of nodes holds sizes or strides."""
-    return "size" in field or "stride" in field
+def _indexed(node: Any) -> tuple[bool, ...]:
+    """Which dimensions are indexed, where a node saved a list of indices as in ``x[:, index]``."""
+    saved = node._raw_saved_indices
+    return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()
 
 
-@dataclass(eq=False)
 class Survey:
     """The autograd graph behind some losses. It lives as long as one call.
+
+    Making one goes through the graph, each node once: less than about a microsecond for each.
+
+    Args:
+        channel: The channel of an engine's taps.
+        losses: The objectives.
 
     Attributes:
         losses: The objectives.
         nodes: All nodes, in the order of the walk.
+        numbers: The number of each node among them.
         uses: Those that the losses depend on, with the number of their tap among the nodes.
-        hides_taps: Whether there may be others: a tap on a slice that was changed in place is no
+        may_hide_taps: Whether there may be more: a tap on a slice that was changed in place is no
             node of its own.
         leaves: All leaves but the anchors of engines.
         leaves_of_tail: Those that the losses reach past every tap, as parameters in a penalty.
@@ -93,99 +104,88 @@ class Survey:
         structure: The same without sizes.
     """
 
-    losses: Tensor
-    nodes: list[Any]
-    uses: dict[Use, int]
-    hides_taps: bool
-    leaves: list[Tensor]
-    leaves_of_tail: list[Tensor]
-    key: bytes
-    structure: bytes
-
-    @classmethod
-    def of(cls, channel: Channel, losses: Tensor) -> Survey:
-        """The survey of some losses, for the taps of one engine.
-
-        Cost: less than a microsecond for each node.
-        """
-        root = losses.grad_fn
-        nodes: list[Any] = [] if root is None else [root]
-        numbers = {root: 0}
-        anchor = get_gradient_edge(channel.anchor).node
-        anchors = {anchor}
-        leaves: list[Tensor] = []
-        uses: dict[Use, int] = {}
-        taps: list[Any] = []
-        structure: list[Any] = [losses.output_nr]
-        sizes: list[Any] = [tuple(losses.shape)]
-        hides_taps = False
-        position, in_tail, leaves_of_tail = 0, True, 0
-
-        def follow(node: Any) -> None:
-            """Appends what a node leads to, with how it leads there."""
-            for following, place in node.next_functions:
-                if following is None:
-                    structure.append(None)
-                    continue
-                number = numbers.setdefault(following, len(nodes))
-                if number == len(nodes):
-                    nodes.append(following)
-                structure.append(number)
-                structure.append(place)
-
-        while True:
-            if position == len(nodes):
-                if not in_tail:
-                    break
-                in_tail, leaves_of_tail = False, len(leaves)
-                for tap in taps:
-                    follow(tap)
-                continue
-            node = nodes[position]
-            kind = kind_of_node(node.__class__)
-            structure.append(kind.number)
-            if kind.is_leaf:
-                if node not in anchors:
-                    leaves.append(node.variable)
-            else:
-                use = use_of(node) if kind.is_function else None
-                if use is not None and use.recording.channel is not channel:
-                    anchors.add(get_gradient_edge(use.recording.channel.anchor).node)
-                    use = None
-                if use is None:
-                    if kind.arguments:
-                        structure.extend([_plain(read(node)) for read in kind.arguments])
-                    if kind.indices is not None:
-                        structure.append(_indexed(kind.indices(node)))
-                    if kind.sizes:
-                        sizes.extend([_plain(read(node)) for read in kind.sizes])
-                    if kind.name == "CopySlices":
-                        hides_taps |= any(x == anchor for x, _ in node.next_functions)
-                else:
-                    uses[use] = position
-                    structure.append(use.function)
-                    sizes.append(use.shape)
-                if use is not None and in_tail:
-                    taps.append(node)
-                else:
-                    follow(node)
-            position += 1
-        return cls(
-            losses,
-            nodes,
-            uses,
-            hides_taps,
-            leaves,
-            leaves[:leaves_of_tail],
-            _digest([structure, sizes]),
-            _digest(structure),
-        )
+    def __init__(self, channel: Channel, losses: Tensor) -> None:
+        self.losses = losses
+        self.nodes: list[Any] = []
+        self.numbers: dict[Any, int] = {None: -1}  # an input that needs no gradient has no node
+        self.uses: dict[Use, int] = {}
+        self.may_hide_taps = False
+        self._channel = channel
+        self._anchor = get_gradient_edge(channel.anchor).node
+        self._anchors = {self._anchor}  # of all engines
+        self._structure: list[Any] = []
+        self._sizes: list[Any] = [tuple(losses.shape)]
+        behind_taps: list[_Edges] = []
+        edges = ((losses.grad_fn, losses.output_nr),)
+        self.leaves_of_tail = self._follow([edges], behind_taps)
+        self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
+        self.structure = _digest(self._structure)
+        self.key = _digest([self.structure, self._sizes])
 
     def pattern(self, samples: int) -> bytes:
         """Along which dimensions of the nodes' results so many samples could lie, as a digest."""
-        inside = (node for node in self.nodes if not kind_of_node(node.__class__).is_leaf)
-        shapes = (metadata.shape for node in inside for metadata in node._input_metadata)
+        inside = [node for node in self.nodes if kind_of_node(node.__class__).name != _LEAF]
+        shapes = [metadata.shape for node in inside for metadata in node._input_metadata]
         return _digest([[_room(size, samples) for size in shape] for shape in shapes])
+
+    def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:
+        """Follows edges to their ends, or to taps.
+
+        Args:
+            pending: The edges. What is found behind other nodes than taps is added.
+            behind_taps: Where to add what is found behind taps.
+
+        Returns:
+            The leaves that were not reached before.
+        """
+        leaves: list[Tensor] = []
+        nodes, numbers, structure = self.nodes, self.numbers, self._structure
+        for edges in pending:
+            structure.append(len(edges))
+            for node, result in edges:
+                number = numbers.setdefault(node, len(nodes))
+                structure.append(number)
+                structure.append(result)
+                if number < len(nodes):
+                    continue
+                nodes.append(node)
+                kind = kind_of_node(node.__class__)
+                structure.append(kind.number)
+                if kind.name == _LEAF:
+                    if node not in self._anchors:
+                        leaves.append(node.variable)
+                elif kind.is_function and self._is_tap(node):
+                    behind_taps.append(node.next_functions)
+                else:
+                    if kind.is_read:
+                        self._read(node, kind)
+                    pending.append(node.next_functions)
+        return leaves
+
+    def _is_tap(self, node: Any) -> bool:
+        """Whether an autograd Function is a tap of the engine, whose use is noted then."""
+        use = use_of(node)
+        if use is None:
+            return False
+        if use.recording.channel is not self._channel:
+            self._anchors.add(get_gradient_edge(use.recording.channel.anchor).node)
+            return False
+        self.uses[use] = len(self.nodes) - 1
+        self._structure.append(use.function)
+        self._sizes.append(use.shape)
+        return True
+
+    def _read(self, node: Any, kind: NodeKind) -> None:
+        """Notes what a node saved that is no tensor.
+
+        Of a number with a fraction (a slope, a temperature), only whether it is zero: it may change
+        at each step of a training.
+        """
+        found = [read(node) for read in kind.arguments]
+        self._structure += [x == 0 if x.__class__ is float else x for x in found]
+        self._sizes += [read(node) for read in kind.sizes]
+        if kind.name == _SLICES:
+            self.may_hide_taps |= any(x == self._anchor for x, _ in node.next_functions)
 
 
 def _room(size: int, samples: int) -> int:
@@ -193,30 +193,21 @@ def _room(size: int, samples: int) -> int:
     return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
 
 
-def _indexed(saved: Any) -> tuple[bool, ...]:
-    """Which dimensions are indexed, where what a node saved is a list of indices."""
-    return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()
-
-
-def _plain(value: Any) -> Any:
-    """A value that a node saved, as far as it can decide where samples lie.
-
-    Of a number with a fraction (a slope, a temperature), only whether it is zero: it may change at
-    each step of a training.
-    """
-    if isinstance(value, _BASIC):
-        return value
-    if isinstance(value, float):
-        return value == 0
-    if isinstance(value, (tuple, list)):
-        return tuple([_plain(x) for x in value])
-    return str(value)
-
-
 def _digest(values: list[Any]) -> bytes:
     """A short name for some values.
 
-    Not ``hash``, for which -1 and -2 are equal, as dimensions are not. Version 2 writes equal
-    values in equal bytes, where later ones abbreviate what the same object was written as before.
+    Not ``hash``, for which -1 and -2 are equal, as dimensions are not. Version 2 of the format
+    writes equal values in equal bytes; later versions abbreviate an object that was written before.
     """
-    return blake2b(marshal.dumps(values, 2), digest_size=16).digest()
+    try:
+        written = marshal.dumps(values, 2)
+    except ValueError:  # there are objects among them, such as dtypes and symbolic sizes
+        written = marshal.dumps(_plain(values), 2)
+    return blake2b(written, digest_size=16).digest()
+
+
+def _plain(value: Any) -> Any:
+    """A value with the names of objects in their place."""
+    if isinstance(value, (tuple, list)):
+        return tuple([_plain(x) for x in value])
+    return value if isinstance(value, (int, str, bool, bytes, type(None))) else str(value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import nodes_behind
-from autogram._capture.samples.carrying import carried, moves_nothing
+from autogram._capture.samples.carrying import Edge, carried, moves_nothing
 from autogram._capture.samples.survey import kind_of_node
 from tests.hunt.samples import OpInfo, operators, samples_of
 
@@ -47,12 +47,13 @@ def wrong_claims(output: Tensor) -> list[str]:
             if following is None or not shape or metadata[0].dtype != torch.float64:
                 continue
             given = tuple(following._input_metadata[number].shape)
+            edge = Edge(node, place, shape, given)
             wrong += [
                 f"{operation}: {dim} of {shape} to {place}, {given}"
-                for dim in carried(operation, node, place, shape, given)
+                for dim in carried(edge)
                 if 1 < shape[dim] < 8 and meet(node, place, shape, dim)
             ]
-            if moves_nothing(operation, shape, given) and leaves_its_place(node, place, shape):
+            if moves_nothing(edge) and leaves_its_place(node, place, shape):
                 wrong.append(f"{operation}: {shape} is said to stay")
     return wrong
 

@@ -8,15 +8,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
+from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import Owners, owners_by_scales, owners_by_zeros
+from autogram._capture.samples.owners import Owners, Scales, owners_by_zeros, show_uses
+from autogram._capture.samples.proof import Prover
+from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Use
 from tests.unit.engines import batch
 
 WIDTH = 4
-METHODS = [owners_by_zeros, owners_by_scales]
 
 
-def owners(find: Callable[..., Owners], of: Callable[[Tensor], Tensor], samples: int) -> Owners:
+def by_zeros(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
+    """The owners of all uses, by passes for parts of the samples."""
+    prover = Prover(Survey(channel, objectives.losses))
+    return owners_by_zeros(channel, objectives, prover)[0]
+
+
+def by_scales(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
+    """The owners of all uses, by passes with scaled samples, and one with equal ones."""
+    scales, found = Scales(channel, objectives), dict[Use, Owners]()
+
+    def see(use: Use, cotangent: Tensor) -> None:
+        found[use] = scales.owners(use, cotangent)
+
+    show_uses(channel, objectives, torch.ones(objectives.samples), see)
+    return found
+
+
+Find = Callable[[Channel, Objectives], dict[Use, Owners]]
+METHODS = [by_zeros, by_scales]
+
+
+def owners(find: Find, of: Callable[[Tensor], Tensor], samples: int) -> dict[Use, Owners]:
     """What is found for the result of one linear layer, from the losses `of` it."""
     layer = nn.Linear(WIDTH, 3)
     engine = Engine(layer)
@@ -24,21 +48,21 @@ def owners(find: Callable[..., Owners], of: Callable[[Tensor], Tensor], samples:
     return find(engine._channel, Objectives(losses, 0))
 
 
-def the_only(found: Owners) -> dict[int, Tensor]:
-    """The dimensions of the only use."""
-    (dims,) = found.values()
-    return dims
+def the_only(found: dict[Use, Owners]) -> dict[int, Tensor]:
+    """The owners along each dimension of the only use."""
+    (owners,) = found.values()
+    return owners.by_dim
 
 
 @pytest.mark.parametrize("find", METHODS)
 @pytest.mark.parametrize("samples", [2, 3, 31, 32, 33, 64, 65])
-def test_samples_in_order(find: Callable[..., Owners], samples: int) -> None:
+def test_samples_in_order(find: Find, samples: int) -> None:
     found = the_only(owners(find, lambda y: y.sin().sum(1), samples))
     assert torch.equal(found[0], torch.arange(samples))
 
 
 @pytest.mark.parametrize("find", METHODS)
-def test_samples_in_another_order(find: Callable[..., Owners]) -> None:
+def test_samples_in_another_order(find: Find) -> None:
     """The place from which each loss is taken belongs to the sample of that loss."""
     order = torch.randperm(40)
     found = the_only(owners(find, lambda y: y.sin().sum(1)[order], 40))
@@ -46,7 +70,7 @@ def test_samples_in_another_order(find: Callable[..., Owners]) -> None:
 
 
 @pytest.mark.parametrize("find", METHODS)
-def test_places_without_a_cotangent(find: Callable[..., Owners]) -> None:
+def test_places_without_a_cotangent(find: Find) -> None:
     found = the_only(owners(find, lambda y: y.sin().sum(1)[[4, 1]], 5))
     assert found[0].tolist() == [-1, 1, -1, -1, 0]
 
@@ -65,12 +89,12 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("find", METHODS)
 @pytest.mark.parametrize("samples", [4, 5, 8])
 @pytest.mark.parametrize("name", COUPLED)
-def test_places_of_several_samples(find: Callable[..., Owners], name: str, samples: int) -> None:
+def test_places_of_several_samples(find: Find, name: str, samples: int) -> None:
     assert 0 not in the_only(owners(find, COUPLED[name], samples))
 
 
 @pytest.mark.parametrize("find", METHODS)
-def test_objectives_of_a_sample_that_cancel(find: Callable[..., Owners]) -> None:
+def test_objectives_of_a_sample_that_cancel(find: Find) -> None:
     """Probabilities add up to one, so that equal weights would see nothing."""
     layer = nn.Linear(WIDTH, 3)
     engine = Engine(layer)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._capture.samples.survey import Survey
+from autogram._capture.samples.survey import Survey, _digest
 from tests.unit.engines import batch
 
 LAYER = nn.Linear(3, 4, dtype=torch.float64)
@@ -18,7 +18,7 @@ Losses = Callable[[Tensor], Tensor]
 def survey_of() -> Callable[[Tensor], Survey]:
     """Surveys for the taps of one engine."""
     engine = Engine(LAYER)
-    return lambda losses: Survey.of(engine._channel, losses)
+    return lambda losses: Survey(engine._channel, losses)
 
 
 def hidden(samples: int = 4) -> Tensor:
@@ -82,6 +82,13 @@ def test_sizes_are_no_part_of_the_structure(survey_of: Callable[[Tensor], Survey
     one, other = (survey_of(hidden(n).sum(1)) for n in (4, 5))
     assert one.structure == other.structure
     assert one.key != other.key
+
+
+def test_objects_are_told_apart_by_their_names() -> None:
+    """Nodes may save dtypes, and symbolic sizes."""
+    one, other = [(1, torch.float16), "a", None], [(1, torch.float32), "a", None]
+    assert _digest(one) == _digest(list(one))
+    assert _digest(one) != _digest(other)
 
 
 def test_uses_that_the_losses_reach(survey_of: Callable[[Tensor], Survey]) -> None:

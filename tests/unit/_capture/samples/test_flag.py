@@ -1,11 +1,11 @@
-"""Constants that are compared on the device, and the answer read behind the pass."""
+"""Constants that are compared on the device, where the flag is read behind the pass."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._capture.samples.answer import Answer
+from autogram._capture.samples.flag import Flag
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
@@ -13,9 +13,9 @@ ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0], [3, 1, 2, 0], [0, 1, 2, 3]]
 
 
 @pytest.fixture(params=[True, False], ids=["at once", "behind the pass"])
-def is_there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether answers are there at once, as on a CPU, or not, as on a GPU."""
-    monkeypatch.setattr(Answer, "is_there", property(lambda _: request.param))
+def is_ready(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether flags are ready at once, as on a CPU, or not, as on a GPU."""
+    monkeypatch.setattr(Flag, "is_ready", property(lambda _: request.param))
     return bool(request.param)
 
 
@@ -25,17 +25,17 @@ def losses_of(model: nn.Module, order: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("verify", ["first", "never"])
-def test_gramians_are_exact(is_there: bool, verify: str) -> None:
-    del is_there
+def test_gramians_are_exact(is_ready: bool, verify: str) -> None:
+    del is_ready
     model = nn.Linear(3, 2)
     engine = Engine(model, batch_dim=0, verify=verify)
     for order in ORDERS:
         assert_exact(engine, losses_of(model, order), model)
 
 
-def test_gradients_of_the_fused_step_are_exact(is_there: bool) -> None:
+def test_gradients_of_the_fused_step_are_exact(is_ready: bool) -> None:
     """The graph is kept until it is known that the places were right."""
-    del is_there
+    del is_ready
     model = nn.Linear(3, 2)
     engine = Engine(model, batch_dim=0, verify="never")
     weights = torch.tensor([1.0, 2.0, -1.0, 0.5])
@@ -47,8 +47,8 @@ def test_gradients_of_the_fused_step_are_exact(is_there: bool) -> None:
         assert_close_to_reference(model.weight.grad, expected)
 
 
-def test_equal_constants_cost_no_pass(is_there: bool) -> None:
-    del is_there
+def test_equal_constants_cost_no_pass(is_ready: bool) -> None:
+    del is_ready
     model = nn.Linear(3, 2)
     engine = Engine(model, batch_dim=0, verify="never")
     engine.compute_gramian(losses_of(model, ORDERS[0]))
@@ -60,6 +60,6 @@ def test_equal_constants_cost_no_pass(is_there: bool) -> None:
 
 def test_any_of_several_flags() -> None:
     no, yes = torch.tensor(False), torch.tensor(True)
-    assert not Answer([]).read()
-    assert not Answer([no, no]).read()
-    assert Answer([no, yes]).read()
+    assert not Flag([]).read()
+    assert not Flag([no, no]).read()
+    assert Flag([no, yes]).read()

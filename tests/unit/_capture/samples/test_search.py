@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autogram import Engine
-from autogram._capture.samples.places import Search
+from autogram import Engine, NonFiniteError
+from autogram._capture.samples.search import Search
 from tests.unit.engines import assert_exact, batch, per_sample
 
 # At the second call, an engine looks at the samples again in any case.
@@ -93,6 +93,18 @@ def test_new_tokens_move_no_samples(
     for _ in range(4):
         assert_exact(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
     assert calls_that_sought == [0]
+
+
+def test_new_constants_and_cotangents_that_are_not_finite() -> None:
+    """What was found with other constants does not tell where the samples are now."""
+    model = nn.Linear(3, 2, bias=False)
+    engine = Engine(model, verify="never")
+    first, other = torch.tensor(ORDERS[0]), torch.tensor(ORDERS[2])
+    x = batch(4, 3)
+    engine.compute_gramian(model(x).square().sum(1)[first].sqrt())
+    x[1] = 0.0  # a square root of zero, whose derivative is infinite
+    with pytest.raises(NonFiniteError):
+        engine.compute_gramian(model(x).square().sum(1)[other].sqrt())
 
 
 def test_the_call_behind_a_check_looks_again(calls_that_sought: list[int]) -> None:

@@ -1,0 +1,112 @@
+"""Layouts that fit the owners of places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
+from autogram._capture.samples.owners import ELEMENTS, HIDDEN, NONE, Owners, not_finite
+from autogram._capture.uses import Use, describe
+from autogram._errors import MixedSamplesError
+
+Layouts = dict[Use, tuple[Placement, ...]]
+
+
+def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placement, ...]:
+    """The layouts that fit the owners of a use's places, where some samples may be hidden.
+
+    Where several are left, they agree on all places that have a cotangent now. None is left where
+    nothing has a cotangent.
+
+    Args:
+        use: The use.
+        owners: The sample of each place.
+        is_finite: Whether all objectives of a sample are finite, ``(B,)``.
+
+    Raises:
+        MixedSamplesError: The use has elements that belong to several samples.
+        NonFiniteError: Hidden places may belong to several samples.
+    """
+    if owners.are_mixed:
+        raise MixedSamplesError(
+            f"The samples are mixed before the result of {describe(use)} reaches the losses: "
+            f"in this tensor of shape {use.shape}, they have no places of their own. Batch "
+            "normalisation in training mode does this, and so do losses that compare samples, "
+            "and parameters that are used without a batch. Call `.eval()` on the normalisation, "
+            "replace it by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any "
+            "losses, slower)."
+        )
+    batch = len(is_finite)
+    if owners.are_hidden:
+        (bad,) = (~is_finite).nonzero(as_tuple=True)
+        if len(bad) > 1:  # hidden places are those of some sample, which one layout may tell
+            regular = regular_layouts(use.shape, owners, is_finite)
+            if len(regular) != 1:
+                raise not_finite(use)
+            return regular
+        owners = owners.map(lambda places: torch.where(places == HIDDEN, bad, places))
+    there = next(iter(owners.by_dim.values())).unique()
+    there = there[there >= 0]
+    if not len(there):
+        return ()
+    if ELEMENTS in owners.by_dim:
+        elements = owners.by_dim[ELEMENTS].view(use.shape)
+        owners = Owners(_along_dims(elements, use.dims))
+        if not owners.by_dim and len(there) > 1:
+            return (Scattered(batch, elements),)
+    if len(there) == 1:
+        return (_of_one(owners, int(there), batch),)
+    regular = regular_layouts(use.shape, owners, is_finite)
+    if 2 * len(there) <= batch:
+        # Calls for few samples may look like those for all of them, with most places empty.
+        return (*regular, *_of_few(use, owners, there, batch))
+    return regular or (_routed(owners, batch),)
+
+
+def regular_layouts(
+    shape: tuple[int, ...], owners: Owners, is_finite: Tensor
+) -> tuple[Folded, ...]:
+    """The regular layouts that fit the owners of a tensor's places, the likely ones first."""
+    dims = tuple(dim for dim in owners.by_dim if dim != ELEMENTS)
+    found = candidates(shape, dims, len(is_finite))
+    return tuple(x for x in found if _fits(x, owners.by_dim[x.dim], is_finite))
+
+
+def _fits(layout: Folded, owners: Tensor, is_finite: Tensor) -> bool:
+    """Whether a layout gives every place to its owner, and hidden ones to samples that hide."""
+    given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
+    fits = torch.where(owners == HIDDEN, ~is_finite[given], (owners == NONE) | (owners == given))
+    return bool(fits.all())
+
+
+def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
+    """The owners along each dimension where those of elements agree."""
+    found = {}
+    for dim in dims:
+        by_place = elements.movedim(dim, 0).reshape(elements.shape[dim], -1)
+        places = by_place.amax(1)
+        if bool(((by_place == places.unsqueeze(1)) | (by_place == NONE)).all()):
+            found[dim] = places
+    return found
+
+
+def _routed(owners: Owners, batch: int) -> Routed:
+    """The layout of samples in any places along a dimension."""
+    dim, places = next(iter(owners.by_dim.items()))
+    return Routed(dim, batch, places)
+
+
+def _of_one(owners: Owners, sample: int, batch: int) -> Partial:
+    """The layout of a use that is for one sample."""
+    own = owners.map(lambda places: places.clamp(max=0))
+    return Partial(Subset((sample,), batch), _routed(own, 1) if own.by_dim else None)
+
+
+def _of_few(use: Use, owners: Owners, there: Tensor, batch: int) -> tuple[Partial, ...]:
+    """The layouts of a use that is for some samples."""
+    count = len(there)
+    own = owners.map(lambda x: torch.where(x == NONE, NONE, torch.searchsorted(there, x)))
+    regular = regular_layouts(use.shape, own, torch.ones(count, dtype=torch.bool, device="cpu"))
+    subset = Subset(tuple(there.tolist()), batch)
+    return tuple(Partial(subset, x) for x in regular or (_routed(own, count),))

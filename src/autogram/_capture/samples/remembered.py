@@ -1,0 +1,84 @@
+"""What an engine remembers, between calls, of where samples lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Placement
+from autogram._capture.recording import Channel
+from autogram._capture.samples.flag import Flag
+from autogram._capture.samples.layouts import Layouts
+from autogram._capture.samples.proof import Constant, Proof, Spot
+from autogram._capture.samples.survey import Survey
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+# How many graphs to remember layouts for. Batches of varying length have one each; a forgotten one
+# costs a backward pass through the activations.
+REMEMBERED = 512
+
+
+class Latest(dict[K, T]):
+    """Entries of which the oldest goes where there would be too many."""
+
+    def __setitem__(self, key: K, value: T) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > REMEMBERED:
+            del self[next(iter(self))]
+
+
+@dataclass
+class Known:
+    """The layouts that were found for one graph."""
+
+    layouts: dict[int, tuple[Placement, ...]]
+    """Of each use, by the number of its tap in the survey."""
+    constants: tuple[tuple[Constant, Tensor], ...]
+    """What they depend on, beside the graph, with the values that they were found with."""
+    silent: tuple[Spot, ...]
+    """The spots that had no cotangent."""
+    is_doubted: bool = False
+    """Whether to look again before they are used."""
+
+    def has_changed(self, survey: Survey) -> Flag:
+        """Whether constants have other values now."""
+        return Flag([_differ(constant.value(survey), old) for constant, old in self.constants])
+
+    def of_uses(self, survey: Survey) -> Layouts:
+        """The layouts, by use."""
+        return {use: self.layouts.get(number, ()) for use, number in survey.uses.items()}
+
+
+class Remembered:
+    """What an engine remembers of graphs. It holds no tensor of a pass but constants.
+
+    Layouts and refusals are for graphs with an equal survey, and for one dimension of the losses.
+    Proofs are for graphs of an equal structure; the search says for which sizes.
+
+    Args:
+        channel: The channel of the engine's taps.
+
+    Attributes:
+        layouts: What was found.
+        refusals: Why the samples are taken to be mixed.
+        proofs: What layouts depend on.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.layouts = Latest[tuple[bytes, int | None], Known]()
+        self.refusals = Latest[tuple[bytes, int | None], str]()
+        self.proofs = Latest[tuple[bytes, int | None, bytes], Proof]()
+
+
+def _differ(new: Tensor, old: Tensor) -> Tensor:
+    """Whether two tensors differ, as a tensor on their device."""
+    if new.shape != old.shape or new.device != old.device:
+        return torch.ones((), dtype=torch.bool, device="cpu")
+    return (new != old).any()
