@@ -29,7 +29,7 @@ from autogram._capture import (
     Limit,
     Objectives,
     Parameters,
-    Recordings,
+    Session,
     Unseen,
     Verify,
     is_distributed,
@@ -124,11 +124,11 @@ class Engine:
         references = tuple(weakref.ref(module) for module in modules)
         self._channel = channel = Channel(Parameters(references))
         self._limit = Limit.of_bytes(memory_limit_bytes)
-        self._recordings = recordings = Recordings(channel, references)
+        self._session = session = Session(channel, references)
         self._drivers = Drivers(partial(Driver, channel, batch_dim, self._limit, verify, unseen))
         self._arena = Arena()
-        self._hooks = hook_all(modules, recordings)
-        self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
+        self._hooks = hook_all(modules, session)
+        self._remove = weakref.finalize(self, take_off, self._hooks, session)
 
     def compute_gramian(self, losses: Tensor) -> Tensor:
         """The Gramian of the Jacobian of the losses.
@@ -382,7 +382,7 @@ class Engine:
             )
         check_losses(losses)
         if is_distributed():  # modules may be wrapped after the engine was made
-            refuse_shards(self._recordings.modules)
+            refuse_shards(self._session.modules)
             refuse_pass(self._channel, losses)
         if isinstance(self._batch_dim, int) and not (
             -losses.dim() <= self._batch_dim < max(losses.dim(), 1)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-
-from autogram._capture.forward.containers import tensors_in_call
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
 _PROPERTIES = (
@@ -53,22 +51,22 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self) -> Any:
-        """Carries it out."""
-        return self.function(*self.args, **self.kwargs)
-
-    @property
-    def reads(self) -> list[Tensor]:
-        """The tensors whose elements it reads."""
-        if self.kind.reads_first_only:
-            return tensors_in_call(self.args[:1], {})
-        return tensors_in_call(self.args, self.kwargs)
-
     def results(self, output: Any) -> list[Tensor]:
-        """The tensors of its output, or the argument that was changed in place."""
-        if isinstance(output, Tensor) and not self.kind.is_in_place:
-            return [output]
-        return tensors_in_call((self.args[0] if self.kind.is_in_place else output,), {})
+        """The tensors of its output, or those that were changed in place."""
+        if self.kind.is_in_place:
+            return tensors_among(self.args[:1])
+        return [output] if isinstance(output, Tensor) else tensors_among((output,))
+
+
+def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of a torch call, and in its lists and tuples of them."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found.extend([item for item in argument if isinstance(item, Tensor)])
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
 
 
-class Recordings(threading.local):
+class Session(threading.local):
     """The recording that is open, one for each thread.
 
     The first module that is entered opens it, and closes it when it is left. Modules inside find
@@ -50,7 +50,7 @@ class Recordings(threading.local):
             self._recorder, self._depth, self._outermost = recorder, 1, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
         if self._recorder is not None and will_exchange():
-            self._recorder.note_exchange()
+            self._recorder.recording.is_exchanged = True
 
     def end(self, module: nn.Module, output: Any) -> Any:
         """Leaves a module, also if its forward raised."""
@@ -59,10 +59,9 @@ class Recordings(threading.local):
             return None
         self._depth -= 1
         if self._depth:
-            self._recorder.checkpoints.leave()
+            self._recorder.leave()
             return None
-        recorder = self._close()
-        ended = recorder.end(output)
+        ended = self._close().end(output)
         return None if ended is output else ended
 
     def abandon(self) -> None:
@@ -103,7 +102,7 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
 
 
-def hook_all(modules: Iterable[nn.Module], recordings: Recordings) -> HookManager:
+def hook_all(modules: Iterable[nn.Module], session: Session) -> HookManager:
     """Lets modules, and all inside of them that have parameters, open and close recordings.
 
     Every module, and not the outermost ones alone: activation checkpointing runs some of them again
@@ -113,14 +112,14 @@ def hook_all(modules: Iterable[nn.Module], recordings: Recordings) -> HookManage
     for root in modules:
         for module in root.modules():
             if module is root or _can_be_hooked(module):
-                hooks.hook(module, recordings.begin, recordings.end, only_with_gradients=True)
+                hooks.hook(module, session.begin, session.end, only_with_gradients=True)
     return hooks
 
 
-def take_off(hooks: HookManager, recordings: Recordings) -> None:
+def take_off(hooks: HookManager, session: Session) -> None:
     """Removes the hooks, and closes the recording that they would have closed."""
     hooks.remove()
-    recordings.abandon()
+    session.abandon()
 
 
 def _can_be_hooked(module: nn.Module) -> bool:
