@@ -1,4 +1,4 @@
-"""Session: what remains of a forward pass, and the channel between an engine and its taps."""
+"""Recordings: what remains of a forward pass, and the channel between an engine and its taps."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.forward.calls import Call, inlined
+from autogram._capture.forward.calls import Kind, inlined
 from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now
 from autogram._capture.uses import JointOperands, Operand
 from autogram._errors import UnsupportedError
 from autogram.rules import Recipe, Rule, find_rule
 
 Reads = list[tuple[Tensor, Tracked]]
-"""The tracked tensors that a call reads, once for each time."""
+"""The tracked tensors that a call reads, once for each time, with what they are."""
 
 
 class Run(NamedTuple):
@@ -67,7 +67,12 @@ _BATCHED, _CONSTANT = Run(is_batched=True), Run(is_batched=False)
 
 
 def decide(
-    call: Call, reads: Sequence[Tensor], statuses: Sequence[Status], is_bare: Callable[[], bool]
+    kind: Kind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reads: Sequence[tuple[Tensor, Status]],
+    *,
+    is_bare: bool,
 ) -> Decision:
     """What is to be done with a call.
 
@@ -75,47 +80,50 @@ def decide(
     tensors and constants derives a tensor; one in which tracked tensors meet batched ones is a use.
 
     Args:
-        call: The call, which is no question: it may compute tensors.
-        reads: The tensors whose elements it reads.
-        statuses: What they are.
+        kind: What is called, which may compute tensors.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        reads: The tensors whose elements the call reads, with what they are.
         is_bare: Whether the call may run again where nothing is recorded, so that a tap must save
-            nothing. Asked of uses alone.
+            nothing.
 
     Raises:
         UnsupportedError: A nested tensor meets a tracked one.
     """
-    tracked: Reads = []
-    is_batched = False
-    for tensor, status in zip(reads, statuses, strict=True):
+    is_batched = has_tracked = False
+    for _, status in reads:
         if status is BATCHED:
             is_batched = True
-        elif isinstance(status, Tracked):
-            tracked.append((tensor, status))
-    if not tracked or not torch.is_grad_enabled():
+        elif status is not None:
+            has_tracked = True
+    if not has_tracked or not torch.is_grad_enabled():
         return _BATCHED if is_batched else _CONSTANT
+    tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
     if not is_batched:
         return Run(is_batched=False, origins=[status for _, status in tracked])
     is_complex = False
-    for tensor in reads:
+    for tensor, _ in reads:
         if tensor.is_nested:
-            raise _nested(call)
+            raise _nested(kind)
         is_complex |= tensor.is_complex()
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
-    rule = None if is_bare() else find_rule(call.function)
+    rule = None if is_bare else find_rule(kind.function)
     if rule is None:
-        body = inlined(call.function)
+        body = inlined(kind.function)
         return UseRows(now) if body is None else RunBody(body)
     # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-    answers = None if is_complex else _ask(rule, call, now)
+    answers = None if is_complex else _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
 
-def _ask(rule: Rule, call: Call, reads: Reads) -> dict[int, Answer] | None:
+def _ask(
+    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+) -> dict[int, Answer] | None:
     """What a rule says of a call, or ``None`` if it misses one of the tracked tensors."""
     try:
-        recipes = rule(*call.args, **call.kwargs)
+        recipes = rule(*args, **kwargs)
     except TypeError:
-        if _binds(rule, call):
+        if _binds(rule, args, kwargs):
             raise
         return None  # an overload of the function that the rule was not written for
     if recipes is None:
@@ -123,21 +131,22 @@ def _ask(rule: Rule, call: Call, reads: Reads) -> dict[int, Answer] | None:
     tracked = {id(tensor): status for tensor, status in reads}
     answers = {0: Answer([], [], [])}
     for recipe in recipes:
-        own = [recipe.operand] if isinstance(recipe, Recipe) else recipe.operands
-        statuses = [tracked.get(id(tensor)) for tensor in own]
-        known = [status for status in statuses if status is not None]
-        if not known:
-            continue
-        answer = answers.get(recipe.output)
-        if answer is None:
-            answer = answers[recipe.output] = Answer([], [], [])
-        answer.reads.extend(known)
+        answer = answers.get(recipe.output) or Answer([], [], [])
         saved = slice(len(answer.saved), len(answer.saved) + len(recipe.saved))
-        answer.saved.extend(recipe.saved)
         if isinstance(recipe, Recipe):
-            answer.operands.append(Operand(known[0], recipe.form, saved))
+            status = tracked.get(id(recipe.operand))
+            if status is None:
+                continue
+            answer.reads.append(status)
+            answer.operands.append(Operand(status, recipe.form, saved))
         else:
-            answer.operands.append(JointOperands(tuple(statuses), recipe.form, saved))
+            together = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
+            if not any(together):
+                continue
+            answer.reads.extend(filter(None, together))
+            answer.operands.append(JointOperands(together, recipe.form, saved))
+        answer.saved.extend(recipe.saved)
+        answers[recipe.output] = answer
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
     expected = sorted([id(tracked[id(tensor)]) for tensor, _ in reads])
     for answer in answers.values():
@@ -146,19 +155,19 @@ def _ask(rule: Rule, call: Call, reads: Reads) -> dict[int, Answer] | None:
     return answers
 
 
-def _binds(rule: Rule, call: Call) -> bool:
+def _binds(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a rule accepts the arguments of a call."""
     try:
-        inspect.signature(rule).bind(*call.args, **call.kwargs)
+        inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
         return False
     return True
 
 
-def _nested(call: Call) -> UnsupportedError:
+def _nested(kind: Kind) -> UnsupportedError:
     """The error for tensors without a shape of numbers, which show no places of samples."""
     return UnsupportedError(
-        f"`{call.kind.name}` was called with a nested tensor and a parameter. Pad the samples "
+        f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples "
         "to one length, and mask what was added; or put them one behind the other in one "
         "tensor."
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autogram._capture.forward.calls import Call, kind_of, tensors_among
+from autogram._capture.forward.calls import first_of, kind_of, results_of
 from autogram._capture.forward.containers import exchange, tensors_in
 from autogram._capture.forward.decision import Run, RunBody, UseRule, decide
 from autogram._capture.forward.statuses import Statuses
@@ -64,12 +64,13 @@ class Recorder(TorchFunctionMode):
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module. A checkpoint that runs it again will give it such inputs again."""
-        if self._is_bare():
+        hooks = _hooks_now(True)
+        if self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
-            statuses = self._statuses.of(tensors)
+            statuses = [self._statuses.of(tensor) for tensor in tensors]
             derived = [i for i, status in enumerate(statuses) if isinstance(status, Tracked)]
             self.recording.note_derived(ModuleCall.of(module, tensors), derived)
-        self._hooks_at_entry.append(_hooks_now(True))
+        self._hooks_at_entry.append(hooks)
 
     def leave(self) -> None:
         """Leaves the innermost module."""
@@ -78,8 +79,8 @@ class Recorder(TorchFunctionMode):
     def end(self, output: Any) -> Any:
         """The output of the outermost module, with taps where it is computed from parameters."""
         tapped: dict[int, Tensor] = {}
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        for tensor, status in zip(tensors, self._statuses.of(tensors), strict=True):
+        for tensor in tensors_in(output):
+            status = self._statuses.of(tensor) if tensor.requires_grad else None
             if isinstance(status, Tracked):
                 now = status if tensor.is_leaf else as_of_now(tensor, status)
                 tapped[id(tensor)] = tap_result(self.recording, tensor, now)
@@ -103,20 +104,23 @@ class Recorder(TorchFunctionMode):
         # out of the transform is adopted, like the output of any call not seen.
         if kind.is_question or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
-        call = Call(function, kind, args, kwargs)
-        reads = tensors_among(args[:1] if kind.reads_first_only else (*args, *kwargs.values()))
-        decision = decide(call, reads, self._statuses.of(reads), self._is_bare)
+        arguments = (*args, *kwargs.values()) if kwargs else args
+        reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
+        hooks = _hooks_now(True)
+        is_bare = hooks is not None and self._are_of_checkpoint(hooks)
+        decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
         if isinstance(decision, Run):
             output = function(*args, **kwargs)
         elif isinstance(decision, UseRule):
-            output = run_with_rule(self.recording, call, decision)
+            output = run_with_rule(self.recording, kind, args, kwargs, decision)
         elif isinstance(decision, RunBody):
             with self:
                 output = decision.body(*args, **kwargs)
-            self._statuses.of(call.results(output))  # adopts what the body has done unseen
+            for tensor in results_of(kind, args, kwargs, output):
+                self._statuses.of(tensor)  # adopts what the body has done unseen
         else:
-            output = run_without_rule(self.recording, call, decision.reads)
-        results = call.results(output)
+            output = run_without_rule(self.recording, kind, args, kwargs, decision.reads)
+        results = results_of(kind, args, kwargs, output)
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
         else:
@@ -125,7 +129,9 @@ class Recorder(TorchFunctionMode):
                 is_number = not tensor.is_floating_point() and tensor.numel() == 1
                 self._statuses.set(tensor, None if is_number else BATCHED)
             if kind.shows_cotangent:
-                self.recording.note_shown(args[0], is_retained=kind.name == "retain_grad")
+                self.recording.note_shown(
+                    first_of(args, kwargs), is_retained=kind.name == "retain_grad"
+                )
         return output
 
     def _mark_unbatched(
@@ -140,13 +146,13 @@ class Recorder(TorchFunctionMode):
             if not tensor.requires_grad or tensor.is_leaf:
                 continue
             if origins:
-                base = None if tensor._base is None else self._statuses.of([tensor._base])[0]
+                base = None if tensor._base is None else self._statuses.of(tensor._base)
                 self._statuses.set(tensor, track_derived(tensor, origins, base, is_cast=is_cast))
             elif self._statuses.untapped_parameters(tensor) == ({}, False):
                 self._statuses.set(tensor, None)
 
-    def _is_bare(self) -> bool:
-        """Whether a checkpoint has begun since the innermost module was entered.
+    def _are_of_checkpoint(self, hooks: Any) -> bool:
+        """Whether a checkpoint has set hooks, and since the innermost module was entered.
 
         A checkpoint counts the tensors that are saved in its part of the forward pass, and expects
         as many when it runs that part again. Where the part enters a module, the hooks open a
@@ -154,10 +160,8 @@ class Recorder(TorchFunctionMode):
         reads parameters itself, nothing is recorded the second time, so taps must not save anything
         the first time.
         """
-        hooks = _hooks_now(True)
-        if hooks is None or hooks == self._hooks_at_entry[-1]:
-            return False
-        return "checkpoint" in getattr(hooks[0], "__module__", "")
+        is_new = hooks is not None and hooks != self._hooks_at_entry[-1]
+        return is_new and "checkpoint" in getattr(hooks[0], "__module__", "")
 
     def _given(self, inputs: Any) -> list[Tensor]:
         """The tensors in a module's inputs that are none of its parameters."""

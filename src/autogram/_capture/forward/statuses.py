@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,10 @@ from autogram._capture.recording import Recording
 from autogram._capture.tap import covers_all, is_tap_of
 from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter, track_unseen
 from autogram._errors import UnsupportedError
+
+# A tensor, its status, and its version if it has a graph.
+_Mark = tuple[Callable[[], Tensor | None], Status, int | None]
+_NO_MARK: _Mark = (lambda: None, None, None)
 
 
 class Statuses:
@@ -26,36 +31,40 @@ class Statuses:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._parameters = {id(p): track_parameter(p) for p in recording.names if p.requires_grad}
-        self._marks: dict[int, tuple[weakref.ref[Tensor], Status, int, bool]] = {}
+        self._marks: dict[int, _Mark] = {}
 
     def set(self, tensor: Tensor, status: Status) -> None:
         """Remembers the status of a tensor as it is now."""
-        has_graph = not tensor.is_leaf
-        self._marks[id(tensor)] = (weakref.ref(tensor), status, tensor._version, has_graph)
+        version = None if tensor.is_leaf else tensor._version
+        self._marks[id(tensor)] = (weakref.ref(tensor), status, version)
 
-    def of(self, tensors: Iterable[Tensor]) -> list[Status]:
-        """The status of each tensor.
-
-        A tensor that was never seen is a constant, unless autograd says that it was computed. A
-        mark is stale where a view of the tensor was changed in place, where a custom autograd
-        Function has made the result of its own, unrecorded calls a part of the graph, or where a
-        derived tensor was detached.
-        """
-        found: list[Status] = []
-        for tensor in tensors:
-            status: Status = self._parameters.get(id(tensor))
-            if status is None:
-                mark = self._marks.get(id(tensor))
-                if mark is not None and mark[0]() is not tensor:
-                    mark = None
-                if tensor.is_leaf:
-                    status = None if mark is None or isinstance(mark[1], Tracked) else mark[1]
-                elif mark is not None and mark[3] and mark[2] == tensor._version:
-                    status = mark[1]
-                else:
-                    status = self._adopt(tensor)
-            found.append(status)
+    def read(self, arguments: Iterable[Any]) -> list[tuple[Tensor, Status]]:
+        """The tensors among the arguments of a call, also in lists and tuples: what they are."""
+        found: list[tuple[Tensor, Status]] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                found.append((argument, self.of(argument)))
+            elif isinstance(argument, (list, tuple)):
+                found.extend(self.read(argument))
         return found
+
+    def of(self, tensor: Tensor) -> Status:
+        """The status of a tensor.
+
+        One that was never seen is a constant, unless autograd says that it was computed. A mark is
+        stale where a view of the tensor was changed in place, where a custom autograd Function has
+        made the result of its own, unrecorded calls a part of the graph, or where a derived tensor
+        was detached.
+        """
+        parameter = self._parameters.get(id(tensor))
+        if parameter is not None:
+            return parameter
+        reference, status, version = self._marks.get(id(tensor), _NO_MARK)
+        if reference() is not tensor:
+            status = version = None
+        if tensor.is_leaf:
+            return None if isinstance(status, Tracked) else status
+        return status if version == tensor._version else self._adopt(tensor)
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the trainable parameters."""

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.autograd.graph import is_any_tap, nodes_behind
 from autogram._capture.autograd.vjp import Inputs
-from autogram._capture.forward.calls import Call
+from autogram._capture.forward.calls import Kind, first_of, results_of
 from autogram._capture.forward.containers import exchange, map_tensors
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.recording import Recording
@@ -21,23 +21,28 @@ from autogram._errors import RuleError
 from autogram.rules import product
 
 
-def run_with_rule(recording: Recording, call: Call, decision: UseRule) -> Any:
+def run_with_rule(
+    recording: Recording,
+    kind: Kind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decision: UseRule,
+) -> Any:
     """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
-    function, kind, args, kwargs = call
-    changed = args[0] if kind.is_in_place else None  # what it changes is saved as it was
+    changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
     saved = {
         index: [x.detach().clone() if x is changed else x.detach() for x in answer.saved]
         for index, answer in decision.answers.items()
     }
     versions = [x._version for some in saved.values() for x in some]
-    output = function(*args, **kwargs)
+    output = kind.function(*args, **kwargs)
     if versions != [x._version for some in saved.values() for x in some]:
         raise RuleError(
             f"`{kind.name}` changed a tensor in place that its rule saves for the backward pass. "
             "Let the rule save a clone of it."
         )
     tapped: dict[int, Tensor] = {}
-    for index, tensor in enumerate(call.results(output)):
+    for index, tensor in enumerate(results_of(kind, args, kwargs, output)):
         if not tensor.requires_grad:
             continue
         answer = decision.answers.get(index)
@@ -49,16 +54,21 @@ def run_with_rule(recording: Recording, call: Call, decision: UseRule) -> Any:
         number, shape, reads = recording.count, tuple(tensor.shape), tuple(answer.reads)
         use = RuleUse(recording, number, kind.name, shape, reads, answer.operands, decision.rule)
         tapped[id(tensor)] = tap(use, tensor, saved[index], in_place=kind.is_in_place)
-    return tapped.get(id(output), output) if isinstance(output, Tensor) else exchange(output, tapped)
+    if isinstance(output, Tensor):
+        return tapped.get(id(output), output)
+    return exchange(output, tapped)
 
 
-def run_without_rule(recording: Recording, call: Call, reads: Reads) -> Any:
+def run_without_rule(
+    recording: Recording, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+) -> Any:
     """Carries out a call that is left to the fallback.
 
     It is made on aliases of what is tracked, one for each time that it is read, so that their
     edges lead into this call alone.
     """
     tracked = {id(tensor): status for tensor, status in reads}
+    changed = first_of(args, kwargs) if kind.is_in_place else None
     edges: list[GradientEdge] = []
     read: list[Tracked] = []
 
@@ -67,19 +77,18 @@ def run_without_rule(recording: Recording, call: Call, reads: Reads) -> Any:
         if status is None:
             return tensor
         # What is changed in place must be the tensor itself; its edge is that of before.
-        is_changed = call.kind.is_in_place and tensor is call.args[0]
-        own = tensor if is_changed else tensor.view_as(tensor)
+        own = tensor if tensor is changed else tensor.view_as(tensor)
         read.append(status)
         edges.append(get_gradient_edge(own))
         return own
 
-    args, kwargs = map_tensors((call.args, call.kwargs), alias)
-    output = call.function(*args, **kwargs)
+    aliased, options = map_tensors((args, kwargs), alias)
+    output = kind.function(*aliased, **options)
     tapped: dict[int, Tensor] = {}
-    for tensor in call._replace(args=args).results(output):
+    for tensor in results_of(kind, aliased, options, output):
         if tensor.requires_grad and _reaches(tensor, edges):
-            use = _rows_of(recording, call.kind.name, tensor, read, tuple(edges))
-            tapped[id(tensor)] = tap(use, tensor, (), in_place=call.kind.is_in_place)
+            use = _rows_of(recording, kind.name, tensor, read, tuple(edges))
+            tapped[id(tensor)] = tap(use, tensor, (), in_place=kind.is_in_place)
     return exchange(output, tapped)
 
 
