@@ -14,8 +14,7 @@ from autogram._capture.distribution import (
     refuse_pass,
     refuse_shards,
 )
-from autogram._capture.forward.parameters import Parameters
-from autogram._capture.forward.session import Session
+from autogram._capture.forward.session import Parameters, Session
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives

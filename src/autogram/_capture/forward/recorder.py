@@ -65,7 +65,7 @@ class Recorder(TorchFunctionMode):
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module. A checkpoint that runs it again will give it such inputs again."""
         hooks = _hooks_now(True)
-        if self._are_of_checkpoint(hooks):
+        if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
             statuses = [self._statuses.of(tensor) for tensor in tensors]
             derived = [i for i, status in enumerate(statuses) if isinstance(status, Tracked)]
@@ -123,15 +123,14 @@ class Recorder(TorchFunctionMode):
         results = results_of(kind, args, kwargs, output)
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
-        else:
-            for tensor in results:
-                # One integer, such as the number of an expert, is not one for each sample.
-                is_number = not tensor.is_floating_point() and tensor.numel() == 1
-                self._statuses.set(tensor, None if is_number else BATCHED)
-            if kind.shows_cotangent:
-                self.recording.note_shown(
-                    first_of(args, kwargs), is_retained=kind.name == "retain_grad"
-                )
+            return output
+        for tensor in results:
+            # One integer, such as the number of an expert, is not one for each sample.
+            is_number = not tensor.is_floating_point() and tensor.numel() == 1
+            self._statuses.set(tensor, None if is_number else BATCHED)
+        if kind.shows_cotangent:
+            is_retained = kind.name == "retain_grad"
+            self.recording.note_shown(first_of(args, kwargs), is_retained=is_retained)
         return output
 
     def _mark_unbatched(
@@ -152,7 +151,7 @@ class Recorder(TorchFunctionMode):
                 self._statuses.set(tensor, None)
 
     def _are_of_checkpoint(self, hooks: Any) -> bool:
-        """Whether a checkpoint has set hooks, and since the innermost module was entered.
+        """Whether a checkpoint has set these hooks, since the innermost module was entered.
 
         A checkpoint counts the tensors that are saved in its part of the forward pass, and expects
         as many when it runs that part again. Where the part enters a module, the hooks open a
@@ -160,7 +159,7 @@ class Recorder(TorchFunctionMode):
         reads parameters itself, nothing is recorded the second time, so taps must not save anything
         the first time.
         """
-        is_new = hooks is not None and hooks != self._hooks_at_entry[-1]
+        is_new = hooks != self._hooks_at_entry[-1]
         return is_new and "checkpoint" in getattr(hooks[0], "__module__", "")
 
     def _given(self, inputs: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Sessions: one recording for each forward pass, opened and closed by the hooks of the modules."""
+"""Sessions: hooks of an engine's modules open a recording for each forward pass, and close it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,45 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autogram._capture.distribution import will_exchange
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
+
+
+class Parameters:
+    """Gives the parameters of an engine's modules with their names, and keeps none alive."""
+
+    def __init__(self, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
+        self._modules = modules
+        self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
+
+    def __call__(self) -> dict[Tensor, str]:
+        """The parameters as they are now, and those that `functional_call` has put aside.
+
+        What such a call puts in their place is derived from them, if it is derived from anything.
+        """
+        names = self._names()
+        for derived in [p for p in names if not p.is_leaf]:
+            del names[derived]
+        known = {id(p) for p in names}
+        for reference, name in self._originals:
+            parameter = reference()
+            if parameter is not None and id(parameter) not in known:
+                names[parameter] = name
+        return names
+
+    def _names(self) -> dict[Tensor, str]:
+        """The parameters of the modules as they are now, with their qualified names."""
+        names: dict[Tensor, str] = {}
+        for i, module in enumerate(root() for root in self._modules):
+            prefix = f"{i}" if len(self._modules) > 1 else ""
+            if module is not None:
+                for name, parameter in module.named_parameters(prefix=prefix):
+                    names.setdefault(parameter, name)
+        return names
 
 
 class Session(threading.local):
