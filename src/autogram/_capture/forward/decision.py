@@ -1,6 +1,7 @@
 """Decisions: what is to be done with a torch call, by the statuses of the tensors that it reads.
 
-Nothing is carried out here, and nothing is noted: no tap, no recording, no status.
+Nothing is carried out here, and nothing is noted: no tap, no recording, no status. Only a derived
+tensor's record keeps the tensor's edge in the graph from its first use on.
 """
 
 from __future__ import annotations
