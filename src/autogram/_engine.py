@@ -21,7 +21,7 @@ from autogram._capture import (
     Limit,
     Objectives,
     Parameters,
-    Recordings,
+    Session,
     Unseen,
     Verify,
     is_exchanged,
@@ -107,13 +107,13 @@ class Engine:
         references = tuple(weakref.ref(module) for module in modules)
         self._channel = channel = Channel(Parameters(references))
         self._limit = Limit.of_bytes(memory_limit_bytes)
-        self._recordings = recordings = Recordings(channel, references)
+        self._session = session = Session(channel, references)
         self._devices = devices = Devices(self._limit)
         self._drivers = Drivers(
             partial(Driver, channel, batch_dim, self._limit, devices, verify, unseen)
         )
-        self._hooks = hook_all(modules, recordings)
-        self._remove = weakref.finalize(self, take_off, self._hooks, recordings)
+        self._hooks = hook_all(modules, session)
+        self._remove = weakref.finalize(self, take_off, self._hooks, session)
 
     def compute_gramian(self, losses: Tensor) -> Tensor:
         """The Gramian of the Jacobian of the losses.
@@ -323,7 +323,7 @@ class Engine:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         check_losses(losses, self._batch_dim, self._channel.told)
-        refuse_pass(self._channel, self._recordings.modules, losses)
+        refuse_pass(self._channel, self._session.modules, losses)
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

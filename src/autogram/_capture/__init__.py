@@ -12,12 +12,10 @@ from autogram._capture.distribution import (
     refuse_pass,
     refuse_shards,
 )
-from autogram._capture.forward.parameters import Parameters
-from autogram._capture.forward.session import Recordings
+from autogram._capture.forward.session import Parameters, Session
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import warn_user
 
 __all__ = [
     "BatchDim",
@@ -28,7 +26,7 @@ __all__ = [
     "Limit",
     "Objectives",
     "Parameters",
-    "Recordings",
+    "Session",
     "StepParts",
     "Summary",
     "Unseen",
@@ -40,6 +38,5 @@ __all__ = [
     "refuse_shards",
     "retried_with_less",
     "running_pass",
-    "warn_user",
     "without_autocast",
 ]

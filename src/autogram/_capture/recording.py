@@ -1,48 +1,34 @@
-"""Recordings: what remains of a recorded forward pass."""
+"""Recordings: what remains of a forward pass, and the channel between an engine and its taps."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from autogram._capture.forward.calls import Call
-
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
 
-# A module and the shapes of its inputs.
-Entry = tuple[int, tuple[tuple[int, ...], ...]]
 
+class ModuleCall(NamedTuple):
+    """What a call of a module in a checkpoint is known again by."""
 
-def entry_of(module: nn.Module | None, inputs: Sequence[Tensor]) -> Entry:
-    """What a module and its inputs are known again by."""
-    return id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs)
+    module: int
+    """The ``id`` of the module."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Those of its inputs."""
 
-
-class Alive(WeakSet["Recording"]):
-    """The recordings that are alive. Several threads may add to them, and look at them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.RLock()
-
-    def add(self, item: Recording) -> None:
-        """Adds a recording."""
-        with self._lock:
-            super().add(item)
-
-    def __iter__(self) -> Iterator[Recording]:
-        with self._lock:
-            found = list(super().__iter__())
-        return iter(found)
+    @classmethod
+    def of(cls, module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:
+        """The call of a module with some tensors."""
+        return cls(id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs))
 
 
 class Channel:
@@ -53,7 +39,6 @@ class Channel:
             takes some time.
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to it visits exactly the taps that the losses depend on.
-        recordings: Those whose graph is still alive.
         by_element: Uses, by their number and their function, whose samples once had no places along
             any dimension. They are looked at element by element.
         told: The warnings that the user was given, of which each comes once.
@@ -62,18 +47,32 @@ class Channel:
     def __init__(self, parameters_now: Callable[[], dict[Tensor, str]] = dict) -> None:
         self.parameters_now = parameters_now
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
-        self.recordings = Alive()
+        self._recordings: WeakSet[Recording] = WeakSet()
+        self._lock = threading.RLock()  # several threads may record
         self.by_element: set[tuple[int, str]] = set()
         self.told: set[str] = set()
+
+    def add(self, recording: Recording) -> None:
+        """Takes in a recording that begins."""
+        with self._lock:
+            self._recordings.add(recording)
+
+    @property
+    def recordings(self) -> list[Recording]:
+        """The recordings whose graph is still alive."""
+        with self._lock:
+            return list(self._recordings)
 
     @property
     def is_batchable(self) -> bool:
         """Whether backward passes through the recordings that are alive may be batched."""
         return all(recording.is_batchable for recording in self.recordings)
 
-    def was_derived(self, entry: Entry, place: int) -> bool:
+    def was_derived(self, call: ModuleCall, position: int) -> bool:
         """Whether an input of a module in a checkpoint was computed from parameters alone."""
-        return any(place in recording.entries.get(entry, ()) for recording in self.recordings)
+        return any(
+            position in recording.derived_inputs.get(call, ()) for recording in self.recordings
+        )
 
     def parameters(self, known: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """The parameters of the engine's modules, with their names.
@@ -125,21 +124,22 @@ class Recording:
     """Whether DistributedDataParallel exchanges its gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
-    entries: dict[Entry, frozenset[int]] = field(default_factory=dict)
-    """Which inputs of modules in checkpoints were computed from parameters alone.
+    derived_inputs: dict[ModuleCall, frozenset[int]] = field(default_factory=dict)
+    """Positions of the inputs of modules in checkpoints that are computed from parameters alone.
 
     A checkpoint gives other tensors to these modules when it runs them again, and what lies between
     it and them is not recorded then: the graph behind a tensor does not tell whether samples are in
     it, too.
     """
 
-    def note(self, call: Call) -> None:
-        """Takes in a call by which the user may see the cotangent of a tensor."""
+    def note_shown(self, tensor: Tensor, *, is_retained: bool) -> None:
+        """Notes that the user may see the cotangent of a tensor, or has asked to keep it."""
         self.is_batchable = False  # or the user would see the hidden dimension
-        if call.kind.name == "retain_grad":
-            self.retained.append(weakref.ref(call.args[0]))
+        if is_retained:
+            self.retained.append(weakref.ref(tensor))
 
-    def enter(self, entry: Entry, derived: frozenset[int]) -> None:
-        """Notes which inputs of a module in a checkpoint were computed from parameters alone."""
-        before = self.entries.setdefault(entry, derived)
-        self.entries[entry] = before & derived  # if they differ, nothing can be said
+    def note_derived(self, call: ModuleCall, positions: Iterable[int]) -> None:
+        """Notes which inputs of a module in a checkpoint are computed from parameters alone."""
+        found = frozenset(positions)
+        # Where two calls differ, nothing can be said.
+        self.derived_inputs[call] = found & self.derived_inputs.get(call, found)

@@ -1,7 +1,8 @@
-"""Tracked tensors: trainable parameters, and what is computed from them alone."""
+"""Tracked tensors, which are computed from trainable parameters alone, and other statuses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from autogram._blocks import Region
 
 @dataclass(eq=False)
 class Tracked:
-    """A parameter, or a batch-free tensor that was derived from parameters.
+    """The status of a parameter, or of a batch-free tensor that was derived from parameters.
 
     A view or a cast of one parameter is addressed as a region of it. Any other derived tensor has
     blocks of its own, which are pulled back along its edge to the parameters.
@@ -31,6 +32,14 @@ class Tracked:
     """Where its autograd graph starts. Set once it is used and has no region."""
 
 
+class Batched:
+    """The status of a tensor that depends on the inputs of the modules."""
+
+
+BATCHED = Batched()
+Status = Tracked | Batched | None  # the last for a constant
+
+
 def track_parameter(parameter: Tensor) -> Tracked:
     """A parameter as the whole of itself."""
     region = Region.of_parameter(parameter)
@@ -38,56 +47,50 @@ def track_parameter(parameter: Tensor) -> Tracked:
 
 
 def track_derived(
-    derived: Tensor, origins: list[Tracked], base: Tracked | None, is_cast: bool
+    derived: Tensor, origins: Sequence[Tracked], base: Status, *, is_cast: bool
 ) -> Tracked:
     """A tensor computed from tracked tensors.
 
     Args:
         derived: The tensor.
         origins: The tracked tensors that it was computed from.
-        base: What is known of the tensor that it is a view of, if it is one.
+        base: The status of the tensor that it is a view of, if it is one.
         is_cast: Whether it has the elements of its origin, in another dtype or on another device.
     """
     sources = tuple({id(p): p for origin in origins for p in origin.sources}.values())
     region = None
     if is_cast and len(origins) == 1:
         region = origins[0].region
-    elif base is not None and base.region is not None and derived._base is not None:
+    elif isinstance(base, Tracked) and base.region is not None and derived._base is not None:
         region = _region_of_view(derived, derived._base, base.region)
     if derived.is_complex():
         region = None  # counted in complex numbers, where the parameter has real ones
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
-    return _track(derived, sources, region)
+    return Tracked(sources, region, tuple(derived.shape), derived.dtype, derived._version)
 
 
 def track_unseen(tensor: Tensor, sources: tuple[Tensor, ...]) -> Tracked:
-    """A tensor that was computed from parameters by calls that were not recorded."""
-    return _track(tensor, sources, None)
+    """A tensor that is computed from parameters, and nothing more is known of how."""
+    return Tracked(sources, None, tuple(tensor.shape), tensor.dtype, tensor._version)
 
 
-def settle(tensor: Tensor, tracked: Tracked) -> Tracked:
-    """What ``tensor`` is at the moment of its use.
+def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
+    """What a derived tensor is at the moment of its use.
 
-    In-place operations may have changed a derived tensor since it was seen. Its edge in the
-    autograd graph is always that of its present value, and exact; its region may not be.
+    In-place operations may have changed it since it was seen. Its edge in the autograd graph is
+    always that of its present value, and exact; its region may not be.
     """
-    if tracked.region is not None:
-        if tensor.is_leaf or tensor._version == tracked.version:
-            return tracked
-        tracked = _track(tensor, tracked.sources, None)
+    if derived.region is not None:
+        if tensor._version == derived.version:
+            return derived
+        derived = track_unseen(tensor, derived.sources)
     edge = get_gradient_edge(tensor)
-    if tracked.edge is None:
-        tracked.edge = edge
-    elif tracked.edge != edge:
-        tracked = _track(tensor, tracked.sources, None)
-        tracked.edge = edge
-    return tracked
-
-
-def _track(tensor: Tensor, sources: tuple[Tensor, ...], region: Region | None) -> Tracked:
-    """The record of a tensor as it is now."""
-    return Tracked(sources, region, tuple(tensor.shape), tensor.dtype, tensor._version)
+    if derived.edge != edge:
+        if derived.edge is not None:
+            derived = track_unseen(tensor, derived.sources)
+        derived.edge = edge
+    return derived
 
 
 def _region_of_view(view: Tensor, base: Tensor, region: Region) -> Region | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,32 +21,34 @@ from autogram.rules import Formula, Rule
 Contribution = tuple[Tracked, Region, Block | Lookup]
 
 
-class Use(Protocol):
+@dataclass(eq=False, slots=True)
+class Use(ABC):
     """One call, as its tap keeps it."""
+
+    needs_graph: ClassVar[bool] = False
+    """Whether its blocks come from the graph, which the pass may free behind it."""
 
     recording: Recording
     index: int
-    """Its place among the uses of its recording."""
+    """Its index among the uses of its recording."""
     function: str
     shape: tuple[int, ...]
     """The shape of its output."""
     reads: tuple[Tracked, ...]
     """The tracked tensors that it reads, once for each block."""
-    is_seen: bool
+    is_seen: bool = field(default=True, kw_only=True)
     """Whether the recorder saw it, or autograd's graph alone showed it."""
-    needs_graph: ClassVar[bool]
-    """Whether its blocks come from the graph, which the pass may free behind it."""
 
     @property
     def dims(self) -> tuple[int, ...]:
         """The dimensions of its output in which the samples may lie."""
-        ...
+        return tuple(range(len(self.shape)))
 
+    @abstractmethod
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
     ) -> Iterable[Contribution]:
         """The blocks, from the cotangent ``(k, *output)`` and what the tap saved."""
-        ...
 
 
 class KeptRecipe(NamedTuple):
@@ -59,20 +62,12 @@ class KeptRecipe(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class RuleUse:
+class RuleUse(Use):
     """A use whose blocks a rule knows."""
 
-    needs_graph: ClassVar[bool] = False
-
-    recording: Recording
-    index: int
-    function: str
-    shape: tuple[int, ...]
-    reads: tuple[Tracked, ...]
-    recipes: tuple[KeptRecipe, ...]
+    recipes: Sequence[KeptRecipe]
     rule: Rule | None
     """The rule that gave the recipes, or ``None`` where no rule is needed."""
-    is_seen: bool = True
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -99,8 +94,8 @@ class RuleUse:
         return found
 
 
-@dataclass(eq=False)
-class FallbackUse:
+@dataclass(eq=False, slots=True)
+class FallbackUse(Use):
     """A use without a rule: rows by vector-Jacobian products through the nodes that it recorded.
 
     Nothing runs twice, so that randomness inside the call does not matter.
@@ -108,44 +103,31 @@ class FallbackUse:
 
     needs_graph: ClassVar[bool] = True
 
-    recording: Recording
-    index: int
-    function: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
-    reads: tuple[Tracked, ...]
+    """Of its output."""
     edge: GradientEdge
     """The output of the call, before the tap."""
     inputs: Inputs
     """Where each tracked tensor enters the call."""
-    is_seen: bool = True
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Every dimension."""
-        return tuple(range(len(self.shape)))
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
     ) -> Iterator[Contribution]:
         """Explicit rows, some samples at a time."""
         del saved
+        recording = self.recording
         largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
-        parts: list[list[Tensor | None]] = []
-        for masked in one_sample_each(layout, cotangent, limit, largest):
-            native = masked.flatten(0, 1).to(self.dtype)
-            found = many_vjps(
-                self.recording.channel,
-                self.edge,
-                self.inputs,
-                native,
-                is_batchable=self.recording.is_batchable,
-            )
-            parts.append([_rows(x, masked.shape[1]) for x in found])
-        for tracked, pieces in zip(self.reads, zip(*parts, strict=True), strict=True):
-            if pieces[0] is not None:
-                whole = torch.cat([x for x in pieces if x is not None], 1)
-                yield tracked, _region(tracked), rows_block(whole)
+        masked = one_sample_each(layout, cotangent, limit, largest)
+        found = _rows_through(
+            recording.channel,
+            self.edge,
+            self.inputs,
+            (some.to(self.dtype) for some in masked),
+            is_batchable=recording.is_batchable,
+        )
+        for tracked, block in zip(self.reads, found, strict=True):
+            if block is not None:
+                yield tracked, _region(tracked), block
 
 
 def describe(use: Use) -> str:
@@ -167,25 +149,45 @@ def pull_back(
         is_batchable: Whether rows may go through the derivation together.
     """
     assert tracked.edge is not None
-    k = rows.shape[0]
     needed = prod(tracked.shape) + sum(p.numel() for p in tracked.sources)
-    parts = []
-    for some in rows.split(max(1, limit // (k * needed)), 1):
-        native = some.reshape(-1, *tracked.shape).to(tracked.dtype)
-        found = many_vjps(channel, tracked.edge, tracked.sources, native, is_batchable=is_batchable)
+    parts = rows.split(max(1, limit // (rows.shape[0] * needed)), 1)
+    found = _rows_through(
+        channel,
+        tracked.edge,
+        tracked.sources,
+        (some.reshape(*some.shape[:2], *tracked.shape).to(tracked.dtype) for some in parts),
+        is_batchable=is_batchable,
+    )
+    for parameter, block in zip(tracked.sources, found, strict=True):
+        if block is not None:
+            yield parameter, block
+
+
+def _rows_through(
+    channel: Channel,
+    output: GradientEdge,
+    inputs: Inputs,
+    cotangents: Iterable[Tensor],
+    *,
+    is_batchable: bool,
+) -> Iterator[Block | None]:
+    """Rows of each input of a piece of the graph, or ``None`` where the output misses the input.
+
+    Args:
+        channel: The channel of the taps.
+        output: The edge that the cotangents are of.
+        inputs: Tensors or edges.
+        cotangents: ``(k, some samples, *output)`` each.
+        is_batchable: Whether rows may go through the piece together.
+    """
+    parts: list[list[Tensor | None]] = []
+    for some in cotangents:
+        flat = some.flatten(0, 1)
+        found = many_vjps(channel, output, inputs, flat, is_batchable=is_batchable)
         parts.append([_rows(x, some.shape[1]) for x in found])
-    for parameter, pieces in zip(tracked.sources, zip(*parts, strict=True), strict=True):
-        if pieces[0] is not None:
-            yield parameter, rows_block(torch.cat([x for x in pieces if x is not None], 1))
-
-
-def _rows(found: Tensor | None, samples: int) -> Tensor | None:
-    """What a batched product gives, as rows ``(k, samples, *tensor)`` in at least float32."""
-    if found is None:
-        return None
-    dtype = torch.promote_types(found.dtype, torch.float32)
-    rows: Tensor = found.to(dtype).unflatten(0, (-1, samples))
-    return rows
+    for pieces in zip(*parts, strict=True):
+        present = [piece for piece in pieces if piece is not None]
+        yield rows_block(torch.cat(present, 1)) if present else None
 
 
 def one_sample_each(
@@ -219,3 +221,12 @@ def rows_block(rows: Tensor) -> Block:
 def _region(tracked: Tracked) -> Region:
     """The region that the blocks of a tracked tensor are for."""
     return tracked.region or Region.contiguous(tracked.shape)
+
+
+def _rows(found: Tensor | None, samples: int) -> Tensor | None:
+    """What a batched product gives, as rows ``(k, samples, *tensor)`` in at least float32."""
+    if found is None:
+        return None
+    dtype = torch.promote_types(found.dtype, torch.float32)
+    rows: Tensor = found.to(dtype).unflatten(0, (-1, samples))
+    return rows

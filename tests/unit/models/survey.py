@@ -9,9 +9,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from autogram import CoupledObjectivesWarning, Engine
-from autogram._capture.forward.tapper import Tapper
+from autogram._capture.forward import tapping
 from autogram._capture.uses import FallbackUse, RuleUse, Use
 from autogram.testing import reference_jacobian
 from tests.unit.checks import trainable
@@ -46,13 +47,13 @@ class Finding:
 def seen_uses() -> Iterator[list[Use]]:
     """The uses that are recorded meanwhile."""
     seen: list[Use] = []
-    enter = Tapper._enter
+    tap = tapping.tap
 
-    def enter_and_tell(self: Tapper, use: Use, *rest: Any) -> Use:
+    def tap_and_tell(use: Use, *rest: Any, **options: Any) -> Tensor:
         seen.append(use)
-        return enter(self, use, *rest)
+        return tap(use, *rest, **options)
 
-    with mock.patch.object(Tapper, "_enter", enter_and_tell):
+    with mock.patch.object(tapping, "tap", tap_and_tell):
         yield seen
 
 

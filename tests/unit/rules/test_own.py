@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, RuleError
-from autogram._capture.forward.tapper import Tapper
+from autogram._capture.forward import tapping
+from autogram._capture.uses import FallbackUse, Use
 from autogram.rules import (
     Recipe,
     find_rule,
@@ -134,13 +135,14 @@ def registered() -> Iterator[None]:
 def fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is left to the fallback."""
     names: list[str] = []
-    fallback = Tapper._fallback_use
+    tap = tapping.tap
 
-    def noted(self: Tapper, name: str, *rest: Any) -> Any:
-        names.append(name)
-        return fallback(self, name, *rest)
+    def noted(use: Use, *rest: Any, **options: Any) -> Tensor:
+        if isinstance(use, FallbackUse):
+            names.append(use.function)
+        return tap(use, *rest, **options)
 
-    monkeypatch.setattr(Tapper, "_fallback_use", noted)
+    monkeypatch.setattr(tapping, "tap", noted)
     return names
 
 

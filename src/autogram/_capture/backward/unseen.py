@@ -33,7 +33,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     sources = tuple(tracked.sources[0] for tracked in reads)
     shape, edge = tuple(losses.shape), get_gradient_edge(losses)
     return FallbackUse(
-        recording, -1, "the losses", shape, losses.dtype, reads, edge, sources, is_seen=False
+        recording, -1, "the losses", shape, reads, losses.dtype, edge, sources, is_seen=False
     )
 
 

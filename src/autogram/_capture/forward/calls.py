@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-
-from autogram._capture.forward.containers import tensors_in_call
 
 # Calls that tell something about a tensor and compute nothing: a third of all in some models.
 _PROPERTIES = (
@@ -21,17 +19,17 @@ _QUESTIONS = {
     *(getattr(Tensor, name) for name in _METHODS.split()),
 }
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
-_SHOW_COTANGENTS = {"retain_grad", "register_hook"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
-_IN_PLACE_OPERATORS = {
+_IN_PLACE = {
     "__setitem__",
     *(f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")),
 }
 
 
 class Kind(NamedTuple):
-    """What is known of a torch function."""
+    """A torch function, and what is known of it by its name."""
 
+    function: Callable[..., Any]
     name: str
     is_question: bool
     """It computes no tensor."""
@@ -45,44 +43,35 @@ class Kind(NamedTuple):
     """Its other tensors give no more than a dtype or a shape, as in ``x.to(y)``."""
 
 
-class Call(NamedTuple):
-    """A torch function with its arguments."""
-
-    function: Callable[..., Any]
-    kind: Kind
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def run(self) -> Any:
-        """Carries it out."""
-        return self.function(*self.args, **self.kwargs)
-
-    @property
-    def reads(self) -> list[Tensor]:
-        """The tensors whose elements it reads."""
-        if self.kind.reads_first_only:
-            return tensors_in_call(self.args[:1], {})
-        return tensors_in_call(self.args, self.kwargs)
-
-    def results(self, output: Any) -> list[Tensor]:
-        """The tensors of its output, or the argument that was changed in place."""
-        if isinstance(output, Tensor) and not self.kind.is_in_place:
-            return [output]
-        return tensors_in_call((self.args[0] if self.kind.is_in_place else output,), {})
-
-
 @lru_cache(maxsize=4096)
 def kind_of(function: Callable[..., Any]) -> Kind:
     """What is known of a torch function."""
     name = getattr(function, "__name__", str(function))
     return Kind(
+        function,
         name,
-        function in _QUESTIONS,
-        name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")),
-        name in _CASTS,
-        name in _SHOW_COTANGENTS,
-        name in _LOOK_AT_OTHER,
+        is_question=function in _QUESTIONS,
+        is_in_place=name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")),
+        is_cast=name in _CASTS,
+        shows_cotangent=name in ("retain_grad", "register_hook"),
+        reads_first_only=name in _LOOK_AT_OTHER,
     )
+
+
+def first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument of a call, which an in-place call changes: a tensor, or a list of them."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def results_of(
+    kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> Sequence[Tensor]:
+    """The tensors that a call has computed: in its output, or changed in place."""
+    computed = first_of(args, kwargs) if kind.is_in_place else output
+    if isinstance(computed, Tensor):
+        return (computed,)
+    is_several = isinstance(computed, (list, tuple))
+    return [item for item in computed if isinstance(item, Tensor)] if is_several else ()
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

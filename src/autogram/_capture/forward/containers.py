@@ -26,21 +26,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending.extend(reversed(list(_members(item))))  # so that the first comes out first
 
 
-def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a torch call, and in its lists and tuples of them."""
-    found = []
-    for argument in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            found.extend([item for item in argument if isinstance(item, Tensor)])
-    return found
-
-
 def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
     """The value with some tensors, given by their ``id``, exchanged."""
-    if isinstance(value, Tensor):
-        return substitutes.get(id(value), value)
     return map_tensors(value, lambda tensor: substitutes.get(id(tensor), tensor))
 
 

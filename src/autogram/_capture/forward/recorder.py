@@ -2,87 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autogram._capture.autograd.graph import nodes_behind
-from autogram._capture.forward.answers import Operands, ask
-from autogram._capture.forward.calls import Call, inlined, kind_of
-from autogram._capture.forward.checkpoints import Checkpoints
+from autogram._capture.forward.calls import first_of, kind_of, results_of
 from autogram._capture.forward.containers import exchange, tensors_in
-from autogram._capture.forward.marks import BATCHED, Marks, Status, Unknown
-from autogram._capture.forward.tapper import Tapper
-from autogram._capture.recording import Channel, Recording, entry_of
-from autogram._capture.tap import is_in_place_tap, is_tap_of
-from autogram._capture.tracked import Tracked, settle, track_derived, track_unseen
+from autogram._capture.forward.decision import Run, RunBody, UseRule, decide
+from autogram._capture.forward.statuses import Statuses
+from autogram._capture.forward.tapping import (
+    run_with_rule,
+    run_without_rule,
+    tap_result,
+    tap_unseen,
+)
+from autogram._capture.recording import Channel, ModuleCall, Recording
+from autogram._capture.tracked import BATCHED, Tracked, as_of_now, track_derived
 from autogram._errors import UnsupportedError
-from autogram.rules import find_rule
+
+# The hooks that saved tensors go through, or `None`. A checkpoint sets some of its own.
+_hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Recorder(TorchFunctionMode):
     """One recorded forward pass, from the opening of its outermost module to its end.
 
-    A call that reads batched tensors alone, or constants, is only noted. One that reads tracked
-    tensors and constants derives a tensor; one in which tracked tensors meet batched ones is a
-    use.
+    It asks what is to be done with each call, does that, and notes the statuses of the results.
+
+    Attributes:
+        recording: What remains of the pass.
     """
 
     def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
         super().__init__()
         _refuse_complex(parameters)
-        self._recording = Recording(channel, parameters)
-        self._marks = Marks(parameters)
-        self._tapper = Tapper(self._recording)
-        self.checkpoints = Checkpoints()
-        channel.recordings.add(self._recording)
-
-    def note_exchange(self) -> None:
-        """Notes that gradients of this forward are exchanged between processes."""
-        self._recording.is_exchanged = True
+        self.recording = Recording(channel, parameters)
+        self._statuses = Statuses(self.recording)
+        self._hooks_at_entry = [_hooks_now(True)]  # of each module that is open
+        channel.add(self.recording)
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks what the outermost module is given."""
-        tensors = self._given(inputs)
+        recording, tensors = self.recording, self._given(inputs)
         sizes = [t.shape[0] for t in tensors if t.dim() > 0 and not t.is_nested]
         size = next((n for n in sizes if n != 1), 1)
-        self._recording.sizes = frozenset(n for t in tensors for n in _sizes(t))
-        for place, tensor in enumerate(tensors):
+        recording.sizes = frozenset(n for t in tensors for n in _sizes(t))
+        for position, tensor in enumerate(tensors):
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
             if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
-                sources, _ = self._untapped_parameters(tensor)
-                if sources and self._recording.channel.was_derived(
-                    entry_of(module, tensors), place
-                ):
-                    continue  # adopted when it is read, as it was the first time
-                if sources:  # used before this module was entered
-                    self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
-                self._marks.set(tensor, BATCHED)
+                sources, _ = self._statuses.untapped_parameters(tensor)
+                if sources:
+                    call = ModuleCall.of(module, tensors)
+                    if recording.channel.was_derived(call, position):
+                        continue  # adopted when it is read, as it was the first time
+                    tap_unseen(recording, tensor, sources)  # used before this module was entered
+                self._statuses.set(tensor, BATCHED)
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module. A checkpoint that runs it again will give it such inputs again."""
-        if self.checkpoints.enter():
+        hooks = _hooks_now(True)
+        if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
-            statuses = [None if t.is_leaf else self._marks.get(t) for t in tensors]
-            derived = [place for place, x in enumerate(statuses) if isinstance(x, Tracked)]
-            self._recording.enter(entry_of(module, tensors), frozenset(derived))
+            statuses = [self._statuses.of(tensor) for tensor in tensors]
+            derived = [i for i, status in enumerate(statuses) if isinstance(status, Tracked)]
+            self.recording.note_derived(ModuleCall.of(module, tensors), derived)
+        self._hooks_at_entry.append(hooks)
 
-    def _given(self, inputs: Any) -> list[Tensor]:
-        """The tensors in a module's inputs that are none of its parameters."""
-        return [t for t in tensors_in(inputs) if self._marks.parameter(t) is None]
+    def leave(self) -> None:
+        """Leaves the innermost module."""
+        self._hooks_at_entry.pop()
 
     def end(self, output: Any) -> Any:
         """The output of the outermost module, with taps where it is computed from parameters."""
         tapped: dict[int, Tensor] = {}
         for tensor in tensors_in(output):
-            status = self._status(tensor) if tensor.requires_grad else None
+            status = self._statuses.of(tensor) if tensor.requires_grad else None
             if isinstance(status, Tracked):
-                tapped[id(tensor)] = self._tapper.tap_result(tensor, settle(tensor, status))
-        self._marks.clear()
+                now = status if tensor.is_leaf else as_of_now(tensor, status)
+                tapped[id(tensor)] = tap_result(self.recording, tensor, now)
+        self._statuses.clear()
         return exchange(output, tapped) if tapped else output
 
     def __torch_function__(
@@ -94,141 +96,75 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Carries out one torch call, and records it."""
         del types
+        kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
-            return function(
-                *args, **(kwargs or {})
-            )  # what is compiled is adopted like what is unseen
+            return function(*args, **kwargs)  # what is compiled is adopted like what is unseen
         kind = kind_of(function)
         # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What comes
         # out of the transform is adopted, like the output of any call not seen.
         if kind.is_question or torch._C._are_functorch_transforms_active():
-            return function(*args, **(kwargs or {}))
-        return self._record(Call(function, kind, args, kwargs or {}))
-
-    def _record(self, call: Call) -> Any:
-        """Carries out a call by what it reads."""
-        tracked: Operands = []
-        reads_batched = False
-        reads = call.reads
-        for tensor in reads:
-            status = self._marks.get(tensor)
-            if isinstance(status, Unknown):
-                status = self._learn(tensor)
-            if status is BATCHED:
-                reads_batched = True
-            elif isinstance(status, Tracked):
-                tracked.append((tensor, status))
-        if not tracked or not torch.is_grad_enabled():
-            output = call.run()
-            if not reads_batched:
-                self._mark_constant(call, output)
-        elif reads_batched:
-            output = self._use(call, reads, [(x, settle(x, status)) for x, status in tracked])
-        else:
-            output = call.run()
-            self._mark_derived(call, output, [status for _, status in tracked])
-        if reads_batched:
-            self._mark_batched(call, output)
-        return output
-
-    def _use(self, call: Call, reads: list[Tensor], operands: Operands) -> Any:
-        """Carries out a call in which tracked tensors meet batched ones."""
-        is_complex = False
-        for tensor in reads:
-            if tensor.is_nested:
-                raise _nested(call)
-            is_complex |= tensor.is_complex()
-        rule = None if self.checkpoints.is_bare else find_rule(call.function)
-        # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-        if rule and not is_complex:
-            answer = ask(rule, call, operands)
-            if answer is not None:
-                return self._tapper.run_with_rule(call, operands, answer, rule)
-        body = None if rule else inlined(call.function)
-        if body is not None:
+            return function(*args, **kwargs)
+        arguments = (*args, *kwargs.values()) if kwargs else args
+        reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
+        hooks = _hooks_now(True)
+        is_bare = hooks is not None and self._are_of_checkpoint(hooks)
+        decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
+        if isinstance(decision, Run):
+            output = function(*args, **kwargs)
+        elif isinstance(decision, UseRule):
+            output = run_with_rule(self.recording, kind, args, kwargs, decision)
+        elif isinstance(decision, RunBody):
             with self:
-                output = body(*call.args, **call.kwargs)
-            for tensor in call.results(output):
-                self._status(tensor)  # adopts what the body has done unseen
+                output = decision.body(*args, **kwargs)
+            for tensor in results_of(kind, args, kwargs, output):
+                self._statuses.of(tensor)  # adopts what the body has done unseen
+        else:
+            output = run_without_rule(self.recording, kind, args, kwargs, decision.reads)
+        results = results_of(kind, args, kwargs, output)
+        if isinstance(decision, Run) and not decision.is_batched:
+            self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
-        return self._tapper.run_without_rule(call, operands)
-
-    def _status(self, tensor: Tensor) -> Status:
-        """What is known of a tensor, or can be known from its graph."""
-        known = self._marks.get(tensor)
-        return self._learn(tensor) if isinstance(known, Unknown) else known
-
-    def _learn(self, tensor: Tensor) -> Status:
-        """What the graph of a tensor tells, which is then known."""
-        status = self._adopt(tensor)
-        self._marks.set(tensor, status)
-        return status
-
-    def _adopt(self, tensor: Tensor) -> Status:
-        """The status of a tensor that comes from a call which the recorder could not see.
-
-        That is a custom autograd Function, a scripted module, or a call before the recording. If
-        parameters entered it there, the tensor is derived from them; if batched tensors did too,
-        it is a use, and is tapped when it is first read.
-        """
-        sources, reaches_tap = self._untapped_parameters(tensor)
-        if not sources:
-            return BATCHED
-        if not reaches_tap:
-            return track_unseen(tensor, tuple(sources))
-        self._tapper.tap_unseen(tensor, tuple(sources), tuple(sources.values()))
-        return BATCHED
-
-    def _untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
-        """The parameters that reach a tensor past every tap, and whether a tap does."""
-        sources: dict[Tensor, Tracked] = {}
-        reaches_tap = False
-        for node in nodes_behind(tensor, self._ends_a_search):
-            if node.name() == "CheckpointFunctionBackward":
-                raise UnsupportedError(
-                    "A part of the model is checkpointed with `use_reentrant=True`, which hides "
-                    "its calls from the engine. Pass `use_reentrant=False` to `checkpoint` (to "
-                    "models of transformers, in `gradient_checkpointing_kwargs`)."
-                )
-            reaches_tap |= is_tap_of(self._recording.channel, node)
-            variable: Tensor | None = getattr(node, "variable", None)
-            if variable is not None and (tracked := self._marks.parameter(variable)):
-                sources[variable] = tracked
-        return sources, reaches_tap
-
-    def _ends_a_search(self, node: Any) -> bool:
-        """Whether a node covers all that is behind it: an in-place tap may cover a slice alone."""
-        return is_tap_of(self._recording.channel, node) and not is_in_place_tap(node)
-
-    def _mark_batched(self, call: Call, output: Any) -> None:
-        """Marks the output of a call that reads a batched tensor."""
-        for tensor in call.results(output):
+        for tensor in results:
             # One integer, such as the number of an expert, is not one for each sample.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
-            self._marks.set(tensor, None if is_number else BATCHED)
-        if call.kind.shows_cotangent:
-            self._recording.note(call)
+            self._statuses.set(tensor, None if is_number else BATCHED)
+        if kind.shows_cotangent:
+            is_retained = kind.name == "retain_grad"
+            self.recording.note_shown(first_of(args, kwargs), is_retained=is_retained)
+        return output
 
-    def _mark_constant(self, call: Call, output: Any) -> None:
-        """Marks the output of a call that reads constants, where its graph looks otherwise.
+    def _mark_unbatched(
+        self, results: Iterable[Tensor], origins: Sequence[Tracked], *, is_cast: bool
+    ) -> None:
+        """Marks the results of a call that reads tracked tensors and constants, or these alone.
 
         Some constants require a gradient that is none of ours, such as a frozen weight that is
         wrapped as a parameter meanwhile.
         """
-        for tensor in call.results(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                sources, reaches_tap = self._untapped_parameters(tensor)
-                if not sources and not reaches_tap:
-                    self._marks.set(tensor, None)
-
-    def _mark_derived(self, call: Call, output: Any, origins: list[Tracked]) -> None:
-        """Marks the output of a call that reads tracked tensors and constants."""
-        for tensor in call.results(output):
+        for tensor in results:
             if not tensor.requires_grad or tensor.is_leaf:
                 continue
-            base = None if tensor._base is None else self._status(tensor._base)
-            known = base if isinstance(base, Tracked) else None
-            self._marks.set(tensor, track_derived(tensor, origins, known, call.kind.is_cast))
+            if origins:
+                base = None if tensor._base is None else self._statuses.of(tensor._base)
+                self._statuses.set(tensor, track_derived(tensor, origins, base, is_cast=is_cast))
+            elif self._statuses.untapped_parameters(tensor) == ({}, False):
+                self._statuses.set(tensor, None)
+
+    def _are_of_checkpoint(self, hooks: Any) -> bool:
+        """Whether a checkpoint has set these hooks, since the innermost module was entered.
+
+        A checkpoint counts the tensors that are saved in its part of the forward pass, and expects
+        as many when it runs that part again. Where the part enters a module, the hooks open a
+        recording again and the same taps save the same tensors. Where it is a bare function that
+        reads parameters itself, nothing is recorded the second time, so taps must not save anything
+        the first time.
+        """
+        is_new = hooks != self._hooks_at_entry[-1]
+        return is_new and "checkpoint" in getattr(hooks[0], "__module__", "")
+
+    def _given(self, inputs: Any) -> list[Tensor]:
+        """The tensors in a module's inputs that are none of its parameters."""
+        return [t for t in tensors_in(inputs) if not self._statuses.is_parameter(t)]
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
@@ -250,12 +186,3 @@ def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
                 "is not settled. Keep it as a real parameter with a last dimension of size two, "
                 "and use `torch.view_as_complex` of it in the forward."
             )
-
-
-def _nested(call: Call) -> UnsupportedError:
-    """The error for tensors without a shape of numbers, which show no places of samples."""
-    return UnsupportedError(
-        f"`{call.kind.name}` was called with a nested tensor and a parameter. Pad the samples "
-        "to one length, and mask what was added; or put them one behind the other in one "
-        "tensor."
-    )

@@ -1,4 +1,4 @@
-"""Sessions: one recording for each forward pass, opened and closed by the hooks of the modules."""
+"""Sessions: hooks of an engine's modules open a recording for each forward pass, and close it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autogram._capture.distribution import will_exchange
 from autogram._capture.forward.recorder import Recorder
@@ -18,7 +18,40 @@ from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
 
 
-class Recordings(threading.local):
+class Parameters:
+    """Gives the parameters of an engine's modules with their names, and keeps none alive."""
+
+    def __init__(self, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
+        self._modules = modules
+        self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
+
+    def __call__(self) -> dict[Tensor, str]:
+        """The parameters as they are now, and those that `functional_call` has put aside.
+
+        What such a call puts in their place is derived from them, if it is derived from anything.
+        """
+        names = self._names()
+        for derived in [p for p in names if not p.is_leaf]:
+            del names[derived]
+        known = {id(p) for p in names}
+        for reference, name in self._originals:
+            parameter = reference()
+            if parameter is not None and id(parameter) not in known:
+                names[parameter] = name
+        return names
+
+    def _names(self) -> dict[Tensor, str]:
+        """The parameters of the modules as they are now, with their qualified names."""
+        names: dict[Tensor, str] = {}
+        for i, module in enumerate(root() for root in self._modules):
+            prefix = f"{i}" if len(self._modules) > 1 else ""
+            if module is not None:
+                for name, parameter in module.named_parameters(prefix=prefix):
+                    names.setdefault(parameter, name)
+        return names
+
+
+class Session(threading.local):
     """The recording that is open, one for each thread.
 
     The first module that is entered opens it, and closes it when it is left. Modules inside find
@@ -50,7 +83,7 @@ class Recordings(threading.local):
             self._recorder, self._depth, self._outermost = recorder, 1, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
         if self._recorder is not None and will_exchange():
-            self._recorder.note_exchange()
+            self._recorder.recording.is_exchanged = True
 
     def end(self, module: nn.Module, output: Any) -> Any:
         """Leaves a module, also if its forward raised."""
@@ -59,10 +92,9 @@ class Recordings(threading.local):
             return None
         self._depth -= 1
         if self._depth:
-            self._recorder.checkpoints.leave()
+            self._recorder.leave()
             return None
-        recorder = self._close()
-        ended = recorder.end(output)
+        ended = self._close().end(output)
         return None if ended is output else ended
 
     def abandon(self) -> None:
@@ -103,7 +135,7 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
 
 
-def hook_all(modules: Iterable[nn.Module], recordings: Recordings) -> HookManager:
+def hook_all(modules: Iterable[nn.Module], session: Session) -> HookManager:
     """Lets modules, and all inside of them that have parameters, open and close recordings.
 
     Every module, and not the outermost ones alone: activation checkpointing runs some of them again
@@ -113,14 +145,14 @@ def hook_all(modules: Iterable[nn.Module], recordings: Recordings) -> HookManage
     for root in modules:
         for module in root.modules():
             if module is root or _can_be_hooked(module):
-                hooks.hook(module, recordings.begin, recordings.end, only_with_gradients=True)
+                hooks.hook(module, session.begin, session.end, only_with_gradients=True)
     return hooks
 
 
-def take_off(hooks: HookManager, recordings: Recordings) -> None:
+def take_off(hooks: HookManager, session: Session) -> None:
     """Removes the hooks, and closes the recording that they would have closed."""
     hooks.remove()
-    recordings.abandon()
+    session.abandon()
 
 
 def _can_be_hooked(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram._capture.forward.containers import exchange, tensors_in, tensors_in_call
+from autogram._capture.forward.containers import exchange, tensors_in
 
 OLD, NEW, OTHER = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
@@ -103,10 +103,3 @@ def test_containers_that_hold_themselves() -> None:
     value: list[Any] = [OLD]
     value.append(value)
     assert held(value) == [OLD]
-
-
-def test_arguments_of_a_call() -> None:
-    """Also in one list or tuple of arguments, as of `torch.cat`, and in keyword arguments."""
-    third = torch.full((1,), 3.0)
-    found = tensors_in_call((OLD, [NEW, 1], 2), {"out": OTHER, "more": (third, None)})
-    assert [id(x) for x in found] == [id(x) for x in (OLD, NEW, OTHER, third)]

@@ -1,0 +1,168 @@
+"""Decisions: what is to be done with a torch call, by the statuses of the tensors that it reads.
+
+Nothing is carried out here, and nothing is noted: no tap, no recording, no status. Only a derived
+tensor's record keeps the tensor's edge in the graph from its first use on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autogram._capture.forward.calls import Kind, inlined
+from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now
+from autogram._capture.uses import KeptRecipe
+from autogram._errors import UnsupportedError
+from autogram.rules import Rule, find_rule
+
+Reads = list[tuple[Tensor, Tracked]]
+"""The tracked tensors that a call reads, once for each time, with what they are."""
+
+
+class Run(NamedTuple):
+    """No use: the call is carried out as it is."""
+
+    is_batched: bool
+    """Whether its results depend on the samples."""
+    origins: Sequence[Tracked] = ()
+    """What its results are derived from, if they are not batched. Without any, constants."""
+
+
+class Answer(NamedTuple):
+    """What a rule says of one result of a call."""
+
+    reads: list[Tracked]
+    """The tracked tensors that it has recipes for, once for each recipe."""
+    recipes: list[KeptRecipe]
+    saved: list[Tensor]
+    """What the tap has to save. The recipes know which of these tensors are theirs."""
+
+
+class UseRule(NamedTuple):
+    """A use whose blocks a rule knows."""
+
+    rule: Rule
+    answers: dict[int, Answer]
+    """By the index of the result."""
+
+
+class RunBody(NamedTuple):
+    """A use in a Python function of torch, whose body is carried out and recorded instead."""
+
+    body: Callable[..., Any]
+
+
+class UseRows(NamedTuple):
+    """A use without a rule."""
+
+    reads: Reads
+
+
+Decision = Run | UseRule | RunBody | UseRows
+
+_BATCHED, _CONSTANT = Run(is_batched=True), Run(is_batched=False)
+
+
+def decide(
+    kind: Kind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reads: Sequence[tuple[Tensor, Status]],
+    *,
+    is_bare: bool,
+) -> Decision:
+    """What is to be done with a call.
+
+    A call that reads batched tensors alone, or constants, is only noted. One that reads tracked
+    tensors and constants derives a tensor; one in which tracked tensors meet batched ones is a use.
+
+    Args:
+        kind: What is called, which may compute tensors.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        reads: The tensors whose elements the call reads, with what they are.
+        is_bare: Whether the call may run again where nothing is recorded, so that a tap must save
+            nothing.
+
+    Raises:
+        UnsupportedError: A nested tensor meets a tracked one.
+    """
+    is_batched = has_tracked = False
+    for _, status in reads:
+        if status is BATCHED:
+            is_batched = True
+        elif status is not None:
+            has_tracked = True
+    if not has_tracked or not torch.is_grad_enabled():
+        return _BATCHED if is_batched else _CONSTANT
+    tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
+    if not is_batched:
+        return Run(is_batched=False, origins=[status for _, status in tracked])
+    is_complex = False
+    for tensor, _ in reads:
+        if tensor.is_nested:
+            raise _nested(kind)
+        is_complex |= tensor.is_complex()
+    now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
+    rule = None if is_bare else find_rule(kind.function)
+    if rule is None:
+        body = inlined(kind.function)
+        return UseRows(now) if body is None else RunBody(body)
+    # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
+    answers = None if is_complex else _ask(rule, args, kwargs, now)
+    return UseRows(now) if answers is None else UseRule(rule, answers)
+
+
+def _ask(
+    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+) -> dict[int, Answer] | None:
+    """What a rule says of a call, or ``None`` if it misses one of the tracked tensors."""
+    try:
+        recipes = rule(*args, **kwargs)
+    except TypeError:
+        if _binds(rule, args, kwargs):
+            raise
+        return None  # an overload of the function that the rule was not written for
+    if recipes is None:
+        return None
+    tracked = {id(tensor): status for tensor, status in reads}
+    answers = {0: Answer([], [], [])}
+    for recipe in recipes:
+        answer = answers.get(recipe.output) or Answer([], [], [])
+        saved = slice(len(answer.saved), len(answer.saved) + len(recipe.saved))
+        operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
+        known = [status for status in operands if status is not None]
+        if not known:
+            continue
+        answer.reads.extend(known)
+        answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
+        answer.saved.extend(recipe.saved)
+        answers[recipe.output] = answer
+    # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
+    expected = sorted([id(tracked[id(tensor)]) for tensor, _ in reads])
+    for answer in answers.values():
+        if sorted([id(status) for status in answer.reads]) != expected:
+            return None
+    return answers
+
+
+def _binds(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a rule accepts the arguments of a call."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _nested(kind: Kind) -> UnsupportedError:
+    """The error for tensors without a shape of numbers, which show no places of samples."""
+    return UnsupportedError(
+        f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples "
+        "to one length, and mask what was added; or put them one behind the other in one "
+        "tensor."
+    )

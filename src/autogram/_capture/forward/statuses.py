@@ -1,0 +1,109 @@
+"""Statuses: whether a tensor is batched, tracked or constant, as seen or as its graph tells."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from autogram._capture.autograd.graph import nodes_behind
+from autogram._capture.forward.tapping import tap_unseen
+from autogram._capture.recording import Recording
+from autogram._capture.tap import covers_all, is_tap_of
+from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter, track_unseen
+from autogram._errors import UnsupportedError
+
+# A tensor, its status, and its version if it has a graph.
+_Mark = tuple[Callable[[], Tensor | None], Status, int | None]
+_NO_MARK: _Mark = (lambda: None, None, None)
+
+
+class Statuses:
+    """The status of tensors, by ``id`` and with weak references.
+
+    Tensors have no cheaper identity, and a strong reference would keep activations alive that the
+    network has dropped. An ``id`` that is taken again by another tensor is seen by the reference.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._parameters = {id(p): track_parameter(p) for p in recording.names if p.requires_grad}
+        self._marks: dict[int, _Mark] = {}
+
+    def set(self, tensor: Tensor, status: Status) -> None:
+        """Remembers the status of a tensor as it is now."""
+        version = None if tensor.is_leaf else tensor._version
+        self._marks[id(tensor)] = (weakref.ref(tensor), status, version)
+
+    def read(self, arguments: Iterable[Any]) -> list[tuple[Tensor, Status]]:
+        """The tensors among the arguments of a call, also in lists and tuples: what they are."""
+        found: list[tuple[Tensor, Status]] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                found.append((argument, self.of(argument)))
+            elif isinstance(argument, (list, tuple)):
+                found.extend(self.read(argument))
+        return found
+
+    def of(self, tensor: Tensor) -> Status:
+        """The status of a tensor.
+
+        One that was never seen is a constant, unless autograd says that it was computed. A mark is
+        stale where a view of the tensor was changed in place, where a custom autograd Function has
+        made the result of its own, unrecorded calls a part of the graph, or where a derived tensor
+        was detached.
+        """
+        parameter = self._parameters.get(id(tensor))
+        if parameter is not None:
+            return parameter
+        reference, status, version = self._marks.get(id(tensor), _NO_MARK)
+        if reference() is not tensor:
+            status = version = None
+        if tensor.is_leaf:
+            return None if isinstance(status, Tracked) else status
+        return status if version == tensor._version else self._adopt(tensor)
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the trainable parameters."""
+        return id(tensor) in self._parameters
+
+    def clear(self) -> None:
+        """Forgets all but the parameters."""
+        self._marks.clear()
+
+    def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
+        """The parameters that reach a tensor past every tap, and whether a tap does."""
+        channel = self._recording.channel
+        sources: dict[Tensor, Tracked] = {}
+        reaches_tap = False
+        for node in nodes_behind(tensor, partial(covers_all, channel)):
+            if node.name() == "CheckpointFunctionBackward":
+                raise UnsupportedError(
+                    "A part of the model is checkpointed with `use_reentrant=True`, which hides "
+                    "its calls from the engine. Pass `use_reentrant=False` to `checkpoint` (to "
+                    "models of transformers, in `gradient_checkpointing_kwargs`)."
+                )
+            reaches_tap |= is_tap_of(channel, node)
+            variable: Tensor | None = getattr(node, "variable", None)
+            if variable is not None and (tracked := self._parameters.get(id(variable))):
+                sources[variable] = tracked
+        return sources, reaches_tap
+
+    def _adopt(self, tensor: Tensor) -> Status:
+        """The status of a tensor that comes from a call which the recorder could not see.
+
+        That is a custom autograd Function, a scripted module, or a call before the recording. If
+        parameters entered it there, the tensor is derived from them; if batched tensors did too,
+        it is a use, and is tapped when it is first read.
+        """
+        sources, reaches_tap = self.untapped_parameters(tensor)
+        status: Status = BATCHED
+        if sources and reaches_tap:
+            tap_unseen(self._recording, tensor, sources)
+        elif sources:
+            status = track_unseen(tensor, tuple(sources))
+        self.set(tensor, status)
+        return status

@@ -1,0 +1,139 @@
+"""Tapping: carries out uses, and puts taps on their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autogram._capture.autograd.cotangents import Inputs
+from autogram._capture.autograd.graph import is_any_tap, nodes_behind
+from autogram._capture.forward.calls import Kind, first_of, results_of
+from autogram._capture.forward.containers import exchange, map_tensors
+from autogram._capture.forward.decision import Reads, UseRule
+from autogram._capture.recording import Recording
+from autogram._capture.tap import tap
+from autogram._capture.tracked import Tracked
+from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
+from autogram._errors import RuleError
+from autogram.rules import positions, product
+
+
+def run_with_rule(
+    recording: Recording,
+    kind: Kind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decision: UseRule,
+) -> Any:
+    """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
+    changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
+    saved = {
+        index: [x.detach().clone() if x is changed else x.detach() for x in answer.saved]
+        for index, answer in decision.answers.items()
+    }
+    versions = [x._version for some in saved.values() for x in some]
+    output = kind.function(*args, **kwargs)
+    if versions != [x._version for some in saved.values() for x in some]:
+        raise RuleError(
+            f"`{kind.name}` changed a tensor in place that its rule saves for the backward pass. "
+            "Let the rule save a clone of it."
+        )
+    tapped: dict[int, Tensor] = {}
+    for index, tensor in enumerate(results_of(kind, args, kwargs, output)):
+        if not tensor.requires_grad:
+            continue
+        answer = decision.answers.get(index)
+        if answer is None:
+            raise RuleError(
+                f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, which "
+                "requires a gradient. Return recipes with each `output`."
+            )
+        number, shape, reads = recording.count, tuple(tensor.shape), tuple(answer.reads)
+        use = RuleUse(recording, number, kind.name, shape, reads, answer.recipes, decision.rule)
+        tapped[id(tensor)] = tap(use, tensor, saved[index], in_place=kind.is_in_place)
+    if isinstance(output, Tensor):
+        return tapped.get(id(output), output)
+    return exchange(output, tapped)
+
+
+def run_without_rule(
+    recording: Recording, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+) -> Any:
+    """Carries out a call that is left to the fallback.
+
+    It is made on aliases of what is tracked, one for each time that it is read, so that their
+    edges lead into this call alone.
+    """
+    tracked = {id(tensor): status for tensor, status in reads}
+    changed = first_of(args, kwargs) if kind.is_in_place else None
+    edges: list[GradientEdge] = []
+    read: list[Tracked] = []
+
+    def alias(tensor: Tensor) -> Tensor:
+        status = tracked.get(id(tensor))
+        if status is None:
+            return tensor
+        # What is changed in place must be the tensor itself; its edge is that of before.
+        own = tensor if tensor is changed else tensor.view_as(tensor)
+        read.append(status)
+        edges.append(get_gradient_edge(own))
+        return own
+
+    aliased, options = map_tensors((args, kwargs), alias)
+    output = kind.function(*aliased, **options)
+    tapped: dict[int, Tensor] = {}
+    for tensor in results_of(kind, aliased, options, output):
+        if tensor.requires_grad and _reaches(tensor, edges):
+            use = _rows_of(recording, kind.name, tensor, read, tuple(edges))
+            tapped[id(tensor)] = tap(use, tensor, (), in_place=kind.is_in_place)
+    return exchange(output, tapped)
+
+
+def tap_unseen(recording: Recording, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> None:
+    """Taps the result of a call that was not recorded, in which parameters met samples."""
+    name = f"the call behind `{type(tensor.grad_fn).__name__}`"
+    use = _rows_of(recording, name, tensor, sources.values(), tuple(sources), is_seen=False)
+    tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
+
+
+def tap_result(recording: Recording, tensor: Tensor, tracked: Tracked) -> Tensor:
+    """A module's output that is computed from parameters alone, with a tap."""
+    letters = positions(tensor.dim())
+    formula = product(tensor, f"{letters}->{letters}").formula
+    recipe = KeptRecipe((tracked,), formula, slice(0, 0))
+    name, shape = "the output of the module", tuple(tensor.shape)
+    use = RuleUse(recording, recording.count, name, shape, (tracked,), (recipe,), None)
+    return tap(use, tensor, ())
+
+
+def _rows_of(
+    recording: Recording,
+    function: str,
+    output: Tensor,
+    reads: Iterable[Tracked],
+    inputs: Inputs,
+    *,
+    is_seen: bool = True,
+) -> FallbackUse:
+    """A use without a rule, for one tensor of its results."""
+    number, shape, edge = recording.count, tuple(output.shape), get_gradient_edge(output)
+    return FallbackUse(
+        recording,
+        number,
+        function,
+        shape,
+        tuple(reads),
+        output.dtype,
+        edge,
+        inputs,
+        is_seen=is_seen,
+    )
+
+
+def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
+    """Whether a tensor depends on one of the aliases that its call was made on."""
+    aliases = {edge.node for edge in edges}
+    return not aliases.isdisjoint(nodes_behind(tensor, is_any_tap))
