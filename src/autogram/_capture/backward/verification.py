@@ -99,9 +99,10 @@ class Check:
         """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
         u = self._by_sample.flatten().to(part.device, torch.float64)
         part = part.flatten(2).flatten(0, 1).to(torch.float64)
+        gramian, scale = float(u @ part @ u), float(u.square() @ part.diagonal())
         comparison = self.comparisons.setdefault(parameter, Comparison(""))
-        comparison.gramian += float(u @ part @ u)
-        comparison.scale += float(u.square() @ part.diagonal())
+        comparison.gramian += gramian
+        comparison.scale += scale
 
     def see_columns(self, parameter: Tensor, columns: Columns, limit: int) -> None:
         """Takes in the rows of one parameter, which are kept, by their products."""
@@ -109,9 +110,12 @@ class Check:
         gradient, norms = columns.weighted_sum(u, limit), columns.square_norms(limit)
         if gradient is None or norms is None:
             return
+        gramian = _squared_norm(gradient)
+        scale = float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+        # Both are added, or none: where memory runs out before, the columns are shown again.
         comparison = self.comparisons.setdefault(parameter, Comparison(""))
-        comparison.gramian += _squared_norm(gradient)
-        comparison.scale += float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+        comparison.gramian += gramian
+        comparison.scale += scale
 
     def compare(self, channel: Channel) -> list[Comparison]:
         """Does the ordinary backward pass, and puts its gradients beside what was seen.
