@@ -171,7 +171,6 @@ def test_nothing_is_kept_alive(error: type[Exception] | None) -> None:
         engine.compute_gramian(losses)
     del y, losses
     assert reference() is None
-    assert len(engine._channel.recordings) == 0
 
 
 def test_checkpoints_are_run_again_in_passes_that_fail() -> None:

@@ -86,7 +86,7 @@ def test_fused_step_is_tried_again(steps: int, verify: str, device: str) -> None
         model, _, engine = prepared(steps, verify=verify)
         return partial(engine.backward, per_sample(model(batch(4, 3))), weighting)
 
-    for skipped in spread(prepare, 10):
+    for skipped in spread(prepare, 7):
         model, twin, engine = prepared(steps, verify=verify)
         x = batch(4, 3)
         losses, expected = per_sample(model(x)), per_sample(twin(x))
@@ -112,7 +112,7 @@ def test_gradients_are_added_once(earlier: int, device: str) -> None:
         jacobian = engine.jacobian(per_sample(model(batch(4, 3))), keep="factors")
         return partial(jacobian.accumulate_grad, weights)
 
-    for skipped in spread(prepare, 6):
+    for skipped in spread(prepare, 4):
         model, twin, engine = prepared(1)
         calls: list[Tensor] = []
         model.first.bias.register_hook(calls.append)
@@ -173,7 +173,7 @@ def test_a_gramian_for_which_there_is_never_enough() -> None:
         model, _, engine = prepared(0)
         return partial(engine.compute_gramian, per_sample(model(batch(4, 3))))
 
-    for skipped in spread(prepare, 10):
+    for skipped in spread(prepare, 7):
         model, _, engine = prepared(0)
         losses = per_sample(model(batch(4, 3)))
         with (
