@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from autogram import Engine
 from autogram._capture.backward import assembly
 from autogram._capture.backward.assembly import Assembly
+from tests.unit._capture.seen import seen_uses
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
-from tests.unit.models.survey import seen_uses
 
 SIZES = pytest.mark.parametrize(
     ("large", "full"),
