@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit fuzz hunt batching speed docs models format clean
+.PHONY: help demo test lint types unit coverage fuzz hunt batching speed docs models format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -36,11 +36,16 @@ lint: $(VENV)/.test  ## Check style and formatting
 types: $(VENV)/.test  ## Check types
 	$(BIN)/mypy
 
-unit: $(VENV)/.test  ## Run the unit tests with coverage
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --cov --cov-report term $(PYTEST_ARGS)
+unit: $(VENV)/.test  ## Run the unit tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# Apart from the tests that decide: to see each line takes as long as half of them.
+coverage: $(VENV)/.test  ## Run the unit tests, and list the lines that they do not reach
+	$(MAKE) unit PYTEST_ARGS="--cov --cov-report term $(PYTEST_ARGS)"
 
 fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks and series of steps with plain autograd
-	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit/test_properties.py
+	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest \
+		tests/unit/test_properties.py tests/unit/test_verification.py -k "plain_autograd or many_draws"
 
 hunt: $(VENV)/.test  ## Look for silent errors in series of steps whose arguments change
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt $(HUNT_ARGS)

@@ -4,16 +4,18 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
+from .against import compare_trees, make_table_of_trees
 from .breakdown import PHASES, profile_gramian, time_phases
-from .measure import Timing, Visit, count_repeats, gramian_error, time_steps
-from .process import TrainingProcess
+from .measure import gramian_error
+from .process import TrainingProcess, time_launches
 from .report import Line, Outcome, describe_machine, make_table
 from .training import BASELINE, ENGINES, Trainer
 from .workloads import WORKLOADS, Workload
@@ -24,8 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    engines = [name for name in ENGINES if options.torchjd or name != "torchjd"]
     models = options.model or list(WORKLOADS)
+    if options.against is not None:
+        sizes = (options.launches, options.rounds, options.threads)
+        found = [line for model in models for line in compare_trees(model, options.against, *sizes)]
+        print(f"{describe_machine()}\n\n{make_table_of_trees(found)}")
+        _write(options.json, found)
+        return
+    engines = [name for name in ENGINES if options.torchjd or name != "torchjd"]
     lines = [
         compare(model, engines, options.launches, options.rounds, options.threads)
         for model in models
@@ -35,9 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.profile:
         for model in models:
             print(f"\n{explain(model)}")
-    if options.json is not None:
+    _write(options.json, lines)
+
+
+def _write(path: Path | None, lines: Sequence[Any]) -> None:
+    """Write results into a file, if there is one."""
+    if path is not None:
         results = {"machine": describe_machine(), "lines": [asdict(line) for line in lines]}
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        path.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def compare(
@@ -52,28 +65,14 @@ def compare(
     print(f"Measuring: {workload.description}", file=sys.stderr)
     outcomes = {name: _check(workload, name) for name in engines}
     running = [BASELINE, *(name for name in engines if outcomes[name].failure is None)]
-    timings: dict[str, Timing] = {}
-    repeats: dict[str, int] = {}
-    for _ in range(launches or workload.launches):
-        with ExitStack() as stack:
-            visits: dict[str, Visit] = {}
-            for name in tuple(running):
-                process = stack.enter_context(closing(TrainingProcess(model, name, threads)))
-                try:
-                    process.visit(1)  # warms up, before the next one does
-                except RuntimeError as error:
-                    if name == BASELINE:
-                        raise
-                    outcomes[name] = _failure(str(error))
-                    running.remove(name)
-                else:
-                    visits[name] = process.visit
-            repeats = repeats or {name: count_repeats(visit) for name, visit in visits.items()}
-            for name, timing in time_steps(visits, repeats, rounds).items():
-                timings.setdefault(name, Timing()).extend(timing)
-    baseline = timings[BASELINE]
-    for name in running[1:]:
-        outcomes[name] = replace(outcomes[name], ratio=timings[name].over(baseline))
+    starts = {name: partial(TrainingProcess, model, name, threads) for name in running}
+    timings, failures = time_launches(starts, launches or workload.launches, rounds)
+    if BASELINE in failures:
+        raise RuntimeError(failures[BASELINE])
+    outcomes |= {name: _failure(reason) for name, reason in failures.items()}
+    baseline = timings.pop(BASELINE)
+    for name, timing in timings.items():
+        outcomes[name] = replace(outcomes[name], ratio=timing.over(baseline))
     return Line(workload.description, median(baseline.seconds), outcomes)
 
 
@@ -119,9 +118,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--torchjd", action=argparse.BooleanOptionalAction, default=True, help="its engine as well"
     )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="SRC",
+        help="compare with the package `autogram` in this folder, and with nothing else",
+    )
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     parser.add_argument("--json", type=Path, help="file for the results, with both orders of run")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.against is not None and not (options.against / "autogram" / "__init__.py").is_file():
+        parser.error(f"there is no package `autogram` in {options.against}")
+    return options
 
 
 if __name__ == "__main__":

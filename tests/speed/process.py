@@ -6,12 +6,16 @@ which changed the time of a step of gradient descent by a third. So there are ma
 """
 
 import multiprocessing
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
+from .measure import Timing, Visit, count_repeats, time_steps
 from .training import BASELINE, ENGINES, Trainer
 from .workloads import WORKLOADS
 
@@ -27,16 +31,29 @@ class TrainingProcess:
         workload: The name of what it trains.
         engine: The name of its engine, or of the baseline.
         threads: How many PyTorch uses; its own choice if `None`.
+        source: The folder that `autogram` is imported from; that of this process if `None`.
     """
 
-    def __init__(self, workload: str, engine: str, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        workload: str,
+        engine: str,
+        threads: int | None = None,
+        source: Path | None = None,
+    ) -> None:
         # Spawned and not forked: it inherits no memory.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, workload, engine, threads), daemon=True
         )
-        self._process.start()
+        path = list(sys.path)
+        if source is not None:
+            sys.path.insert(0, str(source.resolve()))  # a spawned process has this one's path
+        try:
+            self._process.start()
+        finally:
+            sys.path[:] = path
         theirs.close()
 
     def visit(self, repeats: int) -> float:
@@ -59,6 +76,39 @@ class TrainingProcess:
         """End the process."""
         self._connection.close()
         self._process.join()
+
+
+def time_launches(
+    starts: Mapping[str, Callable[[], TrainingProcess]], launches: int, rounds: int
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times of a step of some trainers, whose processes start anew some times.
+
+    Args:
+        starts: What starts the process of each trainer.
+        launches: How often they start.
+        rounds: Of each launch, each in both orders.
+
+    Returns:
+        The times of the trainers that run, and why the others do not.
+    """
+    timings: dict[str, Timing] = {}
+    failures: dict[str, str] = {}
+    repeats: dict[str, int] = {}
+    for _ in range(launches):
+        with ExitStack() as stack:
+            visits: dict[str, Visit] = {}
+            for name in [name for name in starts if name not in failures]:
+                process = stack.enter_context(closing(starts[name]()))
+                try:
+                    process.visit(1)  # warms up, before the next one does
+                except RuntimeError as error:
+                    failures[name] = str(error)
+                else:
+                    visits[name] = process.visit
+            repeats = repeats or {name: count_repeats(visit) for name, visit in visits.items()}
+            for name, timing in time_steps(visits, repeats, rounds).items():
+                timings.setdefault(name, Timing()).extend(timing)
+    return {name: timings[name] for name in timings if name not in failures}, failures
 
 
 def _serve(connection: Connection, workload: str, engine: str, threads: int | None) -> None:

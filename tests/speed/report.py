@@ -1,6 +1,7 @@
 """How the results are printed: the machine in words, and a Markdown table."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class Outcome:
         """The ratio with its quartiles."""
         if self.ratio is None:
             return "does not run"
-        return f"{self.ratio.median:.2f} ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
+        return with_quartiles(self.ratio)
 
     @property
     def error_cell(self) -> str:
@@ -58,6 +59,16 @@ class Line:
     outcomes: dict[str, Outcome]
 
 
+def with_quartiles(ratio: Ratio) -> str:
+    """A ratio in words."""
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def as_table(rows: Iterable[Iterable[str]]) -> str:
+    """Rows as lines of a Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def describe_machine() -> str:
     """The machine in words, without its name."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -81,8 +92,7 @@ def make_table(lines: list[Line]) -> str:
             + [outcome.time_cell for outcome in outcomes]
             + [outcome.error_cell for outcome in outcomes]
         )
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"{table}\n\n{_legend(lines)}"
+    return f"{as_table(rows)}\n\n{_legend(lines)}"
 
 
 def _legend(lines: list[Line]) -> str:

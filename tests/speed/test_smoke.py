@@ -1,11 +1,13 @@
 """The benchmark runs; run with `pytest tests/speed`, as the suite collects the unit tests only."""
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+import autogram
 from tests.speed.__main__ import main
 from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
@@ -27,6 +29,40 @@ def test_benchmark_prints_a_table_and_writes_its_results(
     (line,) = json.loads(path.read_text())["lines"]
     assert line["outcomes"]["autogram"]["ratio"]["median"] > 0
     assert line["outcomes"]["autogram"]["error"] < 1e-10
+
+
+# With a slower step than the present package's, of which the warm-up takes 17.
+SLOWER = """
+import time
+
+class Engine(Engine):
+    def compute_gramian(self, losses):
+        time.sleep(0.1)
+        return super().compute_gramian(losses)
+"""
+
+
+def test_two_packages_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one in another folder is imported from there: what is slower there is seen to be so."""
+    shutil.copytree(Path(autogram.__file__).parent, tmp_path / "autogram")
+    with (tmp_path / "autogram" / "__init__.py").open("a") as file:
+        file.write(SLOWER)
+    path = tmp_path / "results.json"
+    quick = ["--model", "mlp", "--launches", "1", "--rounds", "1", "--json", str(path)]
+    main(["--against", str(tmp_path), *quick])
+    assert "width 512, B = 64 | two passes |" in capsys.readouterr().out
+    two_passes, fused = json.loads(path.read_text())["lines"]
+    assert two_passes["ratio"]["median"] < 0.7
+    assert fused["ratio"]["median"] > 0
+    assert two_passes["seconds"] > 0.1
+
+
+def test_a_folder_without_a_package_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--against", str(tmp_path)])
+    assert "no package `autogram`" in capsys.readouterr().err
 
 
 # torchjd maps over attention, which has no batching rule on a CPU.

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._capture.autograd.cotangents import is_batchable
-from autogram._capture.autograd.graph import nodes_behind
 from tests.unit.checks import irregular
 from tests.unit.engines import assert_exact, batch
 
@@ -162,18 +160,3 @@ def test_in_a_call_without_a_rule(
     function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
 ) -> None:
     assert_batched_only_where_that_is_right(Fallback(function, *shape), mixed)
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        pytest.param(lambda h: h.roll(1, 0), True, id="roll along a dimension"),
-        pytest.param(lambda h: h.roll((1, 2), (0, 1)), True, id="roll along two"),
-        pytest.param(lambda h: h.sum().roll(1), False, id="roll of a number"),
-        pytest.param(lambda h: h[h > 0], True, id="index by a mask"),
-        pytest.param(cdist, False, id="cdist"),
-    ],
-)
-def test_what_is_right_is_batched(function: Function, expected: bool) -> None:
-    output = function(batch(B, 3).requires_grad_() * 2)
-    assert is_batchable(nodes_behind(output)) == expected

@@ -557,24 +557,6 @@ def test_data_parallel_on_several_devices_is_refused() -> None:
             Engine(module)
 
 
-def test_nothing_is_looked_at_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in most training, where it would cost time."""
-    assert not torch.distributed.is_initialized()
-    from autogram._capture import distribution
-
-    def fail(*_: Any) -> None:
-        pytest.fail("it was looked at")
-
-    for name in ("nodes_behind", "leaves_behind"):
-        monkeypatch.setattr(distribution, name, fail)
-    model = mlp()
-    engine = Engine(model)
-    losses = per_sample(model(batch(4, 3)))
-    engine.compute_gramian(losses)
-    engine.jacobian(losses).accumulate_grad(torch.ones(4))
-    engine.backward(losses, weighting)
-
-
 def test_without_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a PyTorch that was built without it."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from autogram._blocks.gram import gram
 from torch import Tensor, nn
 
 from autogram import Engine, MemoryLimitError, MixedSamplesError, NonFiniteError
-from autogram._blocks import bundle, columns
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import (
@@ -21,6 +20,7 @@ from tests.unit.engines import (
     mlp,
     per_sample,
 )
+from tests.unit.faults import SHORTAGES, Fault, spread
 
 
 class Sequence(nn.Module):
@@ -180,32 +180,45 @@ class TestInterrupted:
         assert_works(engine, model, batch(4, 3))
         assert_exact(engine, kept, model)
 
-    def test_in_the_contraction(self, losses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, of = mlp(), LOSSES[losses]
-        engine = Engine(model, batch_dim=0)
-        kept = of(model(batch(4, 3)))
-        with monkeypatch.context() as patch:
-            _replace_gram(patch, _interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                engine.compute_gramian(kept)
-        assert_exact(engine, kept, model)
-        assert_works(engine, model, batch(4, 3))
+    def test_in_a_product(self, losses: str) -> None:
+        """Anywhere: in the pass, in the search for samples, in the contraction."""
+        of = LOSSES[losses]
 
-    def test_in_the_forward_pass(self, losses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And between the hooks, where only the next pass, or the next call, notices."""
+        def prepare() -> tuple[nn.Module, Engine, Tensor]:
+            model = mlp()
+            return model, Engine(model, batch_dim=0), of(model(batch(4, 3)))
+
+        def call() -> Callable[[], Tensor]:
+            _, engine, kept = prepare()
+            return partial(engine.compute_gramian, kept)
+
+        for skipped in spread(call, 12):
+            model, engine, kept = prepare()
+            with Fault(KeyboardInterrupt, skipped), pytest.raises(KeyboardInterrupt):
+                engine.compute_gramian(kept)
+            assert_exact(engine, kept, model)
+            assert_works(engine, model, batch(4, 3))
+
+    @pytest.mark.parametrize("first", ["hook", "engine"])
+    def test_in_the_forward_pass(self, losses: str, first: str) -> None:
+        """In the middle, and at the end, before the engine's hook or behind it."""
         model, of = mlp(), LOSSES[losses]
+        if first == "hook":
+            handle = model.register_forward_hook(_interrupt)
         engine = Engine(model, batch_dim=0)
-        before = of(model(batch(4, 3)))
-        handle = model[1].register_forward_hook(_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(batch(4, 3))
-        handle.remove()
-        assert_nothing_is_left(model.parameters())
-        assert_exact(engine, before, model)
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._hooks._hooks[1][1], "after", _interrupt)
+        if first == "engine":
+            handle = model.register_forward_hook(_interrupt)
+        inner = model[1].register_forward_hook(_interrupt)
+        for each in (inner, handle):
             with pytest.raises(KeyboardInterrupt):
                 model(batch(4, 3))
+            each.remove()
+            assert_nothing_is_left(model.parameters())
+        before = of(model(batch(4, 3)))
+        inner = model[1].register_forward_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(4, 3))
+        inner.remove()
         assert_exact(engine, before, model)
         assert_exact(engine, of(model(batch(4, 3))), model)
         assert_works(engine, model, batch(4, 3))
@@ -215,87 +228,53 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _replace_gram(patch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
-    """Puts a function in the place of the contraction that makes Gramians."""
-    for place in (columns, bundle):
-        patch.setattr(place, "gram", function)
-
-
-class Shortage:
-    """A contraction for which memory runs out above a limit, some number of times."""
-
-    def __init__(self, original: Callable[..., Any], most: int, error: RuntimeError) -> None:
-        self.original, self.most, self.error = original, most, error
-        self.limits: list[int] = []
-
-    def __call__(self, blocks: Any, limit: int) -> Any:
-        self.limits.append(limit)
-        if limit > self.most:
-            raise self.error
-        return self.original(blocks, limit)
-
-
-ERRORS = [
-    pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), id="CUDA"),
-    pytest.param(RuntimeError("DefaultCPUAllocator: can't allocate memory"), id="CPU"),
-]
 PRODUCTS: dict[str, Callable[[Engine, Tensor], Tensor]] = {
     "compute_gramian": Engine.compute_gramian,
     "jacobian": lambda engine, losses: engine.jacobian(losses).gramian(),
 }
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("device", SHORTAGES)
 @pytest.mark.parametrize("product", PRODUCTS)
 class TestMemory:
-    """Memory that runs out in a contraction."""
+    """Memory that runs out in a product."""
 
-    def test_another_attempt_with_less(
-        self, product: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_attempt_with_less(self, product: str, device: str) -> None:
         model = mlp()
         engine = Engine(model, batch_dim=0, memory_limit_bytes=2**20)
-        shortage = Shortage(gram, 2**17, error)
-        _replace_gram(monkeypatch, shortage)
         losses = per_sample(model(batch(4, 3)))
         jacobian = reference_jacobian(losses, model.parameters())
-        gramian = PRODUCTS[product](engine, losses)
+        with Fault(SHORTAGES[device]) as fault:
+            gramian = PRODUCTS[product](engine, losses)
+        assert fault.failures == 1
         assert_close_to_reference(gramian, jacobian @ jacobian.T)
-        assert set(shortage.limits) == {2**18, 2**15}
 
-    def test_an_error_that_names_a_limit(
-        self, product: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_error_that_names_a_limit(self, product: str, device: str) -> None:
         model = mlp()
         engine = Engine(model, batch_dim=0, memory_limit_bytes=2**20)
         losses = per_sample(model(batch(4, 3)))
-        with monkeypatch.context() as patch:
-            shortage = Shortage(gram, 0, error)
-            _replace_gram(patch, shortage)
-            message = rf"(?s)1,048,576 bytes.*131,072.*memory_limit_bytes={2**14}`.*{error}"
-            with pytest.raises(MemoryLimitError, match=message):
-                PRODUCTS[product](engine, losses)
-        assert shortage.limits == [2**18, 2**15]
+        error = SHORTAGES[device]()
+        message = rf"(?s)1,048,576 bytes.*131,072.*memory_limit_bytes={2**14}`.*{error}"
+        with (
+            Fault(SHORTAGES[device], times=math.inf),
+            pytest.raises(MemoryLimitError, match=message),
+        ):
+            PRODUCTS[product](engine, losses)
         assert_exact(engine, losses, model)
 
-    def test_another_error_passes(
-        self, product: str, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_error_passes(self, product: str, device: str) -> None:
         """At the first attempt, and at the second."""
         model = mlp()
         engine = Engine(model, batch_dim=0)
         losses = per_sample(model(batch(4, 3)))
-        other = RuntimeError("something else")
-        for errors in ([other], [error, other]):
+        other = LookupError("something else")
+        for errors in ([other], [SHORTAGES[device](), other]):
             left = list(errors)
-
-            def fail(*_: Any, left: list[RuntimeError] = left) -> None:
-                raise left.pop(0)
-
-            with monkeypatch.context() as patch:
-                _replace_gram(patch, fail)
-                with pytest.raises(RuntimeError, match="something else"):
-                    PRODUCTS[product](engine, losses)
+            with (
+                Fault(partial(left.pop, 0), times=len(errors)),
+                pytest.raises(LookupError, match="something else"),
+            ):
+                PRODUCTS[product](engine, losses)
             assert left == []
         assert_exact(engine, losses, model)
 

@@ -9,12 +9,12 @@ from torch.func import functional_call
 
 from autogram import ChangedTensorError, Engine, InvalidOperandError, Jacobian
 from autogram.testing import reference_jacobian
+from tests.unit.alive import live_tensors
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import batch, mlp, per_sample
 from tests.unit.jacobians import assert_operator_is, flat
 from tests.unit.networks import Call
 from tests.unit.test_memory import MODELS as VARIOUS
-from tests.unit.test_memory import live_tensors
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from autogram import Engine, MixedSamplesError, VerificationError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
 from tests.unit.grammar import LOSSES, Case, Network, Series, Step, cases, series
+from tests.unit.jacobians import flat
 
 EXAMPLES = int(os.environ.get("AUTOGRAM_FUZZ_EXAMPLES", "0"))
 
@@ -30,17 +31,17 @@ def drawn(examples: int) -> settings:
     )
 
 
+def _vjp(engine: Engine, losses: Tensor) -> Tensor:
+    """For weights without a pattern, all parameters in a row."""
+    return flat(engine.jacobian(losses).vjp(irregular(losses.numel())))
+
+
 def _jvp(engine: Engine, losses: Tensor) -> Tensor:
     """Along a direction without a pattern, over all parameters in a row."""
     jacobian = engine.jacobian(losses)
-    parts = irregular(jacobian.shape[1]).split([p.numel() for p in jacobian._names])
-    return jacobian.jvp([x.view(p.shape) for p, x in zip(jacobian._names, parts, strict=True)])
-
-
-def _vjp(engine: Engine, losses: Tensor) -> Tensor:
-    """For weights without a pattern, all parameters in a row."""
-    found = engine.jacobian(losses).vjp(irregular(losses.numel()))
-    return torch.cat([gradient.flatten() for gradient in found.values()])
+    shapes = {name: x.shape for name, x in jacobian.vjp(torch.ones(losses.numel())).items()}
+    parts = irregular(jacobian.shape[1]).split([shape.numel() for shape in shapes.values()])
+    return jacobian.jvp({name: x.view(shapes[name]) for name, x in zip(shapes, parts, strict=True)})
 
 
 # What an engine computes of some losses, and the same from the explicit Jacobian, (m, n).
@@ -56,7 +57,7 @@ PRODUCTS: dict[str, tuple[Callable[[Engine, Tensor], Tensor], Callable[[Tensor],
 
 
 @pytest.mark.slow
-@drawn(200)
+@drawn(100)
 @given(cases())
 def test_products_equal_plain_autograd(case: Case) -> None:
     """At the first call and at the second, and gradients stay what they are."""
@@ -83,7 +84,7 @@ def test_products_equal_plain_autograd(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
-@drawn(250)
+@drawn(120)
 @given(series())
 def test_series_equal_plain_autograd(series: Series) -> None:
     """With one engine, while shapes, arguments, masks, modes, frozen parts and losses change."""

@@ -289,13 +289,3 @@ def test_a_margin_that_is_exceeded_later() -> None:
     apart = (outputs[:, None] - outputs).square().sum((1, 2))
     with pytest.raises(ValueError, match="samples are mixed"):
         engine.compute_gramian(outputs.square().sum(1) + F.relu(1e3 + apart))
-
-
-def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autogram._capture.samples.remembered.REMEMBERED", 4)
-    model = nn.Linear(3, 4)
-    engine = Engine(model)
-    parts = [model(torch.randn(2, n, 3)).square().mean((1, 2)) for n in range(1, 12)]
-    losses = torch.stack(parts).sum(0)
-    jacobian = reference_jacobian(losses, model.parameters())
-    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)

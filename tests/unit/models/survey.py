@@ -2,18 +2,11 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
 
 from autogram import CoupledObjectivesWarning, Engine
-from autogram._capture.forward import tapping
-from autogram._capture.uses import FallbackUse, RuleUse, Use
 from autogram.testing import reference_jacobian
 from tests.unit.checks import trainable
 
@@ -28,7 +21,7 @@ class Finding:
         model: The class of the model.
         rules: How many uses each rule has, by the torch function's name.
         fallbacks: The same of calls that have none, or that the recorder could not see.
-        derived: Tensors that are read in the place of parameters, and pulled back to them.
+        derived: How many parameters are read by way of tensors that are computed from them.
         is_per_sample: Whether the losses are treated as losses of samples.
         dtype: Of the Gramian, and of the one that it is compared with.
         error: Largest error of an entry, over the largest entry.
@@ -43,18 +36,13 @@ class Finding:
     error: float
 
 
-@contextmanager
-def seen_uses() -> Iterator[list[Use]]:
-    """The uses that are recorded meanwhile."""
-    seen: list[Use] = []
-    tap = tapping.tap
+def calls_of(engine: Engine) -> set[tuple[str, int, bool]]:
+    """The calls that read parameters: function, index, and whether there is a rule.
 
-    def tap_and_tell(use: Use, *rest: Any, **options: Any) -> Tensor:
-        seen.append(use)
-        return tap(use, *rest, **options)
-
-    with mock.patch.object(tapping, "tap", tap_and_tell):
-        yield seen
+    Each is there once, whatever it reads. They are those of one forward pass.
+    """
+    uses = [use for of in engine.report().parameters for use in of.uses]
+    return {(use.function, use.index, use.rule is not None) for use in uses}
 
 
 def survey(specimen: Specimen) -> Finding:
@@ -63,18 +51,19 @@ def survey(specimen: Specimen) -> Finding:
     model = specimen.make_model(specimen.attentions[-1])
     batch = specimen.make_batch(specimen.sizes[1])
     engine = Engine(model)
-    with seen_uses() as uses:
-        losses = specimen.compute_losses(model, batch)
+    losses = specimen.compute_losses(model, batch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CoupledObjectivesWarning)
         gramian = engine.compute_gramian(losses)
+    report = engine.report()
+    calls = calls_of(engine)
     jacobian = reference_jacobian(losses, trainable(model))
     expected = jacobian @ jacobian.T
     return Finding(
         model=type(model).__name__,
-        rules=Counter(use.function for use in uses if isinstance(use, RuleUse)),
-        fallbacks=Counter(use.function for use in uses if isinstance(use, FallbackUse)),
-        derived=len({read for use in uses for read in use.reads if read.region is None}),
+        rules=Counter(function for function, _, has_rule in calls if has_rule),
+        fallbacks=Counter(function for function, _, has_rule in calls if not has_rule),
+        derived=sum(any(use.is_derived for use in of.uses) for of in report.parameters),
         is_per_sample=not caught,
         dtype=expected.dtype,
         error=float((gramian - expected).abs().max() / expected.abs().max()),

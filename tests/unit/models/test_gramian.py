@@ -19,13 +19,13 @@ CASES = [
     pytest.param(name, attention, size, id=f"{name}-{attention}-{size}")
     for name, specimen in SPECIMENS.items()
     for attention in specimen.attentions
-    for size in (specimen.sizes if attention == specimen.attentions[-1] else specimen.sizes[1:2])
+    for size in specimen.sizes[2 if attention == specimen.attentions[-1] else 1 :][:1]
 ]
 
 
 @pytest.mark.parametrize(("name", "attention", "batch_size"), CASES)
 def test_gramian_equals_autograd(name: str, attention: Attention, batch_size: int) -> None:
-    """Any number of samples, also as many as tokens or windows."""
+    """With as many samples as tokens or windows; other numbers are those of the next test."""
     specimen = SPECIMENS[name]
     model = specimen.make_model(attention)
     engine = Engine(model)

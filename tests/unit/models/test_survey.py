@@ -52,7 +52,7 @@ def test_uses_are_told_apart() -> None:
     assert found.model == "Various"
     assert found.rules == {"linear": 1, "mul": 1}
     assert found.fallbacks == {"the call behind `SineBackward`": 1}
-    assert found.derived == 1
+    assert found.derived == 2
     assert found.is_per_sample
     assert found.error < 1e-13
 

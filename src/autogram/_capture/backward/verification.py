@@ -105,9 +105,10 @@ class Check:
         """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
         u = self._by_sample.flatten().to(part.device, torch.float64)
         part = part.flatten(2).flatten(0, 1).to(torch.float64)
+        gramian, scale = float(u @ part @ u), float(u.square() @ part.diagonal())
         comparison = self.comparisons[parameter]
-        comparison.gramian += float(u @ part @ u)
-        comparison.scale += float(u.square() @ part.diagonal())
+        comparison.gramian += gramian
+        comparison.scale += scale
 
     def see_columns(self, parameter: Tensor, columns: Columns) -> None:
         """Takes in the rows of one parameter, which are kept, by their products."""
@@ -115,9 +116,12 @@ class Check:
         gradient, norms = columns.weighted_sum(u), columns.square_norms()
         if gradient is None or norms is None:
             return
+        gramian = _squared_norm(gradient)
+        scale = float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+        # Both are added, or none: where memory runs out before, the columns are shown again.
         comparison = self.comparisons[parameter]
-        comparison.gramian += _squared_norm(gradient)
-        comparison.scale += float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+        comparison.gramian += gramian
+        comparison.scale += scale
 
     def compare(self, channel: Channel) -> list[Comparison]:
         """Does the ordinary backward pass, and puts its gradients beside what was seen.

@@ -1,0 +1,25 @@
+"""What is recorded, for tests of the folders beside this file."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from autogram._capture.forward import tapping
+from autogram._capture.uses import Use
+
+
+@contextmanager
+def seen_uses() -> Iterator[list[Use]]:
+    """The uses that are recorded meanwhile."""
+    seen: list[Use] = []
+    tap = tapping.tap
+
+    def tap_and_tell(use: Use, *rest: Any, **options: Any) -> Tensor:
+        seen.append(use)
+        return tap(use, *rest, **options)
+
+    with mock.patch.object(tapping, "tap", tap_and_tell):
+        yield seen

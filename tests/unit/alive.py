@@ -1,0 +1,25 @@
+"""What is alive, found through everything that the garbage collector tracks."""
+
+import gc
+
+from torch import Tensor
+
+
+def live_tensors() -> int:
+    """How many tensors."""
+    return len(_tensors())
+
+
+def live_bytes() -> int:
+    """How large the storages of all tensors on CPUs are together, each counted once."""
+    storages = [x.untyped_storage() for x in _tensors() if x.device.type == "cpu"]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+def live_objects() -> int:
+    """How many objects of the library's classes."""
+    return sum(str(type(x).__module__).startswith("autogram") for x in gc.get_objects())
+
+
+def _tensors() -> list[Tensor]:
+    return [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
