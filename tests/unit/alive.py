@@ -2,6 +2,7 @@
 
 import gc
 
+import torch
 from torch import Tensor
 
 
@@ -12,7 +13,8 @@ def live_tensors() -> int:
 
 def live_bytes() -> int:
     """How large the storages of all tensors on CPUs are together, each counted once."""
-    storages = [x.untyped_storage() for x in _tensors() if x.device.type == "cpu"]
+    tensors = [x for x in _tensors() if not torch._C._functorch.is_functorch_wrapped_tensor(x)]
+    storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 

@@ -66,10 +66,10 @@ class Summary:
         """Notes a block."""
         tracked, region, block = found
         names = use.recording.names
-        equation, factors = (
-            (None, (block.indices, block.cotangents))
+        equation, factors, cotangents = (
+            (None, block.tensors, block.cotangents)
             if isinstance(block, Lookup)
-            else (block.equation, block.operands)
+            else (block.equation, block.operands, block.operands[0])
         )
         self.blocks.append(
             BlockSummary(
@@ -84,7 +84,7 @@ class Summary:
                 region,
                 equation,
                 tuple(tuple(x.shape) for x in factors),
-                next(x.dtype for x in reversed(factors) if x.is_floating_point()),
+                cotangents.dtype,
                 factors[0].device.type,
             )
         )

@@ -48,7 +48,7 @@ def test_a_use_with_a_rule() -> None:
     (answer,) = found.answers.values()
     assert answer.reads == [STATUSES[id(W)], STATUSES[id(B)]]
     assert [id(x) for x in answer.saved] == [id(X)]
-    assert [answer.saved[operand.saved] for operand in answer.operands] == [[X], []]
+    assert [answer.saved[recipe.saved] for recipe in answer.recipes] == [[X], []]
 
 
 def test_a_use_without_a_rule() -> None:
