@@ -6,7 +6,7 @@ a reader has to follow, and, by the number of calls, what Python costs where a d
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -23,16 +23,27 @@ Visits = Counter[tuple[str, str]]
 
 
 @contextmanager
-def visits(is_wanted: Callable[[], bool] = lambda: True) -> Iterator[Visits]:
-    """Counts the calls of each function of the library, by its file and its name."""
+def visits(within: str = "") -> Iterator[Visits]:
+    """Counts the calls of each function of the library, by its file and its name.
+
+    Args:
+        within: Counts only what a function of this qualified name calls, and that function.
+    """
     found: Visits = Counter()
+    depth = 0 if within else 1
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal depth
         del argument
         code = frame.f_code
-        is_function = event == "call" and not code.co_name.startswith("<")  # no comprehension
-        if is_function and code.co_filename.startswith(_PACKAGE) and is_wanted():
+        if event not in ("call", "return") or not code.co_filename.startswith(_PACKAGE):
+            return
+        is_entry = code.co_qualname == within
+        depth += is_entry and event == "call"
+        # Comprehensions are no functions to a reader.
+        if depth and event == "call" and not code.co_name.startswith("<"):
             found[code.co_filename[len(_PACKAGE) + 1 :], code.co_qualname] += 1
+        depth -= is_entry and event == "return"
 
     sys.setprofile(profile)
     try:
@@ -64,33 +75,27 @@ class _Watched(nn.Module):
 
 
 def main() -> None:
-    """Prints what one call, one cotangent, and one Gramian go through, each as in a later step."""
+    """Prints what one call, one cotangent, and one Gramian go through, in a later step."""
     torch.manual_seed(0)
-    watched, tail = _Watched(), nn.Linear(8, 8)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), watched, tail)
+    watched = _Watched()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), watched, nn.Linear(8, 8))
     engine = Engine(model, verify="never")
-    shown: list[str] = []
-    for _ in range(4):
+    found: dict[str, Visits] = {}
+    for name, within in (("compute_gramian", ""), ("one cotangent", "_Tap.backward")) * 4:
         losses = model(torch.randn(16, 8)).square().sum(1)
-        with visits() as whole:
-            gramian = engine.compute_gramian(losses)
-        losses.backward(gramian.diagonal())
-        one = Engine(tail, verify="never")
-        losses = tail(torch.randn(16, 8)).square().sum(1)
-        for _ in range(3):
-            with visits() as single:
-                one.compute_gramian(losses)
-        one.remove()
-        shown = [
-            f"one call of F.linear:      {describe(watched.found)}",
-            f"compute_gramian, 3 layers: {describe(whole)}",
-            f"compute_gramian, 1 layer:  {describe(single)}",
-        ]
-    print("\n".join(shown))
+        with visits(within) as found[name]:
+            engine.compute_gramian(losses)
+    found["F.linear"] = watched.found
+    taps = found["one cotangent"][next(key for key in found["one cotangent"] if "_Tap" in key[1])]
+    for name, visited in found.items():
+        note = f", of {taps} cotangents" if name == "one cotangent" else ""
+        print(f"{name:16} {describe(visited)}{note}")
     if "--list" in sys.argv:
-        for name, found in (("F.linear", watched.found), ("compute_gramian", whole)):
+        for name, visited in found.items():
             print(f"\n{name}")
-            print("\n".join(f"  {n:4} {file} {function}" for (file, function), n in found.items()))
+            print(
+                "\n".join(f"  {n:4} {file} {function}" for (file, function), n in visited.items())
+            )
 
 
 if __name__ == "__main__":
