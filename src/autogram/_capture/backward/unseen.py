@@ -24,6 +24,8 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     differentiated again, or a forward pass from before the engine was made use parameters where
     nothing is recorded.
     """
+    if not survey.leaves_of_tail:
+        return None
     losses = survey.losses
     names = channel.parameters(survey.leaves_of_tail)
     reads = tuple(track_parameter(p) for p in survey.leaves_of_tail if p in names)
