@@ -99,7 +99,7 @@ class Assembly:
         self._accounts: dict[int, _Account] = {}  # by the `id` of the owner
         for use in run.survey.uses:
             for tracked in use.reads:
-                self._account(_owner(tracked)).expected += 1
+                self._account(tracked).expected += 1
         self._is_complete = not run.survey.may_hide_taps
         run.unseen.clear()
         for listener in (run.check, run.summary):
@@ -122,7 +122,7 @@ class Assembly:
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
-            self._count(self._account(_owner(tracked)))
+            self._count(self._account(tracked))
 
     def complete(self) -> None:
         """Gives the sink what still waits for other uses.
@@ -137,9 +137,8 @@ class Assembly:
                 "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
                 "`use_reentrant=False`."
             )
-        derived_first = sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor))
-        for account in derived_first:
-            self._finish(account)
+        for account in sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor)):
+            self._finish(account)  # those of derived tensors first
         self._run.sink.finish()
 
     def _add(
@@ -157,13 +156,18 @@ class Assembly:
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)
                 tracked, region, block = found
-                account = self._account(_owner(tracked))
+                account = self._account(tracked)
                 account.is_reached = account.has_blocks = True
                 assert account.columns is not None
                 account.columns.add(region, block, subset)
 
     def _account(self, owner: Tensor | Tracked) -> _Account:
-        """The account of a parameter or a derived tensor, opened when first asked for."""
+        """The account of a parameter or a derived tensor, opened when first asked for.
+
+        That of a region of a parameter is the parameter's.
+        """
+        if isinstance(owner, Tracked) and owner.region is not None:
+            owner = owner.sources[0]
         account = self._accounts.get(id(owner))
         if account is None:
             if isinstance(owner, Tracked):
@@ -216,8 +220,3 @@ class Assembly:
         channel, limit = self._run.channel, self._limit.elements
         found = pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable)
         return list(found)
-
-
-def _owner(tracked: Tracked) -> Tensor | Tracked:
-    """What has the account of a tracked tensor: its parameter, where it is a region of one."""
-    return tracked if tracked.region is None else tracked.sources[0]

@@ -15,7 +15,6 @@ from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Use
 from autogram._errors import (
     AutogramError,
     CoupledObjectivesWarning,
@@ -148,15 +147,12 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
 
 def _describe(comparison: Comparison) -> str:
     """A parameter, how far it is off, and the calls that use it."""
-    uses = ", ".join(_describe_use(use) for use in comparison.uses.values())
-    seen = f"used in {uses}" if uses else "of which no use was seen"
+    uses = []
+    for use in comparison.uses.values():
+        rule = rule_name(use)
+        uses.append(f"`{use.function}` (" + (f"rule `{rule}`)" if rule else "without a rule)"))
+    seen = f"used in {', '.join(uses)}" if uses else "of which no use was seen"
     return (
         f"`{comparison.name}`: {comparison.gramian:.6g} and {comparison.gradient:.6g}, "
         f"{comparison.gap:.1e} apart, {seen}"
     )
-
-
-def _describe_use(use: Use) -> str:
-    """A use by its function, and by the rule that its block is from."""
-    rule = rule_name(use)
-    return f"`{use.function}` (rule `{rule}`)" if rule else f"`{use.function}` (without a rule)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
@@ -32,18 +32,6 @@ from autogram._errors import (
 )
 
 BatchDim = int | Literal["auto"] | None
-
-
-class StepParts(NamedTuple):
-    """What a whole backward pass needs to know of some losses."""
-
-    objectives: Objectives
-    """What the rows of the columns belong to."""
-    columns: Mapping[Tensor, Columns]
-    """Those of each parameter."""
-    gramian: Tensor
-    outside: list[Tensor]
-    """The leaves that the losses depend on, less the parameters of the engine's modules."""
 
 
 class Driver:
@@ -105,8 +93,8 @@ class Driver:
     @retried_with_less
     def step(
         self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
-    ) -> StepParts:
-        """The columns of J and the Gramian, and what else there is to differentiate.
+    ) -> tuple[Objectives, Mapping[Tensor, Columns], Tensor, list[Tensor]]:
+        """The objectives, the columns of J, the Gramian, and the leaves that are no parameters.
 
         Args:
             losses: The losses.
@@ -123,7 +111,7 @@ class Driver:
             outside = [leaf for leaf in leaves if leaf not in inside]
             run.retain_graph = retain_graph or bool(outside) or run.check is not None
             self._collect(run)
-            return StepParts(run.objectives, run.sink.columns, run.sink.gramian, outside)
+            return run.objectives, run.sink.columns, run.sink.gramian, outside
 
     def _begin(self, losses: Tensor, sink: Sink, *, must_verify: bool = False) -> Run:
         """One call, before its first pass."""
@@ -158,16 +146,15 @@ class Driver:
             tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
 
     def _collect_per_sample(self, run: Run) -> bool:
-        """Fills the sink if the losses are per-sample. If not, the whole batch is one sample."""
-        is_auto = self._batch_dim == "auto"
+        """Fills the sink, unless the losses turn out not to be per-sample, and says whether."""
         search = Search(self._remembered, run.objectives, run.survey)
         try:
             self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:
-            is_sure = not isinstance(error, VerificationError) or (
+            is_certain = isinstance(error, MixedSamplesError) or (
                 error.is_of_samples and not error.is_late
             )
-            if not (is_auto and is_sure):
+            if self._batch_dim != "auto" or not is_certain:
                 raise
             search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
@@ -219,9 +206,8 @@ class Driver:
 class Drivers:
     """The drivers of an engine, which serve one call at a time each.
 
-    Calls one after the other have the same one, whichever thread they come from, and so they share
-    what it remembers. Calls at the same time, in several threads or inside of one another, have
-    different ones, which learn on their own. None waits for another.
+    Calls one after the other share one, whichever thread they come from. Calls at the same time, in
+    several threads or inside of one another, have different ones, which learn on their own.
 
     Args:
         make: Makes a driver.
@@ -240,7 +226,7 @@ class Drivers:
         """A driver for one call."""
         try:
             driver = self._idle.pop()
-        except IndexError:
+        except IndexError:  # not asked for before, as another thread may come in between
             driver = self._make()
         try:
             yield driver

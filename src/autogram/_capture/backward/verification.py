@@ -33,20 +33,18 @@ _LONGEST = 64
 
 @dataclass
 class Comparison:
-    """One parameter on both sides: uᵀ G u by the engine, and the squared norm of Jᵀ u by autograd.
-
-    Both are sums over the elements of the parameter, so that each parameter is compared alone.
-    """
+    """One parameter, whose part of both sides can be compared alone, as both are sums."""
 
     name: str = ""
     gramian: float = 0.0
+    """uᵀ G u, by the engine."""
     scale: float = 0.0
     """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
     gradient: float = 0.0
+    """The squared norm of Jᵀ u, by autograd."""
     elements: int = 0
-    """Of the parameter."""
     uses: dict[str, Use] = field(default_factory=dict)
-    """The uses that were seen, by function."""
+    """Those that were seen, by function."""
 
     @property
     def gap(self) -> float:
@@ -67,9 +65,6 @@ class Check:
     Attributes:
         comparisons: What was seen of each parameter.
         epsilon: The precision of the coarsest dtype on the way.
-
-    References:
-        Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
     """
 
     def __init__(self, survey: Survey, vector: Tensor) -> None:
@@ -122,11 +117,7 @@ class Check:
         return part
 
     def compare(self, channel: Channel) -> list[Comparison]:
-        """Does the ordinary backward pass, and puts its gradients beside what was seen.
-
-        Returns:
-            One comparison for each trainable parameter of the engine's modules.
-        """
+        """Does the ordinary backward pass: a comparison for each trainable parameter."""
         names = channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad]
         # Also of what is none of the engine's: a pass inside of this one shows itself there.
