@@ -102,15 +102,10 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
 
     Without a group of processes, nothing is looked at.
 
-    Args:
-        channel: The channel of the engine.
-        modules: The engine's, which may have been wrapped after it was made.
-        losses: What the pass begins at.
-
     Raises:
-        UnsupportedError: The modules are sharded. Or between the losses and a use there is a part
-            that is fully sharded, or one of DistributedDataParallel with a static graph, in its
-            first step. Or there are no uses, and parameters that are sharded.
+        UnsupportedError: The modules are sharded by now. Or between the losses and a use there is a
+            part that is fully sharded, or one of DistributedDataParallel with a static graph, in
+            its first step. Or there are no uses, and parameters that are sharded.
     """
     if not _is_distributed():
         return

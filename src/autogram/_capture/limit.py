@@ -58,11 +58,10 @@ def retried_with_less(method: F) -> F:
             return method(self, *args, **kwargs)
         except FreedGraphError as error:
             raise MemoryLimitError(
-                "Memory ran out in a pass that frees the graph on its way, so that it cannot begin "
-                f"again. One intermediate result may have {less * ELEMENT_BYTES:,} bytes from now "
-                f"on, instead of {before * ELEMENT_BYTES:,}: run the step again, with a new "
-                "forward pass. To have it tried again at once, pass `retain_graph=True`. PyTorch "
-                f"says: {message}"
+                "Memory ran out in a pass that frees the graph on its way. One intermediate result "
+                f"may have {less * ELEMENT_BYTES:,} bytes from now on, instead of "
+                f"{before * ELEMENT_BYTES:,}: run the step again, with a new forward pass. To have "
+                f"it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
             ) from error
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -31,7 +31,7 @@ class Pass:
 
     Others may run at the same time: inside of it, where a hook or a custom autograd Function
     differentiates something, and in other threads. Taps answer to this one alone. What passes
-    inside of it add to `.grad` of a tensor is dropped, as this one is none of the user's.
+    inside of it add to `.grad` is dropped.
 
     Args:
         channel: The channel of the taps that answer.
@@ -59,7 +59,7 @@ class Pass:
         self._is_step = is_step
         self._number: int | None = None
         self._error: Exception | None = None
-        self._aside = _Aside()
+        self._aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
         self._has_nested = False
         self._reached: set[Recording] = set()
 
@@ -99,7 +99,7 @@ class Pass:
             if self._number is not None:
                 del _RUNNING[self._number]
             self._error = None  # its traceback leads back to here
-            self._aside.put_back()
+            self._put_back()
             for recording, tensor, gradient in retained:
                 if recording in self._reached:
                     tensor.grad = gradient
@@ -129,7 +129,26 @@ class Pass:
             self._has_nested = True
             changing = [*self.channel.parameters(), *changing]
         for tensor in changing:
-            self._aside.take(tensor)
+            known = self._aside.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                self._aside[id(tensor)] = weakref.ref(tensor), tensor.grad
+                if tensor.grad is not None:
+                    tensor.grad = None
+
+    def _put_back(self) -> list[Tensor]:
+        """Puts gradients back that were put aside, and returns the tensors that had got another.
+
+        Those that nobody holds any more, as the leaves that a Function makes for itself, are left
+        out.
+        """
+        changed = []
+        while self._aside:
+            reference, gradient = self._aside.popitem()[1]
+            tensor = reference()
+            if tensor is not None and tensor.grad is not gradient:
+                changed += [tensor] if tensor.grad is not None else []
+                tensor.grad = gradient
+        return changed[::-1]
 
     def _begin(self, cotangents: tuple[Tensor, ...]) -> None:
         """Learns the number of the pass at its first node, and lists it as running."""
@@ -140,18 +159,17 @@ class Pass:
 
     def _finish(self) -> None:
         """Raises what was found out on the way."""
-        changed = self._aside.put_back()
+        changed = self._put_back()
         names = self.channel.parameters(changed) if changed else {}
         hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
         if hidden:
             raise UnsupportedError(
                 "A backward pass inside of the engine's adds to the gradients of "
-                f"{listed(hidden)}. A custom autograd Function or a hook starts it "
-                "(`torch.autograd.backward`), as reversible layers and checkpoints with "
-                "`use_reentrant=True` do. The graph of the losses does not lead to these "
-                "parameters, so that their part of J is not to be seen. Let the Function take them "
-                "as inputs and return their gradients, use ordinary layers or "
-                "`use_reentrant=False`, or give the engine modules without these parameters."
+                f"{listed(hidden)}. A custom autograd Function or a hook starts it, as reversible "
+                "layers and checkpoints with `use_reentrant=True` do, so that the graph of the "
+                "losses does not lead to these parameters. Let the Function take them as inputs "
+                "and return their gradients, use ordinary layers or `use_reentrant=False`, or give "
+                "the engine modules without these parameters."
             )
         if changed and self._is_step:
             raise UnsupportedError(
@@ -162,36 +180,6 @@ class Pass:
             )
         if self._error is not None:
             raise self._error
-
-
-class _Aside:
-    """Gradients that are put aside, so that what others add to `.grad` meanwhile can be dropped."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
-
-    def take(self, tensor: Tensor) -> None:
-        """Puts the gradient of a tensor aside, unless it was before."""
-        known = self._kept.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            self._kept[id(tensor)] = weakref.ref(tensor), tensor.grad
-            if tensor.grad is not None:
-                tensor.grad = None
-
-    def put_back(self) -> list[Tensor]:
-        """Puts all gradients back, and returns the tensors that had got another one.
-
-        Those that nobody holds any more, as the leaves that a Function makes for itself, are left
-        out.
-        """
-        changed = []
-        while self._kept:
-            reference, gradient = self._kept.popitem()[1]
-            tensor = reference()
-            if tensor is not None and tensor.grad is not gradient:
-                changed += [tensor] if tensor.grad is not None else []
-                tensor.grad = gradient
-        return changed[::-1]
 
 
 class _Here(threading.local):

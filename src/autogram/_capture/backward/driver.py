@@ -226,7 +226,7 @@ class Drivers:
         """A driver for one call."""
         try:
             driver = self._idle.pop()
-        except IndexError:  # not asked for before, as another thread may come in between
+        except IndexError:
             driver = self._make()
         try:
             yield driver

@@ -138,12 +138,11 @@ class Check:
     def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
         """The parameters for which rounding cannot explain how far both sides are apart.
 
-        Adding n numbers one after the other errs by about √n roundings, and a sum of more than
-        1 / ε numbers gains nothing from the next one: so √ε is what an honest computation in a
-        dtype of precision ε may be off, relative to uᵀ G u as it is on average. Where the parts of
-        a gradient cancel (the bias in front of a normalisation), what is left is their rounding,
-        ε² of what they were; that is not known, so the network's gradient as a whole stands for it.
-        Where gradients vanish, each product in the Gramian may be lost below the smallest number.
+        A sum of n numbers errs by about √n roundings, and gains nothing from further ones beyond
+        n = 1 / ε: so an honest computation may be off by √ε, relative to uᵀ G u on average. Where
+        the parts of a gradient cancel (the bias in front of a normalisation), what is left is their
+        rounding, ε² of what they were, for which the network's gradient as a whole stands. Where
+        gradients vanish, each product in the Gramian may be lost below the smallest number.
         """
         t = sqrt(self.epsilon)
         total = sum(max(c.scale, c.gradient) for c in compared)
@@ -193,9 +192,9 @@ class Schedule:
         if not must and self._mode != "always":
             return None
         losses, m = survey.losses, survey.losses.numel()
+        entries = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")
         while True:
-            u = torch.randint(4, (m,), generator=self._generator, device="cpu")
-            u = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")[u]
+            u = entries[torch.randint(4, (m,), generator=self._generator, device="cpu")]
             if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 
