@@ -39,12 +39,11 @@ class Driver:
 
     Args:
         channel: The channel of the engine's taps.
-        batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
-            ``"auto"`` to find out.
+        batch_dim: As for the engine.
         limit: What the engine and its Jacobians share.
         devices: How to contract blocks.
-        verify: When to compare with an ordinary backward pass.
-        unseen: Whether to refuse parameters that are used where nothing is recorded.
+        verify: As for the engine.
+        unseen: As for the engine.
 
     Attributes:
         summary: What the last call did.
@@ -139,8 +138,8 @@ class Driver:
         if run.summary is not None:
             self.summary = run.summary
             for recording in self._channel.recordings:
-                names = recording.names.items()
-                self.summary.names.update({name: p.requires_grad for p, name in names})
+                for parameter, name in recording.names.items():
+                    self.summary.names[name] = parameter.requires_grad
         self.summary.has_sought = run.has_sought
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
