@@ -176,10 +176,10 @@ class Engine:
         if not losses.numel():
             return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
         with self._drivers.one() as driver:
-            objectives, store = driver.columns(losses, keep)
-        names = self._channel.names(store.columns)
+            objectives, columns = driver.columns(losses, keep)
+        names = self._channel.names(columns)
         exchanged = is_exchanged(self._channel, losses)
-        return Jacobian(objectives, store.columns, names, self._limit, is_exchanged=exchanged)
+        return Jacobian(objectives, columns, names, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(

@@ -2,7 +2,7 @@
 
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.backward.driver import BatchDim, Driver, Drivers, StepParts
+from autogram._capture.backward.driver import BatchDim, Driver, Drivers
 from autogram._capture.backward.summary import BlockSummary, Summary
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
@@ -27,7 +27,6 @@ __all__ = [
     "Objectives",
     "Parameters",
     "Session",
-    "StepParts",
     "Summary",
     "Unseen",
     "Verify",

@@ -40,6 +40,32 @@ def will_exchange() -> bool:
     )
 
 
+def is_exchanged(channel: Channel, losses: Tensor) -> bool:
+    """Whether DistributedDataParallel exchanges gradients in an ordinary pass of some losses.
+
+    Where parameters are read and no use is recorded, as in a model that was compiled as a whole, it
+    cannot be known, and is assumed.
+    """
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
+        return False
+    taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
+    return not taps or any(tap.use.recording.is_exchanged for tap in taps)
+
+
+def refuse_gradients(call: str) -> None:
+    """Refuses a call that writes gradients which are to be exchanged.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"`{call}` writes gradients of this process alone, and `DistributedDataParallel` exchanges "
+        "those of ordinary backward passes: the processes would have different parameters after "
+        f"the step. Make two passes: {_TWO_PASSES}, on the losses of each process. Inside of "
+        "`no_sync()`, where nothing is exchanged, this call is exact."
+    )
+
+
 def refuse_shards(modules: Iterable[nn.Module]) -> None:
     """Refuses modules whose parameters are spread over processes or devices.
 
@@ -58,23 +84,17 @@ def refuse_shards(modules: Iterable[nn.Module]) -> None:
                     f"`DistributedDataParallel` with two passes: {_TWO_PASSES}."
                 )
             if _is_fully_sharded(inner.__class__):
-                raise _refusal(
-                    f"{subject} is fully sharded (`FullyShardedDataParallel` or `fully_shard`), so "
-                    f"that its parameters are there for a moment and in parts."
-                )
+                raise _refusal(f"{subject} is fully sharded")
         for name, parameter in module.named_parameters():
-            if how := _sharding(parameter):
-                raise _refusal(f"`{name}` is a {how}, of which each process has a part.")
+            if _is_shard(parameter):
+                raise _refusal(f"`{name}` is sharded")
     inside = {id(inner) for module in modules for inner in module.modules()}
     # The modules that `fully_shard` was called with, which PyTorch has a list of.
     states = sys.modules.get("torch.distributed._composable_state")
     for outer in list(getattr(states, "_module_state_mapping", ())):
         is_around = any(id(inner) in inside for inner in outer.modules())
         if is_around and _is_fully_sharded(outer.__class__):
-            raise _refusal(
-                f"The engine's modules are inside a {type(outer).__name__} that is fully sharded "
-                f"(`fully_shard`), so that their parameters are there for a moment."
-            )
+            raise _refusal(f"A {type(outer).__name__} around the engine's modules is sharded")
 
 
 def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) -> None:
@@ -82,15 +102,10 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
 
     Without a group of processes, nothing is looked at.
 
-    Args:
-        channel: The channel of the engine.
-        modules: The engine's, which may have been wrapped after it was made.
-        losses: What the pass begins at.
-
     Raises:
-        UnsupportedError: The modules are sharded. Or between the losses and a use there is a part
-            that is fully sharded, or one of DistributedDataParallel with a static graph, in its
-            first step. Or there are no uses, and parameters that are sharded.
+        UnsupportedError: The modules are sharded by now. Or between the losses and a use there is a
+            part that is fully sharded, or one of DistributedDataParallel with a static graph, in
+            its first step. Or there are no uses, and parameters that are sharded.
     """
     if not _is_distributed():
         return
@@ -98,65 +113,33 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
     nodes = list(nodes_behind(losses))
     taps = [node for node in nodes if is_tap_of(channel, node)]
     on_the_way = nodes_leading_to(taps, nodes)  # which an engine's pass runs
-    if not on_the_way and any(_sharding(leaf) for leaf in leaves_behind(losses)):
-        raise _refusal(
-            "The losses are computed from parameters that are sharded (`FullyShardedDataParallel`, "
-            "`fully_shard` or tensor parallelism), and no others."
-        )
+    if not on_the_way and any(_is_shard(leaf) for leaf in leaves_behind(losses)):
+        raise _refusal("The losses are computed from parameters that are sharded")
     for node in on_the_way:
         if node.name() == "RegisterPostBackwardFunctionBackward":
-            raise _refusal(
-                "The losses are computed through a part that is fully sharded (`fully_shard`), "
-                "which would free its parameters when the engine's own pass has gone through it."
-            )
+            raise _refusal("The losses are computed through a part that is fully sharded")
         wrapper = getattr(node, "ddp_weakref", None)
         wrapper = wrapper() if callable(wrapper) else None
         if wrapper is not None and wrapper.static_graph:
             raise UnsupportedError(
                 "The losses are computed by a `DistributedDataParallel` with `static_graph=True`, "
                 "which learns from its first backward pass when to exchange gradients, and would "
-                "take the engine's own pass for that one: it would never exchange any. Pass "
-                "`static_graph=False`."
+                "take the engine's own pass for that one. Pass `static_graph=False`."
             )
-
-
-def refuse_gradients(call: str) -> None:
-    """Refuses to write gradients that are to be exchanged.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    raise UnsupportedError(
-        f"`{call}` writes gradients of this process alone, and `DistributedDataParallel` exchanges "
-        "those of ordinary backward passes: the processes would have different parameters after "
-        f"the step. Make two passes: {_TWO_PASSES}, on the losses of each process. Inside of "
-        "`no_sync()`, where nothing is exchanged, this call is exact."
-    )
-
-
-def is_exchanged(channel: Channel, losses: Tensor) -> bool:
-    """Whether DistributedDataParallel exchanges gradients in an ordinary pass of some losses.
-
-    Where parameters are read and no use is recorded, as in a model that was compiled as a whole, it
-    cannot be known, and is assumed.
-    """
-    if not _is_distributed() or torch.distributed.get_world_size() == 1:
-        return False
-    taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
-    return not taps or any(tap.use.recording.is_exchanged for tap in taps)
 
 
 def _is_distributed() -> bool:
     """Whether this process is one of a group."""
-    distributed = torch.distributed
-    return bool(distributed.is_available() and distributed.is_initialized())
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _refusal(found: str) -> UnsupportedError:
     """What to do where parameters are sharded."""
     return UnsupportedError(
-        f"{found} Call the engine with a model of which each process has all parameters, as in "
-        f"`DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
+        f"{found} (`FullyShardedDataParallel`, `fully_shard` or tensor parallelism): each process "
+        "has a part of the parameters, or all of them for a moment. Call the engine with a model "
+        "of which each process has all parameters, as in `DistributedDataParallel`, and make two "
+        f"passes: {_TWO_PASSES}."
     )
 
 
@@ -170,9 +153,9 @@ def _is_fully_sharded(kind: type) -> bool:
     )
 
 
-def _sharding(parameter: Tensor) -> str | None:
-    """What a parameter is if a process has a part of it."""
+def _is_shard(parameter: Tensor) -> bool:
+    """Whether a process has a part of a parameter."""
     if getattr(parameter, "_fsdp_flattened", False):
-        return "parameter of `FullyShardedDataParallel`"
-    module = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    return "`DTensor`" if module and isinstance(parameter, module.DTensor) else None
+        return True
+    module = sys.modules.get("torch.distributed.tensor")  # else there can be no `DTensor`
+    return module is not None and isinstance(parameter, module.DTensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +13,8 @@ from autogram._errors import FreedGraphError, MemoryLimitError
 
 ELEMENT_BYTES = 4  # most contractions run in float32
 _SMALLER = 8
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass
@@ -31,19 +33,8 @@ class Limit:
         return cls(max(1, count // ELEMENT_BYTES))
 
 
-class Limited(Protocol):
-    """What computes in parts of at most so many elements."""
-
-    _limit: Limit
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-L = TypeVar("L", bound=Limited)
-
-
-def retried_with_less(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """The method, which runs once more, with an eighth of its limit, if memory runs out.
+def retried_with_less(method: F) -> F:
+    """A method that runs once more, with an eighth of ``self._limit``, if memory runs out.
 
     The smaller limit stays, unless it is not enough either. A method that is retried may be a part
     of another: what has failed twice inside is not tried again outside.
@@ -53,46 +44,42 @@ def retried_with_less(method: Callable[Concatenate[L, P], T]) -> Callable[Concat
     """
 
     @wraps(method)
-    def run(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or isinstance(error, MemoryLimitError):
+            if not is_out_of_memory(error):
                 raise
             message = str(error)
         # Outside of the handler, where nothing keeps the tensors of the first attempt.
         limit, before = self._limit, self._limit.elements
-        limit.elements = less = _smaller(before)
+        limit.elements = less = max(1, before // _SMALLER)
         try:
             return method(self, *args, **kwargs)
         except FreedGraphError as error:
             raise MemoryLimitError(
-                "Memory ran out in a pass that frees the graph on its way, so that it cannot begin "
-                f"again. One intermediate result may have {less * ELEMENT_BYTES:,} bytes from now "
-                f"on, instead of {before * ELEMENT_BYTES:,}: run the step again, with a new "
-                "forward pass. To have it tried again at once, pass `retain_graph=True`. PyTorch "
-                f"says: {message}"
+                "Memory ran out in a pass that frees the graph on its way. One intermediate result "
+                f"may have {less * ELEMENT_BYTES:,} bytes from now on, instead of "
+                f"{before * ELEMENT_BYTES:,}: run the step again, with a new forward pass. To have "
+                f"it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
             ) from error
         except RuntimeError as error:
-            if not is_out_of_memory(error) or isinstance(error, MemoryLimitError):
+            if not is_out_of_memory(error):
                 raise
             limit.elements = before
             raise MemoryLimitError(
                 f"Memory ran out with a limit of {before * ELEMENT_BYTES:,} bytes for one "
                 f"intermediate result, and again with {less * ELEMENT_BYTES:,}. Pass "
-                f"`memory_limit_bytes={_smaller(less) * ELEMENT_BYTES}` to `Engine`, or make the "
-                "batch smaller: the activations and their gradients need memory that no limit "
-                f"changes. PyTorch says: {error}"
+                f"`memory_limit_bytes={max(1, less // _SMALLER) * ELEMENT_BYTES}` to `Engine`, or "
+                "make the batch smaller: the activations and their gradients need memory that no "
+                f"limit changes. PyTorch says: {error}"
             ) from error
 
-    return cast("Callable[Concatenate[L, P], T]", run)  # `wraps` is typed with a named argument
-
-
-def _smaller(elements: int) -> int:
-    """What to try next."""
-    return max(1, elements // _SMALLER)
+    return cast("F", run)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out, on any device."""
+    """Whether memory ran out, on any device, and less of it was not tried yet."""
+    if isinstance(error, MemoryLimitError):
+        return False
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -54,8 +54,8 @@ def visit(
         is_step: Whether the pass stands for the user's, as :class:`Pass` says.
 
     Returns:
-        The receiver, after it was called with each use, what its tap saved, and its cotangent of
-        shape ``(k, *output)``.
+        The receiver, after it was called with each use, what its tap saved, and its cotangent
+        ``(k, *output)``.
     """
     anchors = [channel.anchor]
     receiver = start()
@@ -102,13 +102,10 @@ def many_vjps(
 
     Args:
         channel: The channel of the taps.
-        output: The edge that the cotangents are of.
-        inputs: Tensors or edges.
+        output: What the cotangents ``(n, *output)`` are of.
+        inputs: Where to, of which each has a result ``(n, *input)``, or ``None``.
         cotangents: ``(n, *output)``.
         is_batchable: Whether all may go in one pass, where PyTorch can do so.
-
-    Returns:
-        For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
     """
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
@@ -128,11 +125,7 @@ def many_vjps(
 
 def is_batchable(nodes: Iterable[Any]) -> bool:
     """Whether several cotangents may go through all of these nodes of a graph together."""
-    for node in nodes:
-        is_wrong = _WRONG.get(type(node).__name__)
-        if is_wrong is not None and is_wrong(node):
-            return False
-    return True
+    return not any(_WRONG.get(type(node).__name__, lambda _: False)(node) for node in nodes)
 
 
 def _together(
@@ -140,10 +133,7 @@ def _together(
 ) -> dict[K, Tensor] | None:
     """``function`` of each cotangent, stacked, by one pass; or ``None`` if they must go one by one.
 
-    Args:
-        function: Runs a backward pass.
-        cotangents: Stacked along the first dimension.
-        nodes: Those of the graph that the pass may go through, and perhaps others.
+    The pass goes through no others than the ``nodes``.
     """
     # The search for anomalies reads values, which a batched pass hides.
     is_searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()

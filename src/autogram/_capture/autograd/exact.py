@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Lets nothing inside be a part of a graph, and all be exact whatever the user's modes.
-
-    Args:
-        device: That of the losses.
-    """
+    """Lets nothing inside be a part of a graph, and all be exact whatever the user's modes."""
     # In inference mode, tensors do not count changes in place.
-    is_inference = torch.is_inference_mode_enabled()
-    outside = torch.inference_mode(mode=False) if is_inference else nullcontext()
-    with outside, torch.no_grad(), without_autocast(device):
+    with torch.inference_mode(mode=False), torch.no_grad(), without_autocast(device):
         yield
 
 

@@ -23,9 +23,8 @@ def explaining_freed_graphs() -> Iterator[None]:
         if "only allowed to backward once" in str(error):
             raise UnsupportedError(
                 "A part of the model is checkpointed selectively (`context_fn` of `checkpoint`), "
-                "and PyTorch runs a backward pass through such a part once. The Gramian needs one, "
-                "another where the samples are looked for, and the weighted gradients one more. "
-                "Leave out `context_fn`."
+                "and PyTorch runs one backward pass through it, of several that are needed. Leave "
+                "out `context_fn`."
             ) from error
         if "after they have already been freed" not in str(error):
             raise

@@ -1,16 +1,19 @@
-"""Passes: backward passes of an engine, told apart from all others that run meanwhile."""
+"""Backward passes of an engine, told apart from all others that run inside of them or beside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
 
-from autogram._capture.autograd.graph import explaining_freed_graphs
-from autogram._capture.autograd.nested import Aside, watching
+from autogram._capture.autograd.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.recording import Channel, Receiver, Recording
 from autogram._errors import UnsupportedError, listed
 
@@ -28,7 +31,7 @@ class Pass:
 
     Others may run at the same time: inside of it, where a hook or a custom autograd Function
     differentiates something, and in other threads. Taps answer to this one alone. What passes
-    inside of it add to `.grad` of a tensor is dropped, as this one is none of the user's.
+    inside of it add to `.grad` is dropped.
 
     Args:
         channel: The channel of the taps that answer.
@@ -56,7 +59,7 @@ class Pass:
         self._is_step = is_step
         self._number: int | None = None
         self._error: Exception | None = None
-        self._aside = Aside()
+        self._aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
         self._has_nested = False
         self._reached: set[Recording] = set()
 
@@ -83,9 +86,10 @@ class Pass:
         node = output.grad_fn if isinstance(output, Tensor) else output.node
         assert node is not None
         handle = node.register_prehook(self._begin)
-        retained = self._retained()
+        kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
+        retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
         try:
-            with watching(running_pass), explaining_freed_graphs():
+            with _watched(), explaining_freed_graphs():
                 found: tuple[Tensor | None, ...] = torch.autograd.grad(
                     output, inputs, cotangent, retain_graph=retain_graph, allow_unused=True
                 )
@@ -95,7 +99,7 @@ class Pass:
             if self._number is not None:
                 del _RUNNING[self._number]
             self._error = None  # its traceback leads back to here
-            self._aside.put_back()
+            self._put_back()
             for recording, tensor, gradient in retained:
                 if recording in self._reached:
                     tensor.grad = gradient
@@ -125,7 +129,26 @@ class Pass:
             self._has_nested = True
             changing = [*self.channel.parameters(), *changing]
         for tensor in changing:
-            self._aside.take(tensor)
+            known = self._aside.get(id(tensor))
+            if known is None or known[0]() is not tensor:
+                self._aside[id(tensor)] = weakref.ref(tensor), tensor.grad
+                if tensor.grad is not None:
+                    tensor.grad = None
+
+    def _put_back(self) -> list[Tensor]:
+        """Puts gradients back that were put aside, and returns the tensors that had got another.
+
+        Those that nobody holds any more, as the leaves that a Function makes for itself, are left
+        out.
+        """
+        changed = []
+        while self._aside:
+            reference, gradient = self._aside.popitem()[1]
+            tensor = reference()
+            if tensor is not None and tensor.grad is not gradient:
+                changed += [tensor] if tensor.grad is not None else []
+                tensor.grad = gradient
+        return changed[::-1]
 
     def _begin(self, cotangents: tuple[Tensor, ...]) -> None:
         """Learns the number of the pass at its first node, and lists it as running."""
@@ -136,41 +159,96 @@ class Pass:
 
     def _finish(self) -> None:
         """Raises what was found out on the way."""
-        changed = self._aside.put_back()
-        if changed:
-            names = self.channel.parameters(changed)
-            hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
-            if hidden:
-                raise _hidden(hidden)
-            if self._is_step:
-                raise _left_out(changed)
+        changed = self._put_back()
+        names = self.channel.parameters(changed) if changed else {}
+        hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
+        if hidden:
+            raise UnsupportedError(
+                "A backward pass inside of the engine's adds to the gradients of "
+                f"{listed(hidden)}. A custom autograd Function or a hook starts it, as reversible "
+                "layers and checkpoints with `use_reentrant=True` do, so that the graph of the "
+                "losses does not lead to these parameters. Let the Function take them as inputs "
+                "and return their gradients, use ordinary layers or `use_reentrant=False`, or give "
+                "the engine modules without these parameters."
+            )
+        if changed and self._is_step:
+            raise UnsupportedError(
+                "A backward pass inside of the engine's adds to the gradients of tensors that are "
+                f"not the engine's, of the shapes {listed([str(tuple(x.shape)) for x in changed])}."
+                " A custom autograd Function or a hook starts it. `backward` does not know for "
+                "which weights. Call `compute_gramian`, and then `losses.backward(weights)`."
+            )
         if self._error is not None:
             raise self._error
 
-    def _retained(self) -> list[tuple[Recording, Tensor, Tensor | None]]:
-        """The activations whose gradients the user has asked to keep, and these gradients."""
-        found = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
-        return [(recording, x, x.grad) for recording, x in found if x is not None]
+
+class _Here(threading.local):
+    """What is known of this thread."""
+
+    is_ours = False
+    """Whether the next pass that begins is an engine's."""
+    outer: Pass | None = None
+    """The engine's pass that a nested one, which runs now, is inside of."""
 
 
-def _hidden(names: Sequence[str]) -> UnsupportedError:
-    """The error for parameters that the graph of the losses does not lead to."""
-    return UnsupportedError(
-        f"A backward pass inside of the engine's adds to the gradients of {listed(names)}. A "
-        "custom autograd Function or a hook starts it (`torch.autograd.backward`), as reversible "
-        "layers and checkpoints with `use_reentrant=True` do. The graph of the losses does not "
-        "lead to these parameters, so that their part of J is not to be seen. Let the Function "
-        "take them as inputs and return their gradients, use ordinary layers or "
-        "`use_reentrant=False`, or give the engine modules without these parameters."
-    )
+_HERE = _Here()
+_LOCK = threading.Lock()
+_WATCHERS: list[_Watcher] = []  # the same one, for each pass of an engine that runs
+# Of `run_backward` of PyTorch's engine, in their order.
+_ARGUMENTS = "tensors grad_tensors keep_graph create_graph inputs allow_unreachable accumulate_grad"
 
 
-def _left_out(changed: Sequence[Tensor]) -> UnsupportedError:
-    """The error for a step that would not do what the user's backward pass does."""
-    shapes = [str(tuple(tensor.shape)) for tensor in changed]
-    return UnsupportedError(
-        "A backward pass inside of the engine's adds to the gradients of tensors that are not the "
-        f"engine's, of the shapes {listed(shapes)}. A custom autograd Function or a hook "
-        "starts it. `backward` does not know for which weights. Call `compute_gramian`, and then "
-        "`losses.backward(weights)`."
-    )
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Lets passes of engines know of those that begin inside of them.
+
+    PyTorch tells nobody, so its engine is wrapped for as long as such a pass runs. The next pass
+    that this thread starts is taken for an engine's.
+    """
+    pytorch: Any = Variable
+    with _LOCK:
+        if not _WATCHERS:
+            pytorch._execution_engine = _Watcher(pytorch._execution_engine)
+        _WATCHERS.append(pytorch._execution_engine)
+    before, _HERE.is_ours = _HERE.is_ours, True
+    try:
+        yield
+    finally:
+        _HERE.is_ours = before
+        with _LOCK:
+            watcher = _WATCHERS.pop()
+            if not _WATCHERS and pytorch._execution_engine is watcher:
+                pytorch._execution_engine = watcher.engine
+
+
+class _Watcher:
+    """PyTorch's engine, with an eye on passes inside of those of engines."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a backward pass."""
+        is_ours, _HERE.is_ours = _HERE.is_ours, False
+        outer = None if is_ours else running_pass() or _HERE.outer
+        if outer is None:
+            return self.engine.run_backward(*args, **kwargs)
+        before, _HERE.outer = _HERE.outer, outer
+        try:
+            named = dict(zip(_ARGUMENTS.split(), args, strict=False))
+            outer.note_nested(_changing({**named, **kwargs}))
+            return self.engine.run_backward(*args, **kwargs)
+        finally:
+            _HERE.outer = before
+
+
+def _changing(arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors whose `.grad` a pass with these arguments may add to."""
+    if not arguments.get("accumulate_grad"):
+        return []
+    if inputs := arguments.get("inputs"):
+        return [x for x in inputs if isinstance(x, Tensor)]
+    return [leaf for output in arguments["tensors"] for leaf in leaves_behind(output)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autogram._blocks import Block, Columns, Devices, Layout, Piece, Placement, Region
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.backward.sinks import Sink
+from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.backward.verification import Check
@@ -33,28 +33,25 @@ class Run:
     limit: Limit
     devices: Devices
     survey: Survey
-    """The graph behind the losses."""
     objectives: Objectives
-    """The losses with their samples."""
-    check: Check | None = None
+    sink: Sink
+    check: Check | None
     """The verification of this call, if one is due."""
     summary: Summary | None = None
     """What is told of each block, if that is not known from an earlier call."""
     must_verify: bool = False
     """Whether it is an error that there are gradients with which nothing can be verified."""
-    is_step: bool = False
-    """Whether the pass stands for the user's own backward pass."""
     retain_graph: bool = True
     """Whether the graph is needed when the columns are there."""
-    sinks: tuple[Sink, ...] = ()
-    """What is done with the columns of a parameter."""
+    is_step: bool = False
+    """Whether the pass stands for the user's own backward pass."""
     has_sought: bool = False
     """Whether the samples were sought, or their layouts remembered."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that only the graph has shown."""
 
     def assemble(self, layout_of: LayoutOf | None, *, retain_graph: bool) -> None:
-        """Makes one pass past the taps, which gives the columns of all parameters to the sinks.
+        """Makes one pass past the taps, which gives the columns of all parameters to the sink.
 
         Args:
             layout_of: Where the samples lie, or ``None`` if all is one sample.
@@ -63,22 +60,14 @@ class Run:
         Raises:
             NotConnectedError: The losses depend on no use of a parameter.
         """
-        tail = use_in_tail(self.channel, self.survey) if self.survey.leaves_of_tail else None
         assembly = visit(
             self.channel,
             self.objectives.losses,
             self.objectives.cotangents(),
-            lambda: Assembly(self, layout_of, tail),
+            lambda: Assembly(self, layout_of),
             retain_graph=retain_graph,
             is_step=self.is_step,
         )
-        if not assembly.has_arrivals:
-            raise NotConnectedError(
-                "The losses do not depend on any parameter of the engine's modules that requires a "
-                "gradient. Compute them from an output of these modules, with gradients enabled. A "
-                "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
-                "`use_reentrant=False`."
-            )
         assembly.complete()
 
 
@@ -99,29 +88,26 @@ class _Account:
 class Assembly:
     """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
 
-    When all uses of a parameter have arrived, its columns go to the sinks. How many there will be
-    is known from the survey; where there may be others, all go to the sinks at the end.
-
-    Args:
-        run: The call that the pass is made for.
-        layout_of: Where the samples lie, or ``None`` if all is one sample.
-        tail: The losses, as a use of the parameters that they reach past every tap.
+    When all uses of a parameter have arrived, its columns go to the sink. How many there will be is
+    known from the survey; where there may be others, all go to the sink at the end.
     """
 
-    def __init__(self, run: Run, layout_of: LayoutOf | None, tail: Use | None) -> None:
+    def __init__(self, run: Run, layout_of: LayoutOf | None) -> None:
         self._run = run
         self._limit = run.limit
         self._layout_of = layout_of
         self._accounts: dict[int, _Account] = {}  # by the `id` of the owner
         for use in run.survey.uses:
             for tracked in use.reads:
-                self._account(_owner(tracked)).expected += 1
+                self._account(tracked).expected += 1
         self._is_complete = not run.survey.may_hide_taps
-        self.has_arrivals = tail is not None
         run.unseen.clear()
-        for listener in (run.check, run.summary, *run.sinks):
+        for listener in (run.check, run.summary):
             if listener is not None:
                 listener.restart(run.objectives)
+        run.sink.restart(run.objectives, run.check)
+        tail = use_in_tail(run.channel, run.survey)
+        self._has_arrivals = tail is not None
         if tail is not None:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())
 
@@ -131,20 +117,29 @@ class Assembly:
         Raises:
             UnknownLayoutError: The samples must be sought first.
         """
-        self.has_arrivals = True
+        self._has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
         for tracked in use.reads:
-            self._count(self._account(_owner(tracked)))
+            self._count(self._account(tracked))
 
     def complete(self) -> None:
-        """Gives the sinks what still waits for other uses."""
-        derived_first = sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor))
-        for account in derived_first:
-            self._finish(account)
-        for sink in self._run.sinks:
-            sink.finish()
+        """Gives the sink what still waits for other uses.
+
+        Raises:
+            NotConnectedError: No use has arrived.
+        """
+        if not self._has_arrivals:
+            raise NotConnectedError(
+                "The losses do not depend on any parameter of the engine's modules that requires a "
+                "gradient. Compute them from an output of these modules, with gradients enabled. A "
+                "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
+                "`use_reentrant=False`."
+            )
+        for account in sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor)):
+            self._finish(account)  # those of derived tensors first
+        self._run.sink.finish()
 
     def _add(
         self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
@@ -161,13 +156,18 @@ class Assembly:
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)
                 tracked, region, block = found
-                account = self._account(_owner(tracked))
+                account = self._account(tracked)
                 account.is_reached = account.has_blocks = True
                 assert account.columns is not None
                 account.columns.add(region, block, subset)
 
     def _account(self, owner: Tensor | Tracked) -> _Account:
-        """The account of a parameter or a derived tensor, opened when first asked for."""
+        """The account of a parameter or a derived tensor, opened when first asked for.
+
+        That of a region of a parameter is the parameter's.
+        """
+        if isinstance(owner, Tracked) and owner.region is not None:
+            owner = owner.sources[0]
         account = self._accounts.get(id(owner))
         if account is None:
             if isinstance(owner, Tracked):
@@ -188,7 +188,7 @@ class Assembly:
             self._finish(account)
 
     def _finish(self, account: _Account) -> None:
-        """Gives the columns of a parameter to the sinks, those of a derived tensor to parameters.
+        """Gives the columns of a parameter to the sink, those of a derived tensor to parameters.
 
         Where no use of it has arrived, there is nothing to give.
         """
@@ -196,8 +196,7 @@ class Assembly:
         if columns is None or not account.is_reached:
             return
         if isinstance(owner, Tensor):
-            for sink in self._run.sinks:
-                sink.take(owner, columns)
+            self._run.sink.take(owner, columns)
             return
         if account.has_blocks:
             subset = columns.narrow()
@@ -219,10 +218,4 @@ class Assembly:
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
         channel, limit = self._run.channel, self._limit.elements
-        found = pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable)
-        return list(found)
-
-
-def _owner(tracked: Tracked) -> Tensor | Tracked:
-    """What has the account of a tracked tensor: its parameter, where it is a region of one."""
-    return tracked if tracked.region is None else tracked.sources[0]
+        return list(pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable))

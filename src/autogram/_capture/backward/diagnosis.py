@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from autogram._capture.backward.assembly import Run
-from autogram._capture.backward.sinks import GramianSum
+from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Use
 from autogram._errors import (
     AutogramError,
     CoupledObjectivesWarning,
@@ -26,28 +26,6 @@ from autogram._errors import (
 
 _MOST_NAMED = 8
 
-_BY_SAMPLES = (
-    "With the whole batch as one sample they agree, so no use is missing and every rule is right: "
-    "the samples are mixed, or lie elsewhere than was found. Batch normalisation in training mode "
-    "and losses that compare samples mix them. Pass `batch_dim=None` to `Engine` (exact for any "
-    "losses, slower)."
-)
-_BY_RULE = (
-    "The rules {rules} are not autogram's own: compare the Gramian of a small model with "
-    "`autogram.testing.reference_jacobian`, and correct the equation, or do not register the rule "
-    "(the call is then exact, and slower)."
-)
-_BY_MISSING = (
-    "A use of {names} was not recorded: an operation that the recorder cannot see, such as one "
-    "that keeps a parameter outside of the modules' `forward`. Call it in the `forward` of a "
-    "module given to `Engine`, or write it with torch functions."
-)
-_UNKNOWN = (
-    "Or backward passes differ from each other: a hook that clips, randomness, a checkpoint that "
-    "computes something else the second time, running statistics that a later forward pass has "
-    "changed. If it is none of these, it is a bug of autogram: please report it with these lines."
-)
-
 
 def confirm(run: Run, check: Check) -> None:
     """Raises if what was computed is wrong, as far as a check shows it.
@@ -57,14 +35,22 @@ def confirm(run: Run, check: Check) -> None:
         NonFiniteError: A gradient is infinite or not a number.
     """
     compared = check.compare(run.channel)
-    reason = _not_finite(check.gramian, compared)
-    if reason is not None:
-        raise NonFiniteError(reason)
+    _refuse_non_finite(run.sink.gramian, compared)
     differing = check.differing(compared)
-    if differing:
-        raise _failure(
-            differing, _differing_in_whole(run, check) if run.objectives.samples > 1 else None
-        )
+    if not differing:
+        return
+    in_whole = _differing_in_whole(run, check) if run.objectives.samples > 1 else differing
+    concerned = in_whole or differing
+    lines = [f"  {_describe(c)}" for c in concerned[:_MOST_NAMED]]
+    if len(concerned) > _MOST_NAMED:
+        lines.append(f"  and {len(concerned) - _MOST_NAMED} others")
+    parameters = "\n".join(lines)
+    raise VerificationError(
+        "The Gramian does not agree with an ordinary backward pass: for a random vector u, uᵀ G u "
+        f"and ‖Jᵀ u‖² are apart. Look at\n{parameters}\n{_cause(in_whole)}",
+        gaps={c.name: c.gap for c in concerned},
+        is_of_samples=not in_whole,
+    )
 
 
 def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> None:
@@ -93,42 +79,16 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
         total = (check.losses * check.vector).sum()
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
-    sinks = (GramianSum(run.limit, whole),)
-    of_total = Run(
-        run.channel,
-        run.limit,
-        run.devices,
-        survey,
-        Objectives(total, None),
-        whole,
-        sinks=sinks,
-    )
+    objectives, sink = Objectives(total, None), Sink(run.limit)
+    of_total = Run(run.channel, run.limit, run.devices, survey, objectives, sink, whole)
     of_total.assemble(None, retain_graph=True)
     return whole.differing(whole.compare(run.channel))
 
 
-def _failure(
-    differing: Sequence[Comparison], in_whole: Sequence[Comparison] | None
-) -> VerificationError:
-    """The error that names the parameters that differ, or those that do so without samples."""
-    concerned = in_whole or differing
-    is_of_samples = in_whole is not None and not in_whole
-    lines = [f"  {_describe(c)}" for c in concerned[:_MOST_NAMED]]
-    if len(concerned) > _MOST_NAMED:
-        lines.append(f"  and {len(concerned) - _MOST_NAMED} others")
-    cause = _BY_SAMPLES if is_of_samples else _cause(concerned)
-    parameters = "\n".join(lines)
-    return VerificationError(
-        "The Gramian does not agree with an ordinary backward pass: for a random vector u, uᵀ G u "
-        f"and ‖Jᵀ u‖² are apart. Look at\n{parameters}\n{cause}",
-        gaps={c.name: c.gap for c in concerned},
-        is_of_samples=is_of_samples,
-    )
-
-
-def _not_finite(gramian: Tensor | None, compared: Sequence[Comparison]) -> str | None:
-    """Why nothing can be said where a value is infinite or not a number, or ``None``."""
-    if gramian is not None and not (finite := torch.isfinite(gramian.diagonal())).all():
+def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
+    """Raises where nothing can be said, as a value is infinite or not a number."""
+    finite = torch.isfinite(gramian.diagonal())
+    if not finite.all():
         bad = (~finite).nonzero().flatten().tolist()
         numbers = ", ".join(map(str, bad[:_MOST_NAMED])) + ", ..." * (len(bad) > _MOST_NAMED)
         extent = (
@@ -136,46 +96,63 @@ def _not_finite(gramian: Tensor | None, compared: Sequence[Comparison]) -> str |
             if torch.isfinite(gramian[finite][:, finite]).all()
             else "Other entries of the Gramian are not finite either."
         )
-        return (
+        raise NonFiniteError(
             f"The Gramian cannot be verified: the gradients of the objectives {numbers} (in the "
             f"row-major order of the losses) are infinite or not a number. {extent} Look for a "
             "division by zero or an overflow in these samples; "
             "`torch.autograd.detect_anomaly()` finds it."
         )
-    names = [f"`{c.name}`" for c in compared if not c.is_finite]
+    names = [f"`{c.name}`" for c in compared if not isfinite(c.gramian + c.gradient)]
     if names:
-        return (
+        raise NonFiniteError(
             "The Gramian cannot be verified: there are gradients that are infinite or not a "
             f"number, for {listed(names)}. If no single objective has one, an "
             "ordinary backward pass overflows: in half precision, scale the losses down."
         )
-    return None
 
 
-def _cause(concerned: Sequence[Comparison]) -> str:
-    """The likely cause, and its fix."""
-    uses = [use for c in concerned for use in c.uses.values()]
-    rules = dict.fromkeys(rule for use in uses if (rule := rule_name(use)))
-    foreign = [f"`{rule}`" for rule in rules if not rule.startswith("autogram.")]
+def _cause(in_whole: Sequence[Comparison]) -> str:
+    """The likely cause, and its fix, from what differs if the batch is one sample."""
+    if not in_whole:
+        return (
+            "With the whole batch as one sample they agree, so no use is missing and every rule is "
+            "right: the samples are mixed, or lie elsewhere than was found. Batch normalisation in "
+            "training mode and losses that compare samples mix them. Pass `batch_dim=None` to "
+            "`Engine` (exact for any losses, slower)."
+        )
+    rules = dict.fromkeys(rule_name(use) for c in in_whole for use in c.uses.values())
+    foreign = [f"`{rule}`" for rule in rules if rule and not rule.startswith("autogram.")]
     if foreign:
-        return _BY_RULE.format(rules=", ".join(foreign))
-    lacking = [f"`{c.name}`" for c in concerned if c.gramian < c.gradient and not c.uses]
+        return (
+            f"The rules {', '.join(foreign)} are not autogram's own: compare the Gramian of a "
+            "small model with `autogram.testing.reference_jacobian`, and correct the equation, or "
+            "do not register the rule (the call is then exact, and slower)."
+        )
+    lacking = [f"`{c.name}`" for c in in_whole if c.gramian < c.gradient and not c.uses]
+    missing = (
+        f"A use of {listed(lacking) or 'them, perhaps,'} was not recorded: an operation that the "
+        "recorder cannot see, such as one that keeps a parameter outside of the modules' "
+        "`forward`. Call it in the `forward` of a module given to `Engine`, or write it with torch "
+        "functions."
+    )
     if lacking:
-        return _BY_MISSING.format(names=listed(lacking))
-    return _BY_MISSING.format(names="them, perhaps,") + " " + _UNKNOWN
+        return missing
+    return (
+        f"{missing} Or backward passes differ from each other: a hook that clips, randomness, a "
+        "checkpoint that computes something else the second time, running statistics that a later "
+        "forward pass has changed. If it is none of these, it is a bug of autogram: please report "
+        "it with these lines."
+    )
 
 
 def _describe(comparison: Comparison) -> str:
     """A parameter, how far it is off, and the calls that use it."""
-    uses = ", ".join(_describe_use(use) for use in comparison.uses.values())
-    seen = f"used in {uses}" if uses else "of which no use was seen"
+    uses = []
+    for use in comparison.uses.values():
+        rule = rule_name(use)
+        uses.append(f"`{use.function}` (" + (f"rule `{rule}`)" if rule else "without a rule)"))
+    seen = f"used in {', '.join(uses)}" if uses else "of which no use was seen"
     return (
         f"`{comparison.name}`: {comparison.gramian:.6g} and {comparison.gradient:.6g}, "
         f"{comparison.gap:.1e} apart, {seen}"
     )
-
-
-def _describe_use(use: Use) -> str:
-    """A use by its function, and by the rule that its block is from."""
-    rule = rule_name(use)
-    return f"`{use.function}` (rule `{rule}`)" if rule else f"`{use.function}` (without a rule)"

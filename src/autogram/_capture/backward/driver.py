@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,14 +13,14 @@ from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import Run
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
-from autogram._capture.backward.sinks import GramianSum, KeptColumns, Sink
+from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.remembered import REMEMBERED, Remembered
+from autogram._capture.samples.remembered import Remembered
 from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
 from autogram._errors import (
@@ -34,29 +34,16 @@ from autogram._errors import (
 BatchDim = int | Literal["auto"] | None
 
 
-class StepParts(NamedTuple):
-    """What a whole backward pass needs to know of some losses."""
-
-    objectives: Objectives
-    """What the rows of the columns belong to."""
-    columns: Mapping[Tensor, Columns]
-    """Those of each parameter."""
-    gramian: Tensor
-    outside: list[Tensor]
-    """The leaves that the losses depend on, less the parameters of the engine's modules."""
-
-
 class Driver:
     """Runs backward passes for one engine, and remembers the layouts that it found.
 
     Args:
         channel: The channel of the engine's taps.
-        batch_dim: The dimension of the losses that counts the samples, ``None`` for one sample, or
-            ``"auto"`` to find out.
+        batch_dim: As for the engine.
         limit: What the engine and its Jacobians share.
         devices: How to contract blocks.
-        verify: When to compare with an ordinary backward pass.
-        unseen: Whether to refuse parameters that are used where nothing is recorded.
+        verify: As for the engine.
+        unseen: As for the engine.
 
     Attributes:
         summary: What the last call did.
@@ -68,8 +55,8 @@ class Driver:
         batch_dim: BatchDim,
         limit: Limit,
         devices: Devices,
-        verify: Verify = "first",
-        unseen: Unseen = "rows",
+        verify: Verify,
+        unseen: Unseen,
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
@@ -77,7 +64,7 @@ class Driver:
         self._devices = devices
         self._on_unseen: Unseen = unseen
         self._remembered = Remembered(channel)
-        self._schedule = Schedule(verify, REMEMBERED)
+        self._schedule = Schedule(verify)
         self.summary = Summary(limit)
 
     @retried_with_less
@@ -90,25 +77,23 @@ class Driver:
                 done.
         """
         with exact(losses.device):
-            run = self._begin(losses, verify=verify)
-            total = GramianSum(self._limit, run.check)
-            self._collect(run, total)
-            return total.gramian
+            run = self._begin(losses, Sink(self._limit), must_verify=verify)
+            self._collect(run)
+            return run.sink.gramian
 
     @retried_with_less
-    def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, KeptColumns]:
+    def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, Mapping[Tensor, Columns]]:
         """The columns of J, kept, and the objectives that their rows belong to."""
         with exact(losses.device):
-            run = self._begin(losses)
-            kept = KeptColumns(form, self._limit, run.check)
-            self._collect(run, kept)
-            return run.objectives, kept
+            run = self._begin(losses, Sink(self._limit, form, is_summed=False))
+            self._collect(run)
+            return run.objectives, run.sink.columns
 
     @retried_with_less
     def step(
         self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
-    ) -> StepParts:
-        """The columns of J and the Gramian, and what else there is to differentiate.
+    ) -> tuple[Objectives, Mapping[Tensor, Columns], Tensor, list[Tensor]]:
+        """The objectives, the columns of J, the Gramian, and the leaves that are no parameters.
 
         Args:
             losses: The losses.
@@ -118,17 +103,16 @@ class Driver:
                 other leaves, it is freed on the way, unless samples may have to be sought yet.
         """
         with exact(losses.device):
-            run = self._begin(losses, is_step=True)
+            run = self._begin(losses, Sink(self._limit, form, arena))
+            run.is_step = True
             leaves = run.survey.leaves
             inside = self._channel.parameters(leaves)
             outside = [leaf for leaf in leaves if leaf not in inside]
             run.retain_graph = retain_graph or bool(outside) or run.check is not None
-            kept = KeptColumns(form, self._limit, run.check, arena)
-            total = GramianSum(self._limit)
-            self._collect(run, kept, total)
-            return StepParts(run.objectives, kept.columns, total.gramian, outside)
+            self._collect(run)
+            return run.objectives, run.sink.columns, run.sink.gramian, outside
 
-    def _begin(self, losses: Tensor, *, verify: bool = False, is_step: bool = False) -> Run:
+    def _begin(self, losses: Tensor, sink: Sink, *, must_verify: bool = False) -> Run:
         """One call, before its first pass."""
         with explaining_freed_graphs():
             survey = Survey(self._channel, losses)
@@ -139,15 +123,14 @@ class Driver:
             self._devices,
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
-            self._schedule.next(survey, must=verify),
+            sink,
+            self._schedule.next(survey, must=must_verify),
             None if survey.key == self.summary.key else Summary(self._limit, survey.key),
-            must_verify=verify,
-            is_step=is_step,
+            must_verify=must_verify,
         )
 
-    def _collect(self, run: Run, *sinks: Sink) -> None:
-        """Fills the sinks, verified where that is due, and remembers what was done."""
-        run.sinks = sinks
+    def _collect(self, run: Run) -> None:
+        """Fills the sink, verified where that is due, and remembers what was done."""
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
             run.assemble(None, retain_graph=run.retain_graph)
@@ -155,23 +138,22 @@ class Driver:
         if run.summary is not None:
             self.summary = run.summary
             for recording in self._channel.recordings:
-                names = recording.names.items()
-                self.summary.names.update({name: p.requires_grad for p, name in names})
+                for parameter, name in recording.names.items():
+                    self.summary.names[name] = parameter.requires_grad
         self.summary.has_sought = run.has_sought
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
 
     def _collect_per_sample(self, run: Run) -> bool:
-        """Fills the sinks if the losses are per-sample. If not, the whole batch is one sample."""
-        is_auto = self._batch_dim == "auto"
+        """Fills the sink, unless the losses turn out not to be per-sample, and says whether."""
         search = Search(self._remembered, run.objectives, run.survey)
         try:
             self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:
-            is_of_samples = isinstance(error, MixedSamplesError) or (
+            is_certain = isinstance(error, MixedSamplesError) or (
                 error.is_of_samples and not error.is_late
             )
-            if not (is_auto and is_of_samples):
+            if self._batch_dim != "auto" or not is_certain:
                 raise
             search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
@@ -200,31 +182,31 @@ class Driver:
             search.doubt()
             if search.has_sought:
                 raise
-            raise error.since(self._schedule.doubted) from None
+            doubted = self._schedule.confirmed + 1, self._schedule.calls
+            raise error.since(doubted) from None
         if run.check is not None and not search.has_sought:
             search.doubt()
 
     def _confirm(self, run: Run) -> None:
-        """Raises if what the sinks have is wrong, as far as a check shows it."""
+        """Raises if what the sink has is wrong, as far as a check shows it."""
         if run.check is None:
             return
+        is_confirmed = True
         try:
             confirm(run, run.check)
         except NonFiniteError as error:
             if run.must_verify:
                 raise
             warn_user(str(error), UnverifiedWarning)
-            self._schedule.postpone()
-        else:
-            self._schedule.confirm()
+            is_confirmed = False
+        self._schedule.note_checked(is_confirmed=is_confirmed)
 
 
 class Drivers:
     """The drivers of an engine, which serve one call at a time each.
 
-    Calls one after the other have the same one, whichever thread they come from, and so they share
-    what it remembers. Calls at the same time, in several threads or inside of one another, have
-    different ones, which learn on their own. None waits for another.
+    Calls one after the other share one, whichever thread they come from. Calls at the same time, in
+    several threads or inside of one another, have different ones, which learn on their own.
 
     Args:
         make: Makes a driver.

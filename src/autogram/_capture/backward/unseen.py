@@ -24,6 +24,8 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     differentiated again, or a forward pass from before the engine was made use parameters where
     nothing is recorded.
     """
+    if not survey.leaves_of_tail:
+        return None
     losses = survey.losses
     names = channel.parameters(survey.leaves_of_tail)
     reads = tuple(track_parameter(p) for p in survey.leaves_of_tail if p in names)
@@ -46,14 +48,6 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, polic
     if "unseen" in channel.told and policy == "rows":
         return
     channel.told.add("unseen")
-    message = _describe(uses, objectives)
-    if policy == "error":
-        raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
-    warn_user(message, UnseenUseWarning)
-
-
-def _describe(uses: Sequence[Use], objectives: int) -> str:
-    """Which parameters are used unseen, where, what that costs, and what to do about it."""
     by_function: dict[str, list[str]] = {}
     for use in uses:
         for parameter in dict.fromkeys(p for tracked in use.reads for p in tracked.sources):
@@ -61,10 +55,13 @@ def _describe(uses: Sequence[Use], objectives: int) -> str:
             text = f"`{use.recording.names[parameter]}` ({elements} elements)"
             by_function.setdefault(use.function, []).append(text)
     found = "; ".join(f"in {name}, {listed(texts)}" for name, texts in by_function.items())
-    return (
+    message = (
         "Some parameters are used where calls are not recorded. What they contribute is explicit "
         f"rows of J, by {objectives} vector-Jacobian products (one for each objective) through "
         f"each place: {found}. To save that, use them in the `forward` of a module that is given "
         "to `Engine` before it runs, and register a rule for a custom autograd Function "
         "(`autogram.rules.register_rule`)."
     )
+    if policy == "error":
+        raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
+    warn_user(message, UnseenUseWarning)

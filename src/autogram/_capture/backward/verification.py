@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from autogram._capture.autograd.graph import dtypes_of
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.remembered import Latest
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -32,25 +33,18 @@ _LONGEST = 64
 
 @dataclass
 class Comparison:
-    """One parameter on both sides: uᵀ G u by the engine, and the squared norm of Jᵀ u by autograd.
-
-    Both are sums over the elements of the parameter, so that each parameter is compared alone.
-    """
+    """One parameter, whose part of both sides can be compared alone, as both are sums."""
 
     name: str = ""
     gramian: float = 0.0
+    """uᵀ G u, by the engine."""
     scale: float = 0.0
     """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
     gradient: float = 0.0
+    """The squared norm of Jᵀ u, by autograd."""
     elements: int = 0
-    """Of the parameter."""
     uses: dict[str, Use] = field(default_factory=dict)
-    """The uses that were seen, by function."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether anything can be said."""
-        return isfinite(self.gramian) and isfinite(self.gradient)
+    """Those that were seen, by function."""
 
     @property
     def gap(self) -> float:
@@ -62,25 +56,20 @@ class Comparison:
 class Check:
     """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
 
-    An assembly shows it each use, and sinks the Gramian or the columns of each parameter.
+    An assembly shows it each use, and a sink the columns of each parameter.
 
     Args:
         survey: The graph behind the objectives.
         vector: u, of their shape.
 
     Attributes:
-        gramian: The whole Gramian, ``(m, m)``, if one is added up.
         comparisons: What was seen of each parameter.
         epsilon: The precision of the coarsest dtype on the way.
-
-    References:
-        Freivalds, Probabilistic Machines Can Use Less Running Time, 1977, for matrix products.
     """
 
     def __init__(self, survey: Survey, vector: Tensor) -> None:
         self.losses = survey.losses
         self.vector = vector
-        self.gramian: Tensor | None = None
         self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
         dtypes = dtypes_of(survey.losses, survey.nodes)
         self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
@@ -88,9 +77,8 @@ class Check:
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
-        """Forgets the Gramian of an earlier pass."""
+        """Forgets what an earlier pass has shown."""
         self._by_sample = objectives.by_sample(self.vector)
-        self.gramian = None
         self.comparisons.clear()
 
     def see_use(self, use: Use, cotangent: Tensor) -> None:
@@ -101,34 +89,35 @@ class Check:
             for parameter in tracked.sources:
                 self.comparisons[parameter].uses[use.function] = use
 
-    def see_gramian(self, parameter: Tensor, part: Tensor) -> None:
-        """Takes in the Gramian of one parameter, ``(k, b, k, b)``."""
-        u = self._by_sample.flatten().to(part.device, torch.float64)
-        part = part.flatten(2).flatten(0, 1).to(torch.float64)
-        gramian, scale = float(u @ part @ u), float(u.square() @ part.diagonal())
-        comparison = self.comparisons[parameter]
-        comparison.gramian += gramian
-        comparison.scale += scale
+    def see_columns(self, parameter: Tensor, columns: Columns, *, are_kept: bool) -> Tensor | None:
+        """Takes in the columns of one parameter: if they are kept, by other products of them.
 
-    def see_columns(self, parameter: Tensor, columns: Columns) -> None:
-        """Takes in the rows of one parameter, which are kept, by their products."""
+        Returns:
+            Their Gramian ``(k, b, k, b)``, if it was needed and is not zero.
+        """
         u = self._by_sample
-        gradient, norms = columns.weighted_sum(u), columns.square_norms()
-        if gradient is None or norms is None:
-            return
-        gramian = _squared_norm(gradient)
-        scale = float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+        part = None
+        if are_kept:
+            gradient, norms = columns.weighted_sum(u), columns.square_norms()
+            if gradient is None or norms is None:
+                return None
+            gramian = _squared_norm(gradient)
+            scale = float((u.square().to(norms) * norms).sum(dtype=torch.float64))
+        else:
+            part = columns.gram()
+            if part is None:
+                return None
+            u = u.flatten().to(part.device, torch.float64)
+            matrix = part.flatten(2).flatten(0, 1).to(torch.float64)
+            gramian, scale = float(u @ matrix @ u), float(u.square() @ matrix.diagonal())
         # Both are added, or none: where memory runs out before, the columns are shown again.
         comparison = self.comparisons[parameter]
         comparison.gramian += gramian
         comparison.scale += scale
+        return part
 
     def compare(self, channel: Channel) -> list[Comparison]:
-        """Does the ordinary backward pass, and puts its gradients beside what was seen.
-
-        Returns:
-            One comparison for each trainable parameter of the engine's modules.
-        """
+        """Does the ordinary backward pass: a comparison for each trainable parameter."""
         names = channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad]
         # Also of what is none of the engine's: a pass inside of this one shows itself there.
@@ -149,12 +138,11 @@ class Check:
     def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
         """The parameters for which rounding cannot explain how far both sides are apart.
 
-        Adding n numbers one after the other errs by about √n roundings, and a sum of more than
-        1 / ε numbers gains nothing from the next one: so √ε is what an honest computation in a
-        dtype of precision ε may be off, relative to uᵀ G u as it is on average. Where the parts of
-        a gradient cancel (the bias in front of a normalisation), what is left is their rounding,
-        ε² of what they were; that is not known, so the network's gradient as a whole stands for it.
-        Where gradients vanish, each product in the Gramian may be lost below the smallest number.
+        A sum of n numbers errs by about √n roundings, and gains nothing from further ones beyond
+        n = 1 / ε: so an honest computation may be off by √ε, relative to uᵀ G u on average. Where
+        the parts of a gradient cancel (the bias in front of a normalisation), what is left is their
+        rounding, ε² of what they were, for which the network's gradient as a whole stands. Where
+        gradients vanish, each product in the Gramian may be lost below the smallest number.
         """
         t = sqrt(self.epsilon)
         total = sum(max(c.scale, c.gradient) for c in compared)
@@ -174,58 +162,48 @@ class Schedule:
     Args:
         mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph
             behind the losses is new in more than sizes.
-        capacity: How many graphs to remember.
+
+    Attributes:
+        calls: How many there were.
+        confirmed: The last one whose check has found nothing wrong.
     """
 
-    def __init__(self, mode: Verify, capacity: int) -> None:
+    def __init__(self, mode: Verify) -> None:
+        self.calls = 0
+        self.confirmed = 0
         self._mode = mode
-        self._capacity = capacity
-        self._calls = 0
         self._due = 1
-        self._confirmed = 0
-        self._seen: dict[bytes, None] = {}
+        self._seen = Latest[bytes, None]()
         # Of its own: the user's random state is not touched.
         self._generator = torch.Generator("cpu").manual_seed(0)
 
     def next(self, survey: Survey, *, must: bool) -> Check | None:
-        """The check of the next call, if one is due or must be."""
-        self._calls += 1
-        if self._mode == "first":
-            must |= self._calls >= self._due or survey.structure not in self._seen
-            self._seen[survey.structure] = None
-            if len(self._seen) > self._capacity:
-                del self._seen[next(iter(self._seen))]
-        return self.check(survey) if must or self._mode == "always" else None
-
-    def confirm(self) -> None:
-        """Notes that a check of the last call has found nothing wrong."""
-        self._confirmed = self._calls
-        self.postpone()
-
-    def postpone(self) -> None:
-        """Notes that the last call was checked. A call that failed before leaves its check due."""
-        if self._calls >= self._due:
-            self._due = self._calls + min(self._calls, _LONGEST)
-
-    @property
-    def doubted(self) -> tuple[int, int]:
-        """The calls since the last check that found nothing wrong, the first and the last."""
-        return self._confirmed + 1, self._calls
-
-    def check(self, survey: Survey) -> Check:
-        """A check with a new vector.
+        """The check of the next call, with a new vector, if one is due or must be.
 
         Its entries are 1 or 1/2, with random signs: powers of two, with which products are exact,
         and not above 1, with which cotangents overflow no sooner than in the pass that is verified.
         Equal entries would not show that samples are mixed, and entries of sum zero would not show
         what is missing from all objectives alike, so neither is used.
         """
+        self.calls += 1
+        if self._mode == "first":
+            must |= self.calls >= self._due or survey.structure not in self._seen
+            self._seen[survey.structure] = None
+        if not must and self._mode != "always":
+            return None
         losses, m = survey.losses, survey.losses.numel()
+        entries = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")
         while True:
-            u = torch.randint(4, (m,), generator=self._generator, device="cpu")
-            u = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")[u]
+            u = entries[torch.randint(4, (m,), generator=self._generator, device="cpu")]
             if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
+
+    def note_checked(self, *, is_confirmed: bool) -> None:
+        """Notes that the last call was checked. A call that failed before leaves its check due."""
+        if is_confirmed:
+            self.confirmed = self.calls
+        if self.calls >= self._due:
+            self._due = self.calls + min(self.calls, _LONGEST)
 
 
 _SILENCING = threading.Lock()
@@ -262,14 +240,11 @@ def _squared_norm(gradient: Tensor) -> float:
 
 def _epsilon(tensor: Tensor, dtype: torch.dtype) -> float:
     """The distance of neighbouring numbers of a dtype around one, as far as products keep it."""
-    if dtype == torch.float32 and tensor.is_cuda and _may_use_tf32():
-        return _EPSILON_OF_TF32
+    if dtype == torch.float32 and tensor.is_cuda:
+        try:
+            is_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        except RuntimeError:  # set through the other of PyTorch's two interfaces
+            is_tf32 = True
+        if is_tf32:
+            return _EPSILON_OF_TF32
     return float(torch.finfo(dtype).eps)
-
-
-def _may_use_tf32() -> bool:
-    """Whether float32 products on a GPU may be rounded to TF32."""
-    try:
-        return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # set through the other of PyTorch's two interfaces
-        return True
