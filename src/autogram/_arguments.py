@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from autogram._capture import BatchDim, Objectives, Unseen, Verify
+from autogram._capture import BatchDim, Objectives, Unseen, Verify, without_autocast
 from autogram._errors import (
     CoupledObjectivesWarning,
     InvalidBatchDimError,
@@ -20,6 +20,7 @@ from autogram._errors import (
     warn_user,
 )
 
+Weighting = Callable[[Tensor], Tensor]
 Direction = Mapping[str, Tensor] | Sequence[Tensor]
 Names = Mapping[Tensor, str]
 
@@ -165,6 +166,18 @@ def check_weighting(weighting: Any) -> None:
 def _kinds_in_torchjd(value: Any) -> set[str]:
     """The names of the classes of torchjd that a value is of. torchjd need not be installed."""
     return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
+
+
+def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
+    """The weights that a user's function gives, detached, in at least float32."""
+    with without_autocast(gramian.device):
+        weights = weighting(gramian)
+    if not isinstance(weights, Tensor):
+        raise InvalidOperandError(
+            f"The weighting returned a {type(weights).__name__}. Return a tensor of weights from "
+            "it, `(m,)` or of the shape of the losses."
+        )
+    return weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
