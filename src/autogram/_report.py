@@ -221,9 +221,8 @@ def _table(parameters: Iterable[ParameterReport]) -> list[str]:
 
 def _call(use: UseReport) -> str:
     """A call, with what is not usual about it."""
-    notes = ["fallback"] if use.rule is None else []
-    if use.rule is not None and not use.rule.startswith("autogram."):
-        notes.append(use.rule)
+    rule = use.rule or "fallback"
+    notes = [] if rule.startswith("autogram.") else [rule]
     if use.is_derived:
         notes.append("derived")
     return f"{use.function} ({', '.join(notes)})" if notes else use.function
