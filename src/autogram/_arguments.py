@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from autogram._capture import BatchDim, Objectives, Unseen, Verify
+from autogram._capture import BatchDim, Objectives, Unseen, Verify, without_autocast
 from autogram._errors import (
     CoupledObjectivesWarning,
     InvalidBatchDimError,
@@ -20,10 +20,11 @@ from autogram._errors import (
     warn_user,
 )
 
+Weighting = Callable[[Tensor], Tensor]
 Direction = Mapping[str, Tensor] | Sequence[Tensor]
 Names = Mapping[Tensor, str]
 
-# Weightings of torchjd that are written for matrices, and look at the number of rows alone.
+# Weightings of torchjd for matrices that look at the number of rows alone.
 _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
 
 
@@ -72,12 +73,9 @@ def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
 
 
 def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
-    """Refuses losses that have no Jacobian, and warns, once, of one number for a whole batch.
+    """Refuses losses that have no Jacobian, and warns of one number for a whole batch.
 
-    Args:
-        losses: The losses.
-        batch_dim: The option of the engine.
-        told: The warnings that the user has had.
+    ``told`` has the warnings that the user has had.
     """
     if not isinstance(losses, Tensor):
         raise InvalidLossesError(
@@ -91,14 +89,13 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
         )
     if torch._C._are_functorch_transforms_active():
         raise InvalidLossesError(
-            "`compute_gramian` is called inside of a `torch.func` transform (`vmap`, `grad`, "
-            "`jvp`, ...), which has a graph of its own. Call it outside, on losses that were "
-            "computed outside; parts of the model may use transforms."
+            "The engine is called inside of a `torch.func` transform, which has a graph of its "
+            "own. Call it outside, on losses that were computed outside."
         )
     if not torch.is_grad_enabled():
         raise InvalidLossesError(
             "Gradients are disabled (`torch.no_grad` or inference mode). Compute the losses and "
-            "call `compute_gramian` with gradients enabled."
+            "call the engine with gradients enabled."
         )
     if not losses.requires_grad:
         raise InvalidLossesError(
@@ -114,35 +111,27 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
         told.add("reduced")
         warn_user(
             "The losses are one number, so that the Gramian is 1 x 1. Keep one loss for each "
-            "sample (`reduction='none'`, and no `.mean()`). If a single objective is meant, "
-            "pass `batch_dim=None` to `Engine`.",
+            "sample (`reduction='none'`, no `.mean()`), or pass `batch_dim=None` to `Engine`.",
             CoupledObjectivesWarning,
         )
 
 
 def check_weighting(weighting: Any) -> None:
     """Refuses what is no function of a Gramian."""
-    if isinstance(weighting, Tensor):
-        raise InvalidOperandError(
-            "The weighting is a tensor, and must be a function of the Gramian. Weights that are "
-            "known need none. Call `losses.backward(weights)`."
-        )
     if not callable(weighting):
         raise InvalidOperandError(
             f"The weighting is a {type(weighting).__name__}. Pass a function that maps the Gramian "
-            "`(m, m)` to weights `(m,)`."
+            "`(m, m)` to weights `(m,)`. Weights that are known need no Gramian: call "
+            "`losses.backward(weights)`."
         )
+    rows = "`engine.jacobian(losses).rows(slice(None))`"
     name, kinds = type(weighting).__name__, _kinds_in_torchjd(weighting)
-    if "GramianWeightedAggregator" in kinds:
-        raise InvalidOperandError(
-            f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
-            f"asks for weights. Pass its weighting, `{name}().gramian_weighting`."
-        )
     if "Aggregator" in kinds:
+        has_weighting = "GramianWeightedAggregator" in kinds
         raise InvalidOperandError(
             f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
-            "asks for weights. Give it the rows, `engine.jacobian(losses).rows(slice(None))`, or "
-            "pass a weighting of Gramians, such as `UPGradWeighting()`."
+            "asks for weights. Pass "
+            + (f"`{name}().gramian_weighting`." if has_weighting else f"the rows to it: {rows}.")
         )
     while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside of another
         name = type(weighting).__name__
@@ -154,10 +143,9 @@ def check_weighting(weighting: Any) -> None:
             )
         if "_MatrixWeighting" in kinds and name not in _FOR_ANYTHING:
             raise InvalidOperandError(
-                f"`{name}` takes the rows of J, and the engine has the Gramian. Compute the "
-                "weights from `engine.jacobian(losses).rows(slice(None))`, and call "
-                "`losses.backward(weights)`; or pass a weighting of Gramians, such as "
-                "`UPGradWeighting()`."
+                f"`{name}` takes the rows of J, and the engine has the Gramian. Pass a weighting "
+                f"of Gramians, such as `UPGradWeighting()`; or the rows to it, {rows}, and its "
+                "weights to `losses.backward`."
             )
         weighting = getattr(weighting, "weighting", None)
 
@@ -165,6 +153,18 @@ def check_weighting(weighting: Any) -> None:
 def _kinds_in_torchjd(value: Any) -> set[str]:
     """The names of the classes of torchjd that a value is of. torchjd need not be installed."""
     return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
+
+
+def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
+    """The weights that a user's function gives, detached, in at least float32."""
+    with without_autocast(gramian.device):
+        weights = weighting(gramian)
+    if not isinstance(weights, Tensor):
+        raise InvalidOperandError(
+            f"The weighting returned a {type(weights).__name__}. Return a tensor of weights, "
+            "`(m,)` or of the shape of the losses."
+        )
+    return weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
@@ -190,7 +190,7 @@ def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
         if len(direction) != len(names):
             raise InvalidOperandError(
                 f"The direction has {len(direction)} tensors, and the Jacobian is of "
-                f"{len(names)} parameters. Pass one for each of `names`, or a dict."
+                f"{len(names)} parameters. Pass a tensor for each of `names`, or a dict."
             )
         direction = dict(zip(names.values(), direction, strict=True))
     by_parameter = {}
@@ -211,6 +211,5 @@ def parameter_of(name: str, names: Names) -> Tensor:
         if its_name == name:
             return parameter
     raise InvalidOperandError(
-        f"`{name}` is no parameter of the Jacobian. `names` lists them; frozen parameters are "
-        "not among them."
+        f"`{name}` is no parameter of the Jacobian. `names` lists them, without frozen ones."
     )

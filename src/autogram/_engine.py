@@ -11,7 +11,14 @@ from typing import Literal, Self, overload
 import torch
 from torch import Tensor, nn
 
-from autogram._arguments import check_losses, check_modules, check_options, check_weighting
+from autogram._arguments import (
+    Weighting,
+    check_losses,
+    check_modules,
+    check_options,
+    check_weighting,
+    weights_by,
+)
 from autogram._blocks import Devices, Keep
 from autogram._capture import (
     BatchDim,
@@ -31,7 +38,6 @@ from autogram._capture import (
 )
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._errors import RemovedEngineError
-from autogram._gradients import Weighting, accumulate_grad, weights_by
 from autogram._jacobian import Jacobian
 from autogram._report import Report, make_report
 
@@ -40,13 +46,12 @@ class Engine:
     """Computes products with the Jacobian of a vector of losses, without forming it.
 
     J is the Jacobian of m objectives with respect to the n trainable parameters of some modules.
-    An engine hooks these modules once. From then on their forward passes record where parameters
-    are used, and :meth:`compute_gramian` turns one backward pass through the activations into the
-    Gramian J Jᵀ. With gradients disabled the hooks do nothing. Ordinary backward passes give the
-    gradients that they give without an engine. Several threads may use one engine at once.
-
-    The hooks are taken off when the engine is dropped, by :meth:`remove`, or at the end of a
-    ``with Engine(model) as engine:`` block.
+    The engine hooks these modules once. Their forward passes then record where parameters are used,
+    and :meth:`compute_gramian` turns one backward pass through the activations into the Gramian
+    J Jᵀ. With gradients disabled the hooks do nothing, and ordinary backward passes give the same
+    gradients as without an engine. Several threads may use one engine at once. The hooks are taken
+    off by :meth:`remove`, at the end of a ``with Engine(model) as engine:`` block, or when the
+    engine is dropped.
 
     Args:
         modules: The modules whose trainable parameters J is taken with respect to. None may be
@@ -56,14 +61,13 @@ class Engine:
             takes dimension 0, and objectives that are not per-sample as ``None``, with one warning.
         memory_limit_bytes: The size above which an intermediate result of a contraction is computed
             in parts. The smallest part is one row of the Jacobian for one parameter.
-        verify: When :meth:`compute_gramian`, :meth:`jacobian` and :meth:`backward` compare their
-            result with one ordinary backward pass: ``"first"`` at the calls 1, 2, 4, ..., 64, then
-            each 64th, and whenever the graph behind the losses is new in more than sizes;
-            ``"always"``; or ``"never"``.
-        unseen: What to do with parameters that are used where calls are not recorded: in a penalty
-            among the losses, a custom autograd Function, a gradient that is differentiated again, a
-            forward pass from before the engine was made. ``"rows"`` computes their rows by
-            vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
+        verify: When results are compared with one ordinary backward pass: ``"first"`` at the calls
+            1, 2, 4, ..., 64, then each 64th, and whenever the graph behind the losses is new in
+            more than sizes; ``"always"``; or ``"never"``.
+        unseen: What to do with parameters that are used where calls are not recorded: in a penalty,
+            a custom autograd Function, a gradient that is differentiated again, a forward pass from
+            before the engine was made. ``"rows"`` computes their rows by vector-Jacobian products,
+            exactly, and warns once; ``"error"`` refuses them.
 
     Raises:
         InvalidModulesError: No module is given, an argument is not one, or one is inside another.
@@ -126,11 +130,10 @@ class Engine:
             All inner products of the objectives' gradients, ``(m, m)``, in the row-major order of
             the losses, in the dtype of the parameters and at least float32, detached.
 
-            Cost: a backward pass through the activations, and contractions that cost between a
-            few percent and the whole of a forward pass. The first call makes two further passes
-            for each binary digit of B to find the samples. Calls with new shapes, and those in
-            which samples may have moved, make one or two. A call that is verified makes an ordinary
-            backward pass in addition, with the gradients of all parameters.
+            Cost: a backward pass through the activations, and contractions that cost from a few
+            percent to the whole of a forward pass. To find the samples, the first call makes two
+            further passes for each binary digit of B; a call with new shapes, or in which samples
+            may have moved, makes one or two. Verification is an ordinary backward pass.
 
         Raises:
             InvalidLossesError: The losses are not floating-point, or have no graph.
@@ -166,8 +169,7 @@ class Engine:
                 these fill the memory limit. Later products only read rows.
 
         Returns:
-            The Jacobian, which holds cotangents of activations, and inputs of calls. It costs what
-            :meth:`compute_gramian` costs, less the contractions.
+            The Jacobian, for the cost of :meth:`compute_gramian`, less the contractions.
 
         Raises:
             AutogramError: As for :meth:`compute_gramian`.
@@ -212,11 +214,10 @@ class Engine:
         """A step's whole backward pass: Gramian, weights, and Jᵀ w added into ``.grad``.
 
         The result is that of ``losses.backward(weighting(self.compute_gramian(losses)))``, to
-        rounding, with one pass through the activations instead of two: the factors of the Gramian,
-        weighted, give the gradients of the engine's parameters. Other leaves that require a
+        rounding, with one pass through the activations instead of two: the gradients of the
+        engine's parameters come from the factors of the Gramian. Other leaves that require a
         gradient get it by an ordinary backward pass between them and the losses. Gradients are
-        dense, also those of sparse embeddings, and hooks on parameters run. Activations that retain
-        their gradient get none.
+        dense, and hooks on parameters run. Activations that retain their gradient get none.
 
         Args:
             losses: As for :meth:`compute_gramian`.
@@ -231,7 +232,7 @@ class Engine:
 
             Cost: that of :meth:`compute_gramian`, and the weights' gradients. RAM: the cotangents
             of all activations until the weights are known, and at most the memory limit for rows.
-            On a CPU, the engine keeps the RAM of these rows for the next call.
+            On a CPU, the engine keeps the RAM of rows for its next call.
 
         Raises:
             InvalidOperandError: The weights have another shape, or the weighting is no function of
@@ -257,7 +258,8 @@ class Engine:
                     losses, "rows", arena, retain_graph=retain_graph
                 )
             weights = weights_by(weighting, gramian)
-            accumulate_grad(objectives, columns, weights, self._limit)
+            names = self._channel.names(columns)
+            Jacobian(objectives, columns, names, self._limit).accumulate_grad(weights)
             del columns  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
@@ -269,9 +271,9 @@ class Engine:
 
         For a random vector u, uᵀ G u must be the squared norm of Jᵀ u, parameter by parameter, to
         within the square root of the precision of the coarsest dtype on the way: 1.5e-8 in float64,
-        3.5e-4 in float32, 9e-2 in bfloat16, and 3e-2 on a GPU that may use TF32. The user's random
-        state, gradients in ``.grad``, and hooks on parameters are not touched. It costs what
-        :meth:`compute_gramian` and an ordinary backward pass cost together.
+        3.5e-4 in float32, 9e-2 in bfloat16, and 3e-2 on a GPU that may use TF32. The random state,
+        ``.grad``, and hooks on parameters are not touched. Costs :meth:`compute_gramian` and an
+        ordinary backward pass.
 
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
@@ -290,12 +292,9 @@ class Engine:
                 driver.gramian(losses, verify=True)
 
     def report(self) -> Report:
-        """What the last Gramian was computed from, and how. ``print(engine)`` shows a table of it.
+        """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.
 
-        Returns:
-            The calls that read each parameter, where the samples lie in these calls, the ways of
-            contraction and their costs; and why other parameters have no part. Small parameters
-            are contracted together, and listed as if each was alone.
+        Small parameters are contracted together, and listed as if each was alone.
         """
         return make_report(self._drivers.last.summary)
 
@@ -303,10 +302,9 @@ class Engine:
         return str(self.report())
 
     def paused(self) -> AbstractContextManager[None]:
-        """Lets the modules run inside of a block as if the engine was not there.
+        """Lets the modules run in a block, and in this thread, as if the engine was not there.
 
-        Forward passes of this thread record nothing, and cost less than a microsecond more for each
-        module. Losses of forward passes from before the block may be used inside.
+        Losses of forward passes from before the block may be used inside.
         """
         return self._hooks.inactive()
 

@@ -10,8 +10,6 @@ from types import FrameType
 
 import torch
 
-_MOST_LISTED = 8
-
 
 class AutogramError(Exception):
     """Base of every error that autogram raises on purpose."""
@@ -69,9 +67,8 @@ class VerificationError(AutogramError, ArithmeticError):
     """The Gramian and an ordinary backward pass do not agree.
 
     Attributes:
-        gaps: How far they are apart, relative to the larger, for each parameter concerned, by name.
-        is_of_samples: Whether they agree if the whole batch is treated as one sample: then the
-            samples are mixed.
+        gaps: How far they are apart, relative to the larger, by name of the parameter.
+        is_of_samples: Whether they agree if the whole batch is treated as one sample.
         is_late: Whether results of earlier calls are in doubt, too.
     """
 
@@ -84,17 +81,12 @@ class VerificationError(AutogramError, ArithmeticError):
         self.is_late = is_late
 
     def since(self, calls: tuple[int, int]) -> VerificationError:
-        """The same error, for a call whose layouts were remembered from an earlier call.
-
-        Args:
-            calls: The first and the last call of the engine whose results are in doubt.
-        """
+        """The same error, where layouts were wrong since the first of two ``calls``."""
         return VerificationError(
             f"The results of the calls {calls[0]} to {calls[1]} of this engine are in doubt: the "
-            "places of the samples were remembered from an earlier call, and are not right any "
-            "more. The next call looks for them again. To go on, take the parameters from before "
-            'these calls; `Engine(..., verify="always")` would have found it at once. '
-            f"{self}",
+            "places of the samples were remembered, and are not right any more. The next call "
+            "looks for them again. To go on, take the parameters from before these calls; "
+            f'`Engine(..., verify="always")` would have found it at once. {self}',
             gaps=self.gaps,
             is_of_samples=self.is_of_samples,
             is_late=True,
@@ -131,8 +123,7 @@ class UnverifiedWarning(UserWarning):
 
 def listed(texts: Sequence[str]) -> str:
     """Some texts in a message, of which there may be many."""
-    others = len(texts) - _MOST_LISTED
-    return ", ".join(texts[:_MOST_LISTED]) + f" and {others} others" * (others > 0)
+    return ", ".join(texts[:8]) + f" and {len(texts) - 8} others" * (len(texts) > 8)
 
 
 _PACKAGE = str(Path(__file__).parent)

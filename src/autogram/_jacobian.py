@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -11,9 +12,18 @@ from torch import Tensor
 
 from autogram._arguments import Direction, direction_of, parameter_of, weights_of
 from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
-from autogram._capture import Limit, Objectives, exact, refuse_gradients, retried_with_less
-from autogram._errors import InvalidOperandError
-from autogram._gradients import accumulate_grad
+from autogram._capture import (
+    Limit,
+    Objectives,
+    exact,
+    refuse_gradients,
+    retried_with_less,
+    running_pass,
+)
+from autogram._errors import InvalidOperandError, UnsupportedError
+
+# Of two threads that find no gradient, one is the first.
+_FIRST = threading.Lock()
 
 
 class Jacobian:
@@ -24,10 +34,9 @@ class Jacobian:
     contracts factors, in the order that costs least, and in parts where an intermediate result
     would exceed the engine's memory limit. No method runs a backward pass or needs the graph.
 
-    RAM: the cotangents of all activations that were computed from parameters, which is about what
-    the forward pass keeps, times K for K objectives per sample. The inputs are shared with the
-    graph, and stay alive after it. Calls without a rule and parameters that a call reads through a
-    derivation, such as weight norm, have rows. All is freed when the Jacobian is dropped.
+    RAM: the cotangents of all activations that were computed from parameters, times K for K
+    objectives per sample. The inputs are shared with the graph, and stay alive after it. Calls
+    without a rule, and derived tensors such as weight-normed ones, have rows.
 
     Rows are in the row-major order of the losses, and columns in the order of
     ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
@@ -105,14 +114,11 @@ class Jacobian:
 
     @retried_with_less
     def block_gramians(self, by: Callable[[str], str] | None = None) -> dict[str, Tensor]:
-        """Gramians of parts of the parameters, which add up to the whole.
+        """Gramians of groups of parameters, each ``(m, m)``, which add up to the whole.
 
         Args:
             by: Gives the group of a parameter from its name, for instance
                 ``lambda name: name.split(".")[0]``. By default each parameter is its own group.
-
-        Returns:
-            ``(m, m)`` for each group.
         """
         groups: dict[str, list[Columns]] = {}
         for parameter, name in self._names.items():
@@ -124,10 +130,7 @@ class Jacobian:
 
     @retried_with_less
     def row_norms(self) -> Tensor:
-        """Euclidean norm of each objective's gradient, without the Gramian.
-
-        Returns:
-            ``(m,)``.
+        """Euclidean norm of each objective's gradient, ``(m,)``, without the Gramian.
 
         References:
             Goodfellow, Efficient Per-Example Gradient Computations, 2015, arXiv:1510.01799.
@@ -147,9 +150,8 @@ class Jacobian:
 
         Returns:
             For each parameter's name, a tensor of its shape, with the first dimension of ``w`` in
-            front if that is a stack.
-
-            Cost: what the weights' gradients cost in a backward pass, for each vector.
+            front if that is a stack. Costs each vector what weight gradients cost in a backward
+            pass.
 
         Raises:
             InvalidOperandError: ``w`` has another shape.
@@ -168,7 +170,7 @@ class Jacobian:
                 if gradient is None:
                     gradient = parameter.new_zeros(shape + parameter.shape, dtype=dtype)
                 gradients[name] = gradient
-        return gradients
+            return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
         """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
@@ -181,24 +183,43 @@ class Jacobian:
 
         Raises:
             InvalidOperandError: ``w`` has another shape.
-            MemoryLimitError: Memory ran out, and again with a smaller limit. Some parameters have
-                their gradient already.
-            UnsupportedError: `DistributedDataParallel` would exchange the gradients.
+            UnsupportedError: `DistributedDataParallel` would exchange the gradients; or a backward
+                pass of an engine is under way.
         """
         if self._is_exchanged:
             refuse_gradients("accumulate_grad")
-        accumulate_grad(self._objectives, self._columns, w, self._limit)
+        if running_pass() is not None:
+            raise UnsupportedError(
+                "Gradients are to be added to `.grad` inside of a backward pass of an engine, by a "
+                "hook or a custom autograd Function. Such passes are made as often as samples are "
+                "looked for, and leave `.grad` as it was. Add them outside."
+            )
+        with self._exact():
+            weights = weights_of(w, self._objectives)
+            if weights.dim() == 3:
+                raise InvalidOperandError(
+                    f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` "
+                    "takes one. Pass one vector, or use `vjp`."
+                )
+            gradients = self._gradients(weights)
+            while gradients:
+                _accumulate(*gradients.popitem())
+
+    @retried_with_less
+    def _gradients(self, weights: Tensor) -> dict[Tensor, Tensor]:
+        """What to add to the parameters' gradients, from the last parameter to the first."""
+        return {
+            parameter: torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
+            for parameter, total in weighted_sums(self._columns, weights)
+        }
 
     @retried_with_less
     def jvp(self, direction: Direction) -> Tensor:
-        """J v, the derivatives of the objectives along a direction.
+        """J v, the derivatives of the objectives along a direction, ``(m,)``.
 
         Args:
             direction: A tensor of the parameter's shape for each parameter, by name or in the order
                 of :attr:`names`. Names that are missing count as zeros.
-
-        Returns:
-            ``(m,)``.
 
         Raises:
             InvalidOperandError: A name is unknown, or a tensor or their number does not fit.
@@ -214,14 +235,11 @@ class Jacobian:
 
     @retried_with_less
     def cross_gramian(self, other: Jacobian) -> Tensor:
-        """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives.
+        """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives, ``(m, m')``.
 
         Args:
             other: The Jacobian of m' objectives, from any graph, with respect to the same
                 parameters. A parameter that only one of the two Jacobians has adds nothing.
-
-        Returns:
-            ``(m, m')``.
 
         Raises:
             InvalidOperandError: The two have no parameter in common.
@@ -250,14 +268,11 @@ class Jacobian:
 
         Args:
             objectives: Their indices in the row-major order of the losses.
-            names: The parameters, all if ``None``. One parameter at a time keeps RAM low for an
-                aggregator that needs all rows, and treats each of their coordinates on its own.
+            names: The parameters, all if ``None``. One at a time keeps RAM low.
 
         Returns:
             For each parameter's name, a tensor of its shape with the objectives in front (one, if
-            an integer was given).
-
-            RAM: the rows of the samples that these objectives belong to.
+            an integer was given). RAM: the rows of the samples that these objectives belong to.
 
         Raises:
             IndexError: There is no such objective.
@@ -279,7 +294,7 @@ class Jacobian:
                     gradients[name] = parameter.new_zeros(len(index), *parameter.shape, dtype=dtype)
                 else:
                     gradients[name] = found[k, b]
-        return gradients
+            return gradients
 
     def dense(self) -> Tensor:
         """J itself, ``(m, n)``, with each parameter's columns in row-major order."""
@@ -303,8 +318,7 @@ class Jacobian:
 
     def _gramian(self, found: Iterable[Columns]) -> Tensor:
         """The Gramian of some columns, ``(m, m)``."""
-        bundles = bundled(found)
-        parts = (gram_of_bundle(bundle) for bundle in bundles)
+        parts = (gram_of_bundle(bundle) for bundle in bundled(found))
         return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
 
     def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:
@@ -320,3 +334,14 @@ class Jacobian:
         if self._objectives.is_in_order:
             return values.flatten()
         return values.flatten()[self._objectives.places.to(values.device)]
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to a parameter's gradient, of which it becomes the owner if there was none."""
+    # Hooks are to be called with the gradient.
+    if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        with _FIRST:
+            if parameter.grad is None:
+                parameter.grad = gradient  # autograd would copy it, as others might hold it too
+                return
+    torch.autograd.backward([parameter], [gradient])

@@ -13,29 +13,8 @@ import torch
 
 from autogram._blocks import Block, Columns, Devices, Lookup, Region
 from autogram._blocks.kernels.contraction import find_path
-from autogram._capture import BlockSummary, Summary
+from autogram._capture import BlockSummary, Summary, UseReport
 from autogram._capture.uses import rows_block
-
-
-@dataclass(frozen=True)
-class UseReport:
-    """One call that reads a parameter.
-
-    Attributes:
-        function: The torch function.
-        index: Which of the calls of its forward pass that read parameters it is.
-        rule: The qualified name of the rule that its block is from, or ``None`` for explicit rows
-            by vector-Jacobian products, whose cost is not known.
-        layout: Where the samples lie in its result, or ``None`` where the batch is one sample.
-        is_derived: Whether it reads a tensor that is derived from the parameter. Rows are then
-            pulled back to the parameter.
-    """
-
-    function: str
-    index: int
-    rule: str | None
-    layout: str | None
-    is_derived: bool
 
 
 @dataclass(frozen=True)
@@ -46,11 +25,10 @@ class ParameterReport:
         name: Its qualified name.
         shape: Its shape.
         uses: The calls that read it.
-        found: How the layouts of the samples are known: ``"probe"``, ``"remembered"``, or ``"one
-            sample"``.
+        found: How layouts are known: ``"probe"``, ``"remembered"``, or ``"one sample"``.
         plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions.
-        costs: The cost of each plan, in multiply-adds, with reads and writes of RAM converted to
-            multiply-adds. In each region, the cheaper plan was taken.
+        costs: The cost of each plan in multiply-adds, reads and writes of RAM converted to these.
+            In each region, the cheaper plan was taken.
         flops: Floating-point operations of the contraction.
         gradient_flops: Those of the parameter's gradient in an ordinary backward pass.
         bytes: Size of the factors and of the largest intermediate result.
@@ -129,10 +107,10 @@ class Report:
 def make_report(summary: Summary) -> Report:
     """The report on what one pass did."""
     by_name: dict[str, list[BlockSummary]] = {name: [] for name in summary.names}
-    for entry in summary.blocks:
-        for name, _ in entry.sources:
-            by_name.setdefault(name, []).append(entry)
-    parts = [_of_parameter(name, entries, summary) for name, entries in by_name.items() if entries]
+    for block in summary.blocks:
+        for name, _ in block.sources:
+            by_name.setdefault(name, []).append(block)
+    parts = [_of_parameter(name, blocks, summary) for name, blocks in by_name.items() if blocks]
     total = sum(part.flops for part in parts) or 1
     return Report(
         summary.samples,
@@ -142,27 +120,31 @@ def make_report(summary: Summary) -> Report:
             name: "has no use with a gradient from the losses: its columns of J are zero."
             if summary.names[name]
             else "does not require a gradient."
-            for name, entries in by_name.items()
-            if not entries
+            for name, blocks in by_name.items()
+            if not blocks
         },
     )
 
 
-def _of_parameter(name: str, entries: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
+def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
     """The report on one parameter, whose columns are planned again, from shapes alone."""
-    first = entries[0]
+    first = found[0]
     region = next(of for source, of in first.sources if source == name)
     columns = Columns(region, Devices(summary.limit).on(first.device))
-    flops, plans, costs = 0, set[str](), Counter[str]()
-    for entry in entries:
-        if entry.is_derived:
-            flops += _flops_of_rows(entry)
+    flops, gradient_flops, plans, costs = 0, 0, set[str](), Counter[str]()
+    for of in found:
+        block = _block(of)
+        if of.use.rule is not None:
+            gradient_flops += _gradient_flops(block)
+        if of.use.is_derived:
+            flops += _flops_of_rows(block, of.region)
             continue
-        columns.add(entry.region, _block(entry), entry.subset)
-        if entry.equation is None:
+        columns.add(of.region, block, of.subset)
+        if isinstance(block, Lookup):
+            k, b, t, d = block.cotangents.shape
             plans.add("lookup")
-            flops += _flops_of_lookup(entry, region)
-    if any(entry.is_derived for entry in entries):
+            flops += 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d  # if no row is read twice
+    if any(of.use.is_derived for of in found):
         rows = torch.empty((summary.per_sample, summary.samples, *region.shape), device="meta")
         columns.add(region, rows_block(rows.to(first.dtype)))
     intermediate = 0
@@ -173,59 +155,63 @@ def _of_parameter(name: str, entries: Sequence[BlockSummary], summary: Summary) 
         intermediate = max(intermediate, best.elements)
         for plan in considered:
             costs[plan.method] += plan.cost
-    factors = sum(prod(shape) for entry in entries for shape in entry.shapes)
-    uses = {e.call: UseReport(e.function, e.index, e.rule, e.layout, e.is_derived) for e in entries}
-    is_one = all(entry.layout is None for entry in entries)
+    factors = sum(prod(shape) for of in found for shape in of.shapes)
+    is_one = all(of.use.layout is None for of in found)
     return ParameterReport(
         name=name,
         shape=region.shape,
-        uses=tuple(uses.values()),
+        uses=tuple({of.call: of.use for of in found}.values()),
         found="one sample" if is_one else "probe" if summary.has_sought else "remembered",
         plan="+".join(sorted(plans)),
         costs=dict(costs),
         flops=flops,
-        gradient_flops=sum(_gradient_flops(entry) for entry in entries),
-        bytes=(factors + intermediate) * max(entry.dtype.itemsize for entry in entries),
+        gradient_flops=gradient_flops,
+        bytes=(factors + intermediate) * max(of.dtype.itemsize for of in found),
     )
 
 
-def _block(entry: BlockSummary) -> Block | Lookup:
-    """The block of an entry, without data."""
-    tensors = tuple(torch.empty(x, dtype=entry.dtype, device="meta") for x in entry.shapes)
-    if entry.equation is None:
+def _block(of: BlockSummary) -> Block | Lookup:
+    """A block without data."""
+    tensors = tuple(torch.empty(x, dtype=of.dtype, device="meta") for x in of.shapes)
+    if of.equation is None:
         return Lookup(tensors[0].long(), tensors[1])
-    return Block(entry.equation, tensors)
+    return Block(of.equation, tensors)
 
 
-def _flops_of_rows(entry: BlockSummary) -> int:
+def _flops_of_rows(block: Block | Lookup, region: Region) -> int:
     """Floating-point operations that make rows of a block."""
-    block = _block(entry)
     if isinstance(block, Lookup):
-        return prod(entry.shapes[1])
-    block = block.reorder(entry.region.order)  # an index of size one stands in no operand
+        return block.cotangents.numel()
+    block = block.reorder(region.order)  # an index of size one stands in no operand
     return 2 * find_path(block.equation, block.shapes).multiplications
 
 
-def _flops_of_lookup(entry: BlockSummary, region: Region) -> int:
-    """Those of the Gramian of a lookup, if no row of the table is read twice."""
-    k, b, t, d = entry.shapes[1]
-    return 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d
-
-
-def _gradient_flops(entry: BlockSummary) -> int:
+def _gradient_flops(block: Block | Lookup) -> int:
     """Those of the gradient that an ordinary backward pass makes in the place of a block."""
-    if entry.rule is None:
-        return 0
-    block = _block(entry)
     if isinstance(block, Lookup):
-        return prod(entry.shapes[1][1:])
+        return prod(block.cotangents.shape[1:])
     return 2 * prod(n for label, n in block.sizes.items() if label != "k")
 
 
 def _table(parameters: Iterable[ParameterReport]) -> list[str]:
     """Lines with a column for each thing to say."""
     head = ("parameter", "shape", "calls", "samples in", "found", "plan", "rows", "factors")
-    lines = [(*head, "FLOP", "bytes", "share"), *(_line(of) for of in parameters)]
+    lines: list[tuple[str, ...]] = [(*head, "FLOP", "bytes", "share")]
+    lines += [
+        (
+            of.name,
+            "x".join(map(str, of.shape)) or "()",
+            _several(_call(use) for use in of.uses),
+            _several(use.layout or "one sample" for use in of.uses),
+            of.found,
+            of.plan,
+            *(_short(of.costs[name]) if name in of.costs else "" for name in ("rows", "factors")),
+            _short(of.flops),
+            _short(of.bytes),
+            f"{of.share:.1%}",
+        )
+        for of in parameters
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip()
@@ -233,27 +219,10 @@ def _table(parameters: Iterable[ParameterReport]) -> list[str]:
     ]
 
 
-def _line(of: ParameterReport) -> tuple[str, ...]:
-    """The entries of a line."""
-    return (
-        of.name,
-        "x".join(map(str, of.shape)) or "()",
-        _several(_call(use) for use in of.uses),
-        _several(use.layout or "one sample" for use in of.uses),
-        of.found,
-        of.plan,
-        *(_short(of.costs[name]) if name in of.costs else "" for name in ("rows", "factors")),
-        _short(of.flops),
-        _short(of.bytes),
-        f"{of.share:.1%}",
-    )
-
-
 def _call(use: UseReport) -> str:
     """A call, with what is not usual about it."""
-    notes = ["fallback"] if use.rule is None else []
-    if use.rule is not None and not use.rule.startswith("autogram."):
-        notes.append(use.rule)
+    rule = use.rule or "fallback"
+    notes = [] if rule.startswith("autogram.") else [rule]
     if use.is_derived:
         notes.append("derived")
     return f"{use.function} ({', '.join(notes)})" if notes else use.function
@@ -267,7 +236,5 @@ def _several(words: Iterable[str]) -> str:
 
 def _short(number: int) -> str:
     """A number in units that leave three digits."""
-    value, units = float(number), ["", "k", "M", "G", "T", "P"]
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}"
+    power = min(5, (len(str(number)) - 1) // 3)
+    return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}"

@@ -32,8 +32,8 @@ class HookManager:
     together: by :meth:`remove`, or at the end of a ``with`` block. A copy or a pickle of a hooked
     module has no hooks, and a module inside of what `torch.compile` has compiled calls none.
 
-    These hooks are not registered with PyTorch, whose hooks cost each call of the module more than
-    a microsecond, also if they do nothing. They run around the hooks that PyTorch knows.
+    The hooks run around those that PyTorch knows. PyTorch's own cost each call more, also if they
+    do nothing.
 
     Example:
         >>> from torch import nn
@@ -81,8 +81,7 @@ class HookManager:
             before: Called with the module, its positional and its keyword arguments.
             after: Called with the module and its output, which a returned value other than
                 ``None`` replaces. It is also called, with ``None``, when the forward raises.
-            only_with_gradients: Whether to call them only if gradients are enabled where the module
-                is called.
+            only_with_gradients: Whether to call them only while gradients are enabled.
         """
         hooked = _hooked(module)
         if hooked is None:
@@ -140,25 +139,17 @@ class _Hook:
     after: After | None
     only_with_gradients: bool
 
-    @property
-    def is_active(self) -> bool:
-        """Whether to call it now."""
-        return (not self.only_with_gradients or is_grad_enabled()) and self.switch.is_on
-
 
 @dataclass(eq=False, slots=True)
 class _Hooked:
-    """A module with hooks.
-
-    Attributes:
-        hooks: Those of all managers, from the outermost to the innermost.
-        only_with_gradients: Whether all of them are.
-    """
+    """A module with hooks."""
 
     module: Callable[[], nn.Module | None]
     entrance: weakref.ref[_Entrance] = field(init=False)
     hooks: tuple[_Hook, ...] = ()
+    """Those of all managers, from the outermost to the innermost."""
     only_with_gradients: bool = True
+    """Whether all of them are."""
 
     def set(self, hooks: tuple[_Hook, ...]) -> None:
         """Replaces the hooks. Without any, the module is as it was before the first."""
@@ -215,8 +206,8 @@ def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
     if is_dynamo_compiling():
         return module._call_impl(*args, **kwargs)
     if module is None or getrefcount(hooked.entrance()) > _REFERENCES:
-        # Another object has the entrance too: perhaps a copy with all that the module has, such as
-        # `nn.DataParallel` makes. Asking the caller each time would take as long as all the rest.
+        # Another object has the entrance too: perhaps a shallow copy, as `nn.DataParallel` makes.
+        # To ask the caller each time would take as long as all the rest.
         frame = sys._getframe(1)
         if frame.f_code is _CALLER:
             module = frame.f_locals["self"]
@@ -231,7 +222,8 @@ def _run(
     module: nn.Module, hooks: Sequence[_Hook], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a module between those of its hooks that are active."""
-    hooks = [hook for hook in hooks if hook.is_active]
+    has_gradients = is_grad_enabled()
+    hooks = [h for h in hooks if h.switch.is_on and (has_gradients or not h.only_with_gradients)]
     entered: list[_Hook] = []
     output, is_done = None, False
     try:

@@ -32,10 +32,7 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
             not require a gradient are left out.
 
     Returns:
-        ``(m, n)``, with rows in the row-major order of the losses, and zeros for parameters that
-        an objective does not depend on.
-
-        Cost: m backward passes.
+        ``(m, n)``, with rows in the row-major order of the losses, by m backward passes.
     """
     trainable = [p for p in parameters if p.requires_grad]
     rows = []
@@ -59,8 +56,7 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     The call is recorded as in an engine. The rows of its blocks are compared with the rows that
     autograd gives for random cotangents: with the batch as one sample, with the samples in each
     dimension of the output that the rule allows, folded there with others in both orders, and in
-    irregular places; each with one objective for each sample, and with three. Rows show what inner
-    products of rows would hide: a sign, or dimensions in another order.
+    irregular places; each with one objective for each sample, and with three.
 
     Args:
         function: A function with a rule, or one that makes a single call of such a function. Of a
@@ -90,15 +86,6 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     copies = {x: x.detach().clone().requires_grad_(x.requires_grad) for x in named}
     args, kwargs = map_tensors((args, kwargs), copies.__getitem__)
     names = {copies[x]: name for x, name in named.items() if x.requires_grad}
-    channel, outputs = _record(function, args, kwargs, names)
-    for output in outputs:
-        _check_output(function, channel, output, names)
-
-
-def _record(
-    function: Callable[..., Any], args: Any, kwargs: Any, names: dict[Tensor, str]
-) -> tuple[Channel, list[Tensor]]:
-    """The recorded outputs of the call that require a gradient."""
     if not names:
         raise RuleCheckError(
             "No argument requires a gradient: pass the tensors that the rule has recipes for with "
@@ -114,10 +101,11 @@ def _record(
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not outputs:
         raise RuleCheckError(
-            f"`{kind_of(function).name}` returned no tensor that requires a gradient, but a "
-            f"{type(output).__name__}: there is nothing that a rule could tell of it."
+            f"`{kind_of(function).name}` returned a {type(output).__name__}, and no tensor that "
+            "requires a gradient."
         )
-    return channel, outputs
+    for tensor in outputs:
+        _check_output(function, channel, tensor, names)
 
 
 def _check_output(
@@ -136,7 +124,7 @@ def _check_output(
             of = "of the whole batch" if layout is None else samples
             setting = f"with {count} objective{'s' if count > 1 else ''} {of}"
             try:
-                found = _rows_of_blocks(use, layout, cotangents[:count], saved)
+                found = _rows_of_blocks(use, layout, cotangents[:count], saved, names)
             except Exception as error:
                 raise RuleCheckError(
                     f"The rule of `{use.function}` gives no block {setting}: {error}"
@@ -172,17 +160,15 @@ def _only_use(
 
 def _why_unanswered(function: Callable[..., Any], use: Use, missed: list[str]) -> str:
     """The message for a call that was left to the fallback."""
-    missing = f"has no recipe for {', '.join(missed)}"
+    reason = f"The rule of `{kind_of(function).name}` does not take these arguments,"
+    hint = "A tensor that is passed twice needs two recipes."
     if find_rule(function) is None:
-        reason = f"`{use.function}` has no rule, or one that returned `None` or {missing}"
+        reason = f"`{use.function}` has no rule, or its rule"
         hint = "Register the function that a `torch.overrides.TorchFunctionMode` is shown."
-    else:
-        reason = (
-            f"The rule of `{kind_of(function).name}` does not take these arguments, or returned "
-            f"`None`, or {missing}"
-        )
-        hint = "A tensor that is passed twice needs two recipes."
-    return f"{reason}, so that the fallback computes the call: exact, and slower. {hint}"
+    return (
+        f"{reason} returned `None`, or has no recipe for {', '.join(missed)}, so that the fallback "
+        f"computes the call: exact, and slower. {hint}"
+    )
 
 
 def _layouts(use: Use) -> Iterator[Layout]:
@@ -200,20 +186,19 @@ def _layouts(use: Use) -> Iterator[Layout]:
 
 
 def _rows_of_blocks(
-    use: Use, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...]
+    use: Use,
+    layout: Layout | None,
+    cotangent: Tensor,
+    saved: tuple[Tensor, ...],
+    parameters: Collection[Tensor],
 ) -> dict[Tensor, Tensor | None]:
     """Rows ``(k, b, *parameter)`` of each parameter."""
-    columns: dict[Tensor, Columns] = {}
+    columns = {p: Columns(Region.of_parameter(p), Kernels(_NO_LIMIT)) for p in parameters}
     samples = torch.arange(1 if layout is None else layout.batch, device=cotangent.device)
     with torch.no_grad():
-        for tracked, region, block in use.contributions(
-            layout, cotangent, saved, _NO_LIMIT.elements
-        ):
-            (parameter,) = tracked.sources
-            known = columns.setdefault(
-                parameter, Columns(Region.of_parameter(parameter), Kernels(_NO_LIMIT))
-            )
-            known.add(region, block)
+        found = use.contributions(layout, cotangent, saved, _NO_LIMIT.elements)
+        for tracked, region, block in found:
+            columns[tracked.sources[0]].add(region, block)
         return {parameter: known.rows(samples) for parameter, known in columns.items()}
 
 
@@ -223,10 +208,9 @@ def _rows_of_autograd(
     """The same by plain autograd: the rows of a sample are those of its part of the output."""
     (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT.elements, 1)  # (k, b, *output)
     losses = (masked * output).flatten(2).sum(2)
-    jacobian = reference_jacobian(losses, parameters).unflatten(0, losses.shape)
-    parts = jacobian.split([p.numel() for p in parameters], 2)
-    sizes = tuple(losses.shape)
-    return {p: x.reshape(sizes + p.shape) for p, x in zip(parameters, parts, strict=True)}
+    jacobian = reference_jacobian(losses, parameters)
+    parts = jacobian.split([p.numel() for p in parameters], 1)
+    return {p: x.view(*losses.shape, *p.shape) for p, x in zip(parameters, parts, strict=True)}
 
 
 def _gap(name: str, found: Tensor | None, expected: Tensor) -> float:

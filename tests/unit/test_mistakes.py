@@ -30,9 +30,9 @@ Losses = Callable[[Tensor], Tensor]
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "aggregator": (
         UPGrad,
-        r"`UPGrad` is an aggregator.*Pass its weighting, `UPGrad\(\)\.gramian_weighting`",
+        r"`UPGrad` is an aggregator.*Pass `UPGrad\(\)\.gramian_weighting`",
     ),
-    "aggregator of rows": (ConFIG, r"`ConFIG` is an aggregator.*Give it the rows, .*jacobian"),
+    "aggregator of rows": (ConFIG, r"`ConFIG` is an aggregator.*Pass the rows to it: .*jacobian"),
     "aggregator of columns": (GradDrop, r"`GradDrop` is an aggregator.*jacobian"),
     "aggregator of any": (Mean, r"`Mean` is an aggregator"),
     "weighting of rows": (ExcessMTLWeighting, r"`ExcessMTLWeighting` takes the rows of J"),
@@ -47,7 +47,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CRMOGMWeighting(UPGrad().weighting),
         r"Leave out `compute_gramian`",
     ),
-    "tensor": (lambda: torch.ones(4), r"is a tensor.*`losses\.backward\(weights\)`"),
+    "tensor": (lambda: torch.ones(4), r"is a Tensor.*`losses\.backward\(weights\)`"),
     "list": (lambda: [1.0] * 4, r"is a list.*function that maps"),
     "nothing": (lambda: None, r"is a NoneType.*function that maps"),
 }

@@ -3,7 +3,7 @@
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
-from autogram._capture.backward.summary import BlockSummary, Summary
+from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import (
@@ -29,6 +29,7 @@ __all__ = [
     "Session",
     "Summary",
     "Unseen",
+    "UseReport",
     "Verify",
     "exact",
     "is_exchanged",

@@ -13,23 +13,37 @@ from autogram._capture.uses import Contribution, RuleUse, Use
 
 
 @dataclass(frozen=True)
-class BlockSummary:
-    """One block: a call, what it reads, and the shapes of the factors."""
+class UseReport:
+    """One call that reads a parameter.
+
+    Attributes:
+        function: The torch function.
+        index: Which of the calls of its forward pass that read parameters it is.
+        rule: The qualified name of the rule that its block is from, or ``None`` for explicit rows
+            by vector-Jacobian products, whose cost is not known.
+        layout: Where the samples lie in its result, or ``None`` where the batch is one sample.
+        is_derived: Whether it reads a tensor that is derived from the parameter. Rows are then
+            pulled back to the parameter.
+    """
 
     function: str
+    index: int
+    rule: str | None
+    layout: str | None
+    is_derived: bool
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """One block: what it is a part of, what it reads, and the shapes of the factors."""
+
+    use: UseReport
     call: int
     """A number that all blocks of one call in this pass have in common."""
-    index: int
-    """The position of the call among those of its forward pass that read parameters."""
-    rule: str | None
-    """The name of the rule, or ``None`` for the fallback."""
-    layout: str | None
     subset: Subset | None
     """The samples that its rows belong to, or ``None`` for all of them."""
     sources: tuple[tuple[str, Region], ...]
     """The parameters that it reads, or that what it reads is derived from."""
-    is_derived: bool
-    """Whether it reads a derived tensor, whose rows are pulled back."""
     region: Region
     """Which elements it reads."""
     equation: str | None
@@ -73,14 +87,16 @@ class Summary:
         )
         self.blocks.append(
             BlockSummary(
-                use.function,
+                UseReport(
+                    use.function,
+                    use.index,
+                    rule_name(use),
+                    None if layout is None else str(layout),
+                    tracked.region is None,
+                ),
                 id(use),
-                use.index,
-                rule_name(use),
-                None if layout is None else str(layout),
                 subset,
                 tuple((names[p], Region.of_parameter(p)) for p in tracked.sources),
-                tracked.region is None,
                 region,
                 equation,
                 tuple(tuple(x.shape) for x in factors),
