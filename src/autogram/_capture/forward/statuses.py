@@ -13,7 +13,7 @@ from autogram._capture.autograd.graph import nodes_behind
 from autogram._capture.forward.tapping import tap_unseen
 from autogram._capture.recording import Recording
 from autogram._capture.tap import covers_all, is_tap_of
-from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter, track_unseen
+from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter
 from autogram._errors import UnsupportedError
 
 # A tensor, its status, and its version if it has a graph.
@@ -104,6 +104,6 @@ class Statuses:
         if sources and reaches_tap:
             tap_unseen(self._recording, tensor, sources)
         elif sources:
-            status = track_unseen(tensor, tuple(sources))
+            status = Tracked.of(tensor, tuple(sources))
         self.set(tensor, status)
         return status
