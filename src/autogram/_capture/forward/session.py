@@ -30,14 +30,11 @@ class Parameters:
 
         What such a call puts in their place is derived from them, if it is derived from anything.
         """
-        names = self._names()
-        for derived in [p for p in names if not p.is_leaf]:
-            del names[derived]
-        known = {id(p) for p in names}
+        names = {p: name for p, name in self._names().items() if p.is_leaf}
         for reference, name in self._originals:
             parameter = reference()
-            if parameter is not None and id(parameter) not in known:
-                names[parameter] = name
+            if parameter is not None:
+                names.setdefault(parameter, name)
         return names
 
     def _names(self) -> dict[Tensor, str]:
@@ -54,9 +51,8 @@ class Parameters:
 class Session(threading.local):
     """The recording that is open, one for each thread.
 
-    The first module that is entered opens it, and closes it when it is left. Modules inside find
-    it open. With gradients disabled nothing is opened, and nothing inside of a `torch.func`
-    transform, whose results belong to the transform, or while `torch.jit.trace` runs.
+    The first module that is entered opens it, and closes it when it is left. With gradients
+    disabled nothing is opened, and nothing inside of a `torch.func` transform or `torch.jit.trace`.
     """
 
     def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
@@ -76,7 +72,11 @@ class Session(threading.local):
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
-        elif torch.is_grad_enabled() and not _is_transformed():
+        elif (
+            torch.is_grad_enabled()
+            and not torch._C._are_functorch_transforms_active()
+            and torch._C._get_tracing_state() is None
+        ):
             recorder = Recorder(self._channel, self._channel.parameters_now())
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
@@ -114,8 +114,7 @@ class Session(threading.local):
         """Whether the call that opened the recording has ended without closing it.
 
         A keyboard interrupt may strike between the hooks of a module and its forward. The next pass
-        enters one of the engine's modules, or the module that was left: only then is it worth a
-        look.
+        enters one of the engine's modules, or the module that was left.
         """
         if module is not self._outermost and id(module) not in self._roots:
             return False
@@ -127,24 +126,20 @@ class Session(threading.local):
     @property
     def modules(self) -> list[nn.Module]:
         """The modules of the engine that are alive."""
-        return [module for module in (root() for root in self._modules) if module is not None]
-
-
-def _is_transformed() -> bool:
-    """Whether `torch.func` or `torch.jit.trace` makes something else of the calls."""
-    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+        return [module for root in self._modules if (module := root()) is not None]
 
 
 def hook_all(modules: Iterable[nn.Module], session: Session) -> HookManager:
     """Lets modules, and all inside of them that have parameters, open and close recordings.
 
-    Every module, and not the outermost ones alone: activation checkpointing runs some of them again
-    in the backward pass, where the same taps must appear.
+    Every module, as activation checkpointing runs some of them again in the backward pass, where
+    the same taps must appear. Scripted ones are left out: Python does not run their forward.
     """
     hooks = HookManager()
     for root in modules:
         for module in root.modules():
-            if module is root or _can_be_hooked(module):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            if module is root or (not is_scripted and any(True for _ in module.parameters())):
                 hooks.hook(module, session.begin, session.end, only_with_gradients=True)
     return hooks
 
@@ -153,9 +148,3 @@ def take_off(hooks: HookManager, session: Session) -> None:
     """Removes the hooks, and closes the recording that they would have closed."""
     hooks.remove()
     session.abandon()
-
-
-def _can_be_hooked(module: nn.Module) -> bool:
-    """Whether a module has parameters, and a forward that Python runs."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return not is_scripted and next(module.parameters(), None) is not None

@@ -24,8 +24,7 @@ _NO_MARK: _Mark = (lambda: None, None, None)
 class Statuses:
     """The status of tensors, by ``id`` and with weak references.
 
-    Tensors have no cheaper identity, and a strong reference would keep activations alive that the
-    network has dropped. An ``id`` that is taken again by another tensor is seen by the reference.
+    A strong reference would keep activations alive that the network has dropped.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -52,12 +51,10 @@ class Statuses:
         """The status of a tensor.
 
         One that was never seen is a constant, unless autograd says that it was computed. A mark is
-        stale where a view of the tensor was changed in place, where a custom autograd Function has
-        made the result of its own, unrecorded calls a part of the graph, or where a derived tensor
-        was detached.
+        stale where a view of the tensor was changed in place, or a derived tensor was detached, or
+        a custom autograd Function has made the result of its own calls a part of the graph.
         """
-        parameter = self._parameters.get(id(tensor))
-        if parameter is not None:
+        if (parameter := self._parameters.get(id(tensor))) is not None:
             return parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
         if reference() is not tensor:
@@ -95,8 +92,7 @@ class Statuses:
     def _adopt(self, tensor: Tensor) -> Status:
         """The status of a tensor that comes from a call which the recorder could not see.
 
-        That is a custom autograd Function, a scripted module, or a call before the recording. If
-        parameters entered it there, the tensor is derived from them; if batched tensors did too,
+        If parameters entered it there, the tensor is derived from them; if batched tensors did too,
         it is a use, and is tapped when it is first read.
         """
         sources, reaches_tap = self.untapped_parameters(tensor)
