@@ -127,13 +127,11 @@ def _check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None
     """Refuses what a Jacobian cannot be taken of."""
     if max_norm is not None:
         raise UnsupportedError(
-            f"`{function}` was called with `max_norm`, which changes its weight in place during "
-            "the forward pass, so that two forward passes have different Jacobians. Remove "
-            "`max_norm`, or normalise with `torch.nn.utils.parametrize`."
+            f"`{function}` was called with `max_norm`, which changes its weight in place in each "
+            "forward pass. Remove `max_norm`, or normalise with `torch.nn.utils.parametrize`."
         )
     if scale_grad_by_freq:
         raise UnsupportedError(
             f"`{function}` was called with `scale_grad_by_freq=True`, which divides gradients by "
-            "how often a token occurs in the whole batch: what comes out is the gradient of no "
-            "objective. Set it to False."
+            "the counts of tokens in the batch: they are of no objective. Set it to False."
         )
