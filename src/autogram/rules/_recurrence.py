@@ -52,9 +52,7 @@ def gru_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
 
 
 class Direction:
-    """One direction of one layer, after its forward pass.
-
-    Tensors of single steps are in the order of the rows.
+    """One direction of one layer, after its forward pass. Its steps are in the order of the rows.
 
     Args:
         cell: What is done at each step.

@@ -75,10 +75,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> list[Recipe] | None:
-    """The table of ``F.embedding_bag`` where it adds up rows: y[t] = sum_s w[t, s] W[v[t, s]].
-
-    Maxima, and learned weights of the rows, are left to the fallback.
-    """
+    """The table of ``F.embedding_bag`` where it adds up rows: y[t] = sum_s w[t, s] W[v[t, s]]."""
     _check_table("F.embedding_bag", scale_grad_by_freq, max_norm)
     if mode not in ("sum", "mean") or input.dim() != (2 if offsets is None else 1):
         return None
@@ -98,10 +95,7 @@ def embedding_bag(
 def _read_bags(
     size: int, layout: Layout | None, cotangent: Tensor, indices: Tensor, weights: Tensor
 ) -> tuple[Lookup]:
-    """The block of sums of rows: each row is read with the weighted cotangent of its bag.
-
-    ``indices`` and ``weights`` are those of each bag, ``(bags, longest)``.
-    """
+    """The block of sums of rows, whose indices and weights are ``(bags, longest)``."""
     by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
     return read_rows(size, None, layout, by_row, indices)
 

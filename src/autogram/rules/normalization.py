@@ -157,12 +157,8 @@ def _by_group(
 ) -> Iterator[Block]:
     """The blocks of weight and bias, as far as there are both, with statistics of each group.
 
-    ``tensors`` are the cotangent ``(k, *output)`` and the input. With mean and deviation of its
-    group, the row of a sample is
-
-        dw = (sum g x - mean sum g) / deviation        dc = sum g
-
-    Group normalisation has a kernel for these sums, which reads g and x once and computes no x^.
+    Group normalisation has a kernel for ``dw = (sum g x - mean sum g) / deviation`` and
+    ``dc = sum g``, which reads the cotangent g and the input x once and computes no x^.
     """
     cotangent, input = promoted(*tensors)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)

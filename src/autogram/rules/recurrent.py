@@ -28,6 +28,8 @@ from autogram.rules._recipe import Formula, Recipe, promoted
 from autogram.rules._recurrence import Cell, Direction, cotangents
 from autogram.rules._registry import register_rule
 
+States = Tensor | Sequence[Tensor]
+
 
 def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., Any]) -> None:
     """Registers the rules of the layers and of the single step of one kind of cell."""
@@ -37,9 +39,7 @@ def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., 
         return _layers(cell, *args)
 
     @register_rule(of_cell)
-    def one_step(
-        input: Tensor, hx: Tensor | Sequence[Tensor], *params: Tensor | None
-    ) -> list[Recipe]:
+    def one_step(input: Tensor, hx: States, *params: Tensor | None) -> list[Recipe]:
         return _one_step(cell, input, hx, params)
 
     # The names by which a report shows the rules.
@@ -71,7 +71,7 @@ def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
 
 
 def _one_step(
-    cell: Cell, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor | None]
+    cell: Cell, input: Tensor, hx: States, params: Sequence[Tensor | None]
 ) -> list[Recipe]:
     """One layer at one step, which returns the final states alone."""
     states = _states(hx)
@@ -79,7 +79,7 @@ def _one_step(
     return _recipes(replays, input, (*states, *(x for x in params if x is not None)))
 
 
-def _states(hx: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _states(hx: States) -> tuple[Tensor, ...]:
     """The initial states of a call, of which an LSTM has two."""
     return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
@@ -88,10 +88,8 @@ def _recipes(
     replays: Sequence[Replay], input: Tensor, operands: tuple[Tensor, ...]
 ) -> list[Recipe]:
     """A recipe for each result of a call, of its initial states and weights."""
-    return [
-        Recipe(operands, Formula(replay.dims, replay.blocks), (input, *operands), i)
-        for i, replay in enumerate(replays)
-    ]
+    formulas = [Formula(replay.dims, replay.blocks) for replay in replays]
+    return [Recipe(operands, of, (input, *operands), i) for i, of in enumerate(formulas)]
 
 
 @dataclass(frozen=True)

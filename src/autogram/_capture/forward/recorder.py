@@ -29,12 +29,10 @@ _hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defaul
 
 
 class Recorder(TorchFunctionMode):
-    """One recorded forward pass, from the opening of its outermost module to its end.
+    """One forward pass, from the opening of its outermost module to its end.
 
     It asks what is to be done with each call, does that, and notes the statuses of the results.
-
-    Attributes:
-        recording: What remains of the pass.
+    What remains of the pass is its ``recording``.
     """
 
     def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
@@ -83,7 +81,6 @@ class Recorder(TorchFunctionMode):
             status = self._statuses.of(tensor) if tensor.requires_grad else None
             if isinstance(status, Tracked):
                 tapped[id(tensor)] = tap_result(self.recording, tensor, as_of_now(tensor, status))
-        self._statuses.clear()
         return exchange(output, tapped) if tapped else output
 
     def __torch_function__(

@@ -67,10 +67,6 @@ class Statuses:
         """Whether a tensor is one of the trainable parameters."""
         return id(tensor) in self._parameters
 
-    def clear(self) -> None:
-        """Forgets all but the parameters."""
-        self._marks.clear()
-
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
         """The parameters that reach a tensor past every tap, and whether a tap does."""
         channel = self._recording.channel
