@@ -60,13 +60,9 @@ def track_parameter(parameter: Tensor) -> Tracked:
 def track_derived(
     derived: Tensor, origins: Sequence[Tracked], base: Status, *, is_cast: bool
 ) -> Tracked:
-    """A tensor computed from tracked tensors.
+    """A tensor computed from tracked tensors, its origins, and perhaps a view of a ``base``.
 
-    Args:
-        derived: The tensor.
-        origins: The tracked tensors that it was computed from.
-        base: The status of the tensor that it is a view of, if it is one.
-        is_cast: Whether it has the elements of its origin, in another dtype or on another device.
+    A cast has the elements of its origin, in another dtype or on another device.
     """
     sources = tuple({id(p): p for origin in origins for p in origin.sources}.values())
     region = None

@@ -73,7 +73,7 @@ class RuleUse(Use):
     def dims(self) -> tuple[int, ...]:
         """The dimensions to which every formula gives an index."""
         each = [{d for d, x in enumerate(r.formula.dims) if x != "-"} for r in self.recipes]
-        return tuple(d for d in range(len(self.shape)) if all(d in dims for dims in each))
+        return tuple(sorted(set(range(len(self.shape))).intersection(*each)))
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
@@ -148,13 +148,9 @@ def describe(use: Use) -> str:
 def pull_back(
     channel: Channel, tracked: Tracked, rows: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, Block]]:
-    """Rows for the parameters that a derived tensor is computed from.
+    """Rows for the parameters of a derived tensor, from its ``rows``: ``(k, b, elements)``.
 
-    Args:
-        channel: The channel of the taps.
-        tracked: The derived tensor.
-        rows: Its rows, ``(k, b, elements)``.
-        limit: The number of elements that may be alive at once.
+    The ``limit`` is the number of elements that may be alive at once.
     """
     assert tracked.edge is not None
     needed = prod(tracked.shape) + sum(p.numel() for p in tracked.sources)

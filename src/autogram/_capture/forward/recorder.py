@@ -97,7 +97,7 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)  # what is compiled is adopted like what is unseen
         kind = kind_of(function)
         # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What comes
-        # out of the transform is adopted, like the output of any call not seen.
+        # out is adopted, too.
         if kind.is_question or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args

@@ -40,9 +40,9 @@ class Parameters:
     def _names(self) -> dict[Tensor, str]:
         """The parameters of the modules as they are now, with their qualified names."""
         names: dict[Tensor, str] = {}
-        for i, module in enumerate(root() for root in self._modules):
-            prefix = f"{i}" if len(self._modules) > 1 else ""
-            if module is not None:
+        for i, root in enumerate(self._modules):
+            if (module := root()) is not None:
+                prefix = f"{i}" if len(self._modules) > 1 else ""
                 for name, parameter in module.named_parameters(prefix=prefix):
                     names.setdefault(parameter, name)
         return names
@@ -68,7 +68,7 @@ class Session(threading.local):
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enters a module."""
         if self._recorder is not None and self._was_abandoned(module):
-            self._close()
+            self.close()
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
@@ -94,21 +94,17 @@ class Session(threading.local):
         if self._depth:
             self._recorder.leave()
             return None
-        ended = self._close().end(output)
+        recorder = self._recorder
+        self.close()
+        ended = recorder.end(output)
         return None if ended is output else ended
 
-    def abandon(self) -> None:
-        """Closes what is open in this thread: the engine is removed inside of a forward."""
-        if self._recorder is not None:
-            self._close()
-
-    def _close(self) -> Recorder:
-        """Takes the recorder off PyTorch's stack of modes."""
+    def close(self) -> None:
+        """Takes the recorder off PyTorch's stack of modes, if one is open in this thread."""
         recorder, self._recorder = self._recorder, None
-        assert recorder is not None
         self._outermost = self._frame = None
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
-        return recorder
+        if recorder is not None:
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
 
     def _was_abandoned(self, module: nn.Module) -> bool:
         """Whether the call that opened the recording has ended without closing it.
@@ -145,6 +141,6 @@ def hook_all(modules: Iterable[nn.Module], session: Session) -> HookManager:
 
 
 def take_off(hooks: HookManager, session: Session) -> None:
-    """Removes the hooks, and closes the recording that they would have closed."""
+    """Removes the hooks, and closes the recording that they would have closed in this thread."""
     hooks.remove()
-    session.abandon()
+    session.close()

@@ -21,11 +21,7 @@ from autogram.rules import positions, product
 
 
 def run_with_rule(
-    recording: Recording,
-    kind: Kind,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    decision: UseRule,
+    recording: Recording, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
 ) -> Any:
     """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
     changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
@@ -100,9 +96,8 @@ def tap_unseen(recording: Recording, tensor: Tensor, sources: Mapping[Tensor, Tr
 
 def tap_result(recording: Recording, tensor: Tensor, tracked: Tracked) -> Tensor:
     """A module's output that is computed from parameters alone, with a tap."""
-    letters = positions(tensor.dim())
+    letters, shape = positions(tensor.dim()), tuple(tensor.shape)
     formula = product(tensor, f"{letters}->{letters}").formula
-    recipe = KeptRecipe((tracked,), formula, slice(0, 0))
-    name, shape = "the output of the module", tuple(tensor.shape)
-    use = RuleUse(recording, recording.count, name, shape, (tracked,), (recipe,), None)
+    recipes, name = [KeptRecipe((tracked,), formula, slice(0, 0))], "the output of the module"
+    use = RuleUse(recording, recording.count, name, shape, (tracked,), recipes, None)
     return tap(use, tensor, ())
