@@ -81,15 +81,16 @@ def product(
     Raises:
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
-    indices = _indices_of_cotangent(equation)
-    dims = dims or indices
-    formula = Formula(dims, partial(_einsum, equation, dims, prepare, scale), groups)
+    formula = formula_of(equation, dims)
+    if prepare or groups or scale != 1:
+        blocks = partial(_einsum, equation, formula.dims, prepare, scale)
+        formula = Formula(formula.dims, blocks, groups)
     return Recipe((operand,), formula, saved, output)
 
 
 @lru_cache(maxsize=4096)
-def _indices_of_cotangent(equation: str) -> str:
-    """The indices of the first factor of an equation, once the equation is found valid."""
+def formula_of(equation: str, dims: str | None = None) -> Formula:
+    """The formula of a product of the cotangent and the saved tensors, once it is found valid."""
     inputs, output = equation.split("->")
     if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
@@ -97,7 +98,8 @@ def _indices_of_cotangent(equation: str) -> str:
             "the objectives and the samples, and every index of the operand must be in a factor. "
             "Pass other letters."
         )
-    return inputs.split(",")[0]
+    dims = dims or inputs.split(",")[0]
+    return Formula(dims, partial(_einsum, equation, dims, None, 1))
 
 
 def _einsum(

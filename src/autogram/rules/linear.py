@@ -19,7 +19,16 @@ from opt_einsum.parser import parse_einsum_input
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, positions, product
+from autogram.rules._recipe import (
+    Formula,
+    Recipe,
+    addend,
+    broadcast,
+    formula_of,
+    multilinear,
+    positions,
+    product,
+)
 from autogram.rules._registry import register_rule, variants
 
 _USABLE = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
@@ -30,9 +39,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Re
     """Weight and bias of ``F.linear``."""
     if weight.dim() != 2:
         return None
-    t = positions(input.dim() - 1)
-    of_weight = product(weight, f"{t}o,{t}i->oi", input)
-    return [of_weight] if bias is None else [of_weight, product(bias, f"{t}o->o")]
+    of_weight, of_bias = _linear_formulas(input.dim())
+    recipes = [Recipe((weight,), of_weight, (input,))]
+    return recipes if bias is None else [*recipes, Recipe((bias,), of_bias)]
+
+
+@lru_cache
+def _linear_formulas(dims: int) -> tuple[Formula, Formula]:
+    """The formulas of weight and bias, by the number of dimensions of the input."""
+    t = positions(dims - 1)
+    return formula_of(f"{t}o,{t}i->oi"), formula_of(f"{t}o->o")
 
 
 @register_rule(torch.bilinear)
