@@ -66,8 +66,10 @@ def results_of(
 ) -> Sequence[Tensor]:
     """The tensors that a call has computed: in its output, or changed in place."""
     computed = first_of(args, kwargs) if kind.is_in_place else output
-    items = computed if isinstance(computed, (list, tuple)) else (computed,)
-    return [item for item in items if isinstance(item, Tensor)]
+    if isinstance(computed, Tensor):
+        return (computed,)
+    is_several = isinstance(computed, (list, tuple))
+    return [item for item in computed if isinstance(item, Tensor)] if is_several else ()
 
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

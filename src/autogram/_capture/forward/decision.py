@@ -94,7 +94,7 @@ def decide(
     tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
     if not is_batched:
         return Run(is_batched=False, origins=[status for _, status in tracked])
-    if any(tensor.is_nested for tensor, _ in reads):
+    if True in [tensor.is_nested for tensor, _ in reads]:
         # Without a shape of numbers, a tensor shows no places of samples.
         raise UnsupportedError(
             f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples to "
@@ -106,7 +106,7 @@ def decide(
         body = inlined(kind.function)
         return UseRows(now) if body is None else RunBody(body)
     # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-    is_complex = any(tensor.is_complex() for tensor, _ in reads)
+    is_complex = True in [tensor.is_complex() for tensor, _ in reads]
     answers = None if is_complex else _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
