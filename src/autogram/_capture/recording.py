@@ -5,38 +5,27 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
 
 
-class ModuleCall(NamedTuple):
-    """What a call of a module in a checkpoint is known again by."""
-
-    module: int
-    """The ``id`` of the module."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Those of its inputs."""
-
-    @classmethod
-    def of(cls, module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:
-        """The call of a module with some tensors."""
-        return cls(id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs))
+# By which the call of a module in a checkpoint is known again: its `id`, and its inputs' shapes.
+ModuleCall = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 class Channel:
     """What an engine and the taps of its graphs share.
 
     Attributes:
-        parameters_now: Gives the parameters of the engine's modules, with their names. To look
-            takes some time.
+        parameters_now: Gives the parameters of the engine's modules, with their names.
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to it visits exactly the taps that the losses depend on.
         by_element: Uses, by their number and their function, whose samples once had no places along
@@ -70,9 +59,7 @@ class Channel:
 
     def was_derived(self, call: ModuleCall, position: int) -> bool:
         """Whether an input of a module in a checkpoint was computed from parameters alone."""
-        return any(
-            position in recording.derived_inputs.get(call, ()) for recording in self.recordings
-        )
+        return any(position in of.derived_inputs.get(call, ()) for of in self.recordings)
 
     def parameters(self, known: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """The parameters of the engine's modules, with their names.
@@ -127,16 +114,9 @@ class Recording:
     derived_inputs: dict[ModuleCall, frozenset[int]] = field(default_factory=dict)
     """Positions of the inputs of modules in checkpoints that are computed from parameters alone.
 
-    A checkpoint gives other tensors to these modules when it runs them again, and what lies between
-    it and them is not recorded then: the graph behind a tensor does not tell whether samples are in
-    it, too.
+    Where a checkpoint runs these modules again, what lies before them is not recorded, and the
+    graph behind an input does not tell whether samples are in it, too.
     """
-
-    def note_shown(self, tensor: Tensor, *, is_retained: bool) -> None:
-        """Notes that the user may see the cotangent of a tensor, or has asked to keep it."""
-        self.is_batchable = False  # or the user would see the hidden dimension
-        if is_retained:
-            self.retained.append(weakref.ref(tensor))
 
     def note_derived(self, call: ModuleCall, positions: Iterable[int]) -> None:
         """Notes which inputs of a module in a checkpoint are computed from parameters alone."""

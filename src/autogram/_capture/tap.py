@@ -11,26 +11,21 @@ from torch import Tensor
 
 from autogram._capture.autograd.graph import use_of
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 
 
 def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False) -> Tensor:
-    """Puts a tap on the output of a use, which its recording counts from now on.
+    """One tensor of the results of a use behind a tap, which saves what the use needs.
 
-    Args:
-        use: The use.
-        output: One tensor of the results of its call.
-        saved: What the use needs in the backward pass.
-        in_place: Whether the output stays the same tensor, as after an in-place call.
-
-    Returns:
-        The output behind the tap.
+    After an in-place call, it is the same tensor.
     """
     recording = use.recording
     recording.count += 1
-    if torch._C._is_any_autocast_enabled():
-        _note_autocast(recording, output.device.type)
+    device = output.device.type
+    is_cast = torch._C._is_any_autocast_enabled() and device != "meta"
+    if is_cast and torch.is_autocast_enabled(device):  # which the output's dtype may hide
+        recording.dtypes.add(torch.get_autocast_dtype(device))
     tapped: Tensor
     if not in_place:
         tapped = _apply(output, use, recording.channel.anchor, saved, False)
@@ -39,12 +34,6 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
         _apply(output, use, recording.channel.anchor, saved, True)
     return output
-
-
-def _note_autocast(recording: Recording, device: str) -> None:
-    """Notes the precision of a use, which the dtype of its output may hide."""
-    if device != "meta" and torch.is_autocast_enabled(device):
-        recording.dtypes.add(torch.get_autocast_dtype(device))
 
 
 def is_tap_of(channel: Channel, node: Any) -> bool:

@@ -31,6 +31,18 @@ class Tracked:
     edge: GradientEdge | None = field(default=None, repr=False)
     """Where its autograd graph starts. Set once it is used and has no region."""
 
+    @classmethod
+    def of(
+        cls, tensor: Tensor, sources: tuple[Tensor, ...], region: Region | None = None
+    ) -> Tracked:
+        """A tensor as it is now. Without a region, nothing is known of how it is computed."""
+        return cls(sources, region, tuple(tensor.shape), tensor.dtype, tensor._version)
+
+    @property
+    def block_region(self) -> Region:
+        """The region that its blocks are for: of its source, or the whole of itself."""
+        return self.region or Region.contiguous(self.shape)
+
 
 class Batched:
     """The status of a tensor that depends on the inputs of the modules."""
@@ -42,20 +54,15 @@ Status = Tracked | Batched | None  # the last for a constant
 
 def track_parameter(parameter: Tensor) -> Tracked:
     """A parameter as the whole of itself."""
-    region = Region.of_parameter(parameter)
-    return Tracked((parameter,), region, region.shape, parameter.dtype, parameter._version)
+    return Tracked.of(parameter, (parameter,), Region.of_parameter(parameter))
 
 
 def track_derived(
     derived: Tensor, origins: Sequence[Tracked], base: Status, *, is_cast: bool
 ) -> Tracked:
-    """A tensor computed from tracked tensors.
+    """A tensor computed from tracked tensors, its origins, and perhaps a view of a ``base``.
 
-    Args:
-        derived: The tensor.
-        origins: The tracked tensors that it was computed from.
-        base: The status of the tensor that it is a view of, if it is one.
-        is_cast: Whether it has the elements of its origin, in another dtype or on another device.
+    A cast has the elements of its origin, in another dtype or on another device.
     """
     sources = tuple({id(p): p for origin in origins for p in origin.sources}.values())
     region = None
@@ -67,29 +74,25 @@ def track_derived(
         region = None  # counted in complex numbers, where the parameter has real ones
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
-    return Tracked(sources, region, tuple(derived.shape), derived.dtype, derived._version)
-
-
-def track_unseen(tensor: Tensor, sources: tuple[Tensor, ...]) -> Tracked:
-    """A tensor that is computed from parameters, and nothing more is known of how."""
-    return Tracked(sources, None, tuple(tensor.shape), tensor.dtype, tensor._version)
+    return Tracked.of(derived, sources, region)
 
 
 def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
-    """What a derived tensor is at the moment of its use.
+    """What a tracked tensor is at the moment of its use.
 
     In-place operations may have changed it since it was seen. Its edge in the autograd graph is
     always that of its present value, and exact; its region may not be.
     """
+    if tensor.is_leaf:
+        return derived
     if derived.region is not None:
         if tensor._version == derived.version:
             return derived
-        derived = track_unseen(tensor, derived.sources)
+        derived = Tracked.of(tensor, derived.sources)
     edge = get_gradient_edge(tensor)
-    if derived.edge != edge:
-        if derived.edge is not None:
-            derived = track_unseen(tensor, derived.sources)
-        derived.edge = edge
+    if derived.edge is not None and derived.edge != edge:
+        derived = Tracked.of(tensor, derived.sources)
+    derived.edge = edge
     return derived
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._blocks import Block, Layout, Lookup, Region
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
@@ -72,10 +72,8 @@ class RuleUse(Use):
     @property
     def dims(self) -> tuple[int, ...]:
         """The dimensions to which every formula gives an index."""
-        found = [recipe.formula.dims for recipe in self.recipes]
-        return tuple(
-            d for d in range(len(self.shape)) if all(f[d : d + 1] not in ("", "-") for f in found)
-        )
+        each = [{d for d, x in enumerate(r.formula.dims) if x != "-"} for r in self.recipes]
+        return tuple(sorted(set(range(len(self.shape))).intersection(*each)))
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
@@ -87,7 +85,7 @@ class RuleUse(Use):
             blocks = formula.blocks(layout, cotangent, *saved[own])
             for tracked, block in zip(operands, blocks, strict=True):
                 if tracked is not None:
-                    region = _region(tracked)
+                    region = tracked.block_region
                     if formula.groups is not None:
                         region = region.split_first(formula.groups)
                     found.append((tracked, region, block))
@@ -110,24 +108,35 @@ class FallbackUse(Use):
     inputs: Inputs
     """Where each tracked tensor enters the call."""
 
+    @classmethod
+    def of(
+        cls,
+        recording: Recording,
+        function: str,
+        output: Tensor,
+        reads: tuple[Tracked, ...],
+        inputs: Inputs,
+        *,
+        is_seen: bool = True,
+    ) -> FallbackUse:
+        """The next use of a recording, for one tensor of the results of a call."""
+        index, shape, edge = recording.count, tuple(output.shape), get_gradient_edge(output)
+        known = (recording, index, function, shape, reads, output.dtype, edge, inputs)
+        return cls(*known, is_seen=is_seen)
+
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
     ) -> Iterator[Contribution]:
         """Explicit rows, some samples at a time."""
         del saved
-        recording = self.recording
         largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
         masked = one_sample_each(layout, cotangent, limit, largest)
-        found = _rows_through(
-            recording.channel,
-            self.edge,
-            self.inputs,
-            (some.to(self.dtype) for some in masked),
-            is_batchable=recording.is_batchable,
-        )
+        cotangents = (some.to(self.dtype) for some in masked)
+        channel = self.recording.channel
+        found = _rows_through(channel, self.edge, self.inputs, cotangents)
         for tracked, block in zip(self.reads, found, strict=True):
             if block is not None:
-                yield tracked, _region(tracked), block
+                yield tracked, tracked.block_region, block
 
 
 def describe(use: Use) -> str:
@@ -137,57 +146,39 @@ def describe(use: Use) -> str:
 
 
 def pull_back(
-    channel: Channel, tracked: Tracked, rows: Tensor, limit: int, *, is_batchable: bool
+    channel: Channel, tracked: Tracked, rows: Tensor, limit: int
 ) -> Iterator[tuple[Tensor, Block]]:
-    """Rows for the parameters that a derived tensor is computed from.
+    """Rows for the parameters of a derived tensor, from its ``rows``: ``(k, b, elements)``.
 
-    Args:
-        channel: The channel of the taps.
-        tracked: The derived tensor.
-        rows: Its rows, ``(k, b, elements)``.
-        limit: The number of elements that may be alive at once.
-        is_batchable: Whether rows may go through the derivation together.
+    The ``limit`` is the number of elements that may be alive at once.
     """
     assert tracked.edge is not None
     needed = prod(tracked.shape) + sum(p.numel() for p in tracked.sources)
     parts = rows.split(max(1, limit // (rows.shape[0] * needed)), 1)
-    found = _rows_through(
-        channel,
-        tracked.edge,
-        tracked.sources,
-        (some.reshape(*some.shape[:2], *tracked.shape).to(tracked.dtype) for some in parts),
-        is_batchable=is_batchable,
-    )
+    shape, dtype = tracked.shape, tracked.dtype
+    cotangents = (some.reshape(*some.shape[:2], *shape).to(dtype) for some in parts)
+    found = _rows_through(channel, tracked.edge, tracked.sources, cotangents)
     for parameter, block in zip(tracked.sources, found, strict=True):
         if block is not None:
             yield parameter, block
 
 
 def _rows_through(
-    channel: Channel,
-    output: GradientEdge,
-    inputs: Inputs,
-    cotangents: Iterable[Tensor],
-    *,
-    is_batchable: bool,
+    channel: Channel, output: GradientEdge, inputs: Inputs, cotangents: Iterable[Tensor]
 ) -> Iterator[Block | None]:
-    """Rows of each input of a piece of the graph, or ``None`` where the output misses the input.
+    """Rows of each input of a piece of the graph, in at least float32, from cotangents in parts.
 
-    Args:
-        channel: The channel of the taps.
-        output: The edge that the cotangents are of.
-        inputs: Tensors or edges.
-        cotangents: ``(k, some samples, *output)`` each.
-        is_batchable: Whether rows may go through the piece together.
+    ``None`` where the output misses the input. A part is ``(k, some samples, *output)``.
     """
-    parts: list[list[Tensor | None]] = []
+    parts: list[list[Tensor]] = [[] for _ in inputs]
     for some in cotangents:
-        flat = some.flatten(0, 1)
-        found = many_vjps(channel, output, inputs, flat, is_batchable=is_batchable)
-        parts.append([_rows(x, some.shape[1]) for x in found])
-    for pieces in zip(*parts, strict=True):
-        present = [piece for piece in pieces if piece is not None]
-        yield rows_block(torch.cat(present, 1)) if present else None
+        found = many_vjps(channel, output, inputs, some.flatten(0, 1))
+        for rows, part in zip(found, parts, strict=True):
+            if rows is not None:
+                dtype = torch.promote_types(rows.dtype, torch.float32)
+                part.append(rows.to(dtype).unflatten(0, some.shape[:2]))
+    for part in parts:
+        yield rows_block(torch.cat(part, 1)) if part else None
 
 
 def one_sample_each(
@@ -195,11 +186,7 @@ def one_sample_each(
 ) -> Iterator[Tensor]:
     """The cotangent of each sample alone, zero elsewhere: ``(k, some samples, *output)``.
 
-    Args:
-        layout: Where the samples lie, or ``None`` for one sample.
-        cotangent: ``(k, *output)``.
-        limit: The number of elements that may be alive at once.
-        largest: The elements that one objective needs at least.
+    As many samples at once as fit the ``limit``, where one objective needs ``largest`` elements.
     """
     if layout is None:
         yield cotangent.unsqueeze(1)
@@ -216,17 +203,3 @@ def rows_block(rows: Tensor) -> Block:
     """Explicit rows ``(k, b, *tensor)`` as a block."""
     labels = "kb" + "acdefghijlmnopqrstuvwxyz"[: rows.dim() - 2]
     return Block(f"{labels}->{labels}", (rows,))
-
-
-def _region(tracked: Tracked) -> Region:
-    """The region that the blocks of a tracked tensor are for."""
-    return tracked.region or Region.contiguous(tracked.shape)
-
-
-def _rows(found: Tensor | None, samples: int) -> Tensor | None:
-    """What a batched product gives, as rows ``(k, samples, *tensor)`` in at least float32."""
-    if found is None:
-        return None
-    dtype = torch.promote_types(found.dtype, torch.float32)
-    rows: Tensor = found.to(dtype).unflatten(0, (-1, samples))
-    return rows

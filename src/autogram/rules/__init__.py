@@ -1,7 +1,6 @@
 """Rules: what is known of single torch functions. One file per family, listed here."""
 
 from autogram.rules import (  # noqa: F401 - importing a file registers its rules
-    bilinear,
     convolution,
     elementwise,
     embedding,

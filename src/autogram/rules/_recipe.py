@@ -67,9 +67,8 @@ def product(
             operand's dimensions: ``"to,ti->oi"`` for the weight of a linear layer. An operand's
             dimension of size one may be written ``1``. The letters ``k`` and ``b`` are taken.
         saved: Tensors to keep. They are the factors, if ``prepare`` is ``None``.
-        prepare: Makes the cotangent and the factors from ``(cotangent, *saved)``. It must not
-            hold tensors, and the cotangent has a leading dimension for the objectives. What it
-            computes with goes through :func:`promoted` first.
+        prepare: Makes the cotangent and the factors from ``(cotangent, *saved)``, holds no tensors,
+            and computes with what :func:`promoted` gives. Objectives are the first dimension.
         dims: The index of each dimension of the call's result, ``-`` where no samples can lie. By
             default the indices of the cotangent.
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
@@ -84,7 +83,7 @@ def product(
     """
     formula = formula_of(equation, dims)
     if prepare or groups or scale != 1:
-        blocks = partial(_prepared, prepare, scale, equation, formula.dims)
+        blocks = partial(_einsum, equation, formula.dims, prepare, scale)
         formula = Formula(formula.dims, blocks, groups)
     return Recipe((operand,), formula, saved, output)
 
@@ -100,28 +99,23 @@ def formula_of(equation: str, dims: str | None = None) -> Formula:
             "Pass other letters."
         )
     dims = dims or inputs.split(",")[0]
-    return Formula(dims, partial(_product, equation, dims))
+    return Formula(dims, partial(_einsum, equation, dims, None, 1))
 
 
-def _product(equation: str, dims: str, layout: Layout | None, *factors: Tensor) -> tuple[Block]:
-    """The block of an einsum of the cotangent and further factors."""
-    return (assemble(equation, dims, layout, *factors),)
-
-
-def _prepared(
-    prepare: Prepare | None,
-    scale: float,
+def _einsum(
     equation: str,
     dims: str,
+    prepare: Prepare | None,
+    scale: float,
     layout: Layout | None,
     cotangent: Tensor,
     *saved: Tensor,
 ) -> tuple[Block]:
-    """The block of an einsum of what is made from the cotangent and the saved tensors."""
+    """The block of an einsum of the cotangent and the saved tensors, or what is made from them."""
     if scale != 1:
         cotangent = promoted(cotangent)[0] * scale
     factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
-    return _product(equation, dims, layout, *factors)
+    return (assemble(equation, dims, layout, *factors),)
 
 
 def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -188,18 +182,18 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
     for tensor, labels in terms:
         for label, n in zip(labels, tensor.shape, strict=True):
             sizes[label] = max(n, sizes.get(label, 1))
-    squeezed = [_squeeze(tensor, labels, sizes) for tensor, labels in terms]
+    targets = [_target(tensor, labels, sizes) for tensor, labels in terms]
+    factors = [_squeezed(tensor, of) for (tensor, _), of in zip(terms, targets, strict=True)]
     recipes = []
     for i, (operand, labels) in enumerate(terms):
         if not operand.requires_grad:
             continue
-        others = squeezed[:i] + squeezed[i + 1 :]
-        known = set(output).union(*(of for _, of in others))
-        target = _target(operand, labels, sizes)
-        if len(set(labels)) < len(labels) or not set(target) - {"1"} <= known:
+        others = factors[:i] + factors[i + 1 :]
+        equation = ",".join((output, *(of for _, of in others)))
+        if len(set(labels)) < len(labels) or not set(targets[i]) - {"1"} <= set(equation):
             return None
-        equation = ",".join((output, *(of for _, of in others))) + "->" + target
-        recipes.append(product(operand, equation, *(x for x, _ in others), scale=scale))
+        saved = [x for x, _ in others]
+        recipes.append(product(operand, f"{equation}->{targets[i]}", *saved, scale=scale))
     return recipes
 
 
@@ -209,11 +203,10 @@ def _target(operand: Tensor, labels: str, sizes: dict[str, int]) -> str:
     return "".join(label if n == sizes[label] else "1" for label, n in pairs)
 
 
-def _squeeze(tensor: Tensor, labels: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
-    """A term without the dimensions along which it is broadcast."""
-    repeated = [d for d, label in enumerate(labels) if tensor.shape[d] != sizes[label]]
-    kept = "".join(label for d, label in enumerate(labels) if d not in repeated)
-    return (tensor.squeeze(repeated) if repeated else tensor), kept
+def _squeezed(tensor: Tensor, target: str) -> tuple[Tensor, str]:
+    """A term without the dimensions along which it is broadcast, and its indices."""
+    repeated = [d for d, label in enumerate(target) if label == "1"]
+    return (tensor.squeeze(repeated) if repeated else tensor), target.replace("1", "")
 
 
 def addend(

@@ -25,21 +25,18 @@ from torch.nn import functional as F
 Cell = Callable[..., tuple[Tensor, ...]]
 
 
-def tanh_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+def tanh_cell(u: Tensor, v: Tensor, _: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.RNN``."""
-    del h
     return (torch.tanh(u + v),)
 
 
-def relu_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+def relu_cell(u: Tensor, v: Tensor, _: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.RNN`` with ``nonlinearity="relu"``."""
-    del h
     return (torch.relu(u + v),)
 
 
-def lstm_cell(u: Tensor, v: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+def lstm_cell(u: Tensor, v: Tensor, _: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     """One step of ``nn.LSTM``, before its projection."""
-    del h
     i, f, g, o = (u + v).chunk(4, -1)
     c = torch.addcmul(f.sigmoid() * c, i.sigmoid(), g.tanh())
     return o.sigmoid() * c.tanh(), c
@@ -55,9 +52,7 @@ def gru_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
 
 
 class Direction:
-    """One direction of one layer, after its forward pass.
-
-    Tensors of single steps are in the order of the rows.
+    """One direction of one layer, after its forward pass. Its steps are in the order of the rows.
 
     Args:
         cell: What is done at each step.

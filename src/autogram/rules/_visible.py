@@ -1,8 +1,4 @@
-"""Custom autograd Functions, shown to torch-function modes.
-
-PyTorch hands calls of its own functions to an active mode, but not those of a custom autograd
-Function. Here the ``apply`` of one Function is exchanged for one that does.
-"""
+"""Custom autograd Functions, whose ``apply`` is exchanged for one that torch-function modes see."""
 
 from __future__ import annotations
 
@@ -23,8 +19,7 @@ def as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
 def show(function: Callable[..., Any]) -> None:
     """Makes modes see the calls of a custom autograd Function; leaves other functions alone.
 
-    Without an active mode, ``apply`` is called as before. Functions that are derived from this one
-    keep theirs: their forward may be another.
+    Functions that are derived from this one keep their ``apply``: their forward may be another.
     """
     owner = _owner(function)
     if owner is not None and not isinstance(vars(owner).get("apply"), _Shown):

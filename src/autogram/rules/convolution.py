@@ -17,8 +17,8 @@ In the equations of the blocks, ``q`` is the group of channels and ``xyz`` are t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,15 +81,12 @@ def _recipes(
     return recipes
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """The sizes of a convolution; those of a position are given for each spatial dimension."""
+class Convolution(NamedTuple):
+    """The sizes of a convolution: the kernel's shape, and others for each spatial dimension."""
 
     weight: tuple[int, ...]
-    """The shape of the kernel, channels included."""
     stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    """Zeros before and behind."""
+    padding: tuple[tuple[int, int], ...]  # before and behind
     dilation: tuple[int, ...]
     groups: int
 
@@ -104,10 +101,9 @@ class Convolution:
         if padding == "same":
             # As torch does: where the sum is odd, the additional zero comes behind.
             totals = [d * (size - 1) for d, size in zip(dilations, shape[2:], strict=True)]
-            pads = tuple((total // 2, total - total // 2) for total in totals)
         else:
-            zeros = 0 if isinstance(padding, str) else padding
-            pads = tuple((p, p) for p in _per_dimension(zeros, n))
+            totals = [2 * p for p in _per_dimension(0 if isinstance(padding, str) else padding, n)]
+        pads = tuple([(total // 2, total - total // 2) for total in totals])
         return cls(shape, _per_dimension(stride, n), pads, dilations, groups)
 
     def blocks(self, layout: Layout | None, cotangent: Tensor, input: Tensor) -> tuple[Block]:
@@ -162,10 +158,7 @@ class Convolution:
         return self._by_group(input.movedim(len(self.stride) + 1, -1), -1)
 
     def _gradient(self, cotangent: Tensor, input: Tensor) -> Tensor:
-        """The gradient of the kernel, ``(q, o, i, *taps)``, by torch's kernel of a backward pass.
-
-        It unfolds nothing.
-        """
+        """The gradient of the kernel, ``(q, o, i, *taps)``, by torch's kernel: without patches."""
         function: Any = (conv1d_weight, conv2d_weight, conv3d_weight)[len(self.stride) - 1]
         zeros = tuple(before for before, _ in self.padding)
         sizes = (self.stride, zeros, self.dilation, self.groups)

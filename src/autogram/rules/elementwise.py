@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram.rules._recipe import (
-    Recipe,
-    addend,
-    broadcast,
-    multilinear,
-    positions,
-    product,
-    promoted,
-)
+from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, product, promoted
 from autogram.rules._registry import register_rule, variants
 
 
@@ -55,10 +47,7 @@ def mul(input: Any, other: Any) -> list[Recipe] | None:
     return multilinear(output, (input, left), (other, right))
 
 
-@register_rule(
-    *variants("div", "div_", "true_divide", "true_divide_"),
-    *variants("divide", "divide_"),
-)
+@register_rule(*variants("div", "div_", "true_divide", "true_divide_", "divide", "divide_"))
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Recipe] | None:
     """``input / other``, not rounded."""
     if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
@@ -93,7 +82,7 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> list[Recipe]:
 @register_rule(torch.prelu)
 def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
     """The slope: dw = sum g min(x, 0), per channel or over all of them."""
-    output = positions(input.dim())
+    output, _ = broadcast(input.shape)
     channel = "1" if weight.numel() == 1 else output[1:2]
     equation = f"{output},{output}->{channel if weight.dim() else ''}"
     return [product(weight, equation, input, prepare=_negative_part)]

@@ -75,10 +75,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> list[Recipe] | None:
-    """The table of ``F.embedding_bag`` where it adds up rows: y[t] = sum_s w[t, s] W[v[t, s]].
-
-    Maxima, and learned weights of the rows, are left to the fallback.
-    """
+    """The table of ``F.embedding_bag`` where it adds up rows: y[t] = sum_s w[t, s] W[v[t, s]]."""
     _check_table("F.embedding_bag", scale_grad_by_freq, max_norm)
     if mode not in ("sum", "mean") or input.dim() != (2 if offsets is None else 1):
         return None
@@ -98,10 +95,7 @@ def embedding_bag(
 def _read_bags(
     size: int, layout: Layout | None, cotangent: Tensor, indices: Tensor, weights: Tensor
 ) -> tuple[Lookup]:
-    """The block of sums of rows: each row is read with the weighted cotangent of its bag.
-
-    ``indices`` and ``weights`` are those of each bag, ``(bags, longest)``.
-    """
+    """The block of sums of rows, whose indices and weights are ``(bags, longest)``."""
     by_row = cotangent.unsqueeze(-2) * weights.unsqueeze(-1)  # (k, bags, longest, d)
     return read_rows(size, None, layout, by_row, indices)
 
@@ -127,13 +121,11 @@ def _check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None
     """Refuses what a Jacobian cannot be taken of."""
     if max_norm is not None:
         raise UnsupportedError(
-            f"`{function}` was called with `max_norm`, which changes its weight in place during "
-            "the forward pass, so that two forward passes have different Jacobians. Remove "
-            "`max_norm`, or normalise with `torch.nn.utils.parametrize`."
+            f"`{function}` was called with `max_norm`, which changes its weight in place in each "
+            "forward pass. Remove `max_norm`, or normalise with `torch.nn.utils.parametrize`."
         )
     if scale_grad_by_freq:
         raise UnsupportedError(
             f"`{function}` was called with `scale_grad_by_freq=True`, which divides gradients by "
-            "how often a token occurs in the whole batch: what comes out is the gradient of no "
-            "objective. Set it to False."
+            "the counts of tokens in the batch: they are of no objective. Set it to False."
         )

@@ -41,9 +41,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Re
         return None
     of_weight, of_bias = _linear_formulas(input.dim())
     recipes = [Recipe((weight,), of_weight, (input,))]
-    if bias is not None:
-        recipes.append(Recipe((bias,), of_bias))
-    return recipes
+    return recipes if bias is None else [*recipes, Recipe((bias,), of_bias)]
 
 
 @lru_cache
@@ -51,6 +49,16 @@ def _linear_formulas(dims: int) -> tuple[Formula, Formula]:
     """The formulas of weight and bias, by the number of dimensions of the input."""
     t = positions(dims - 1)
     return formula_of(f"{t}o,{t}i->oi"), formula_of(f"{t}o->o")
+
+
+@register_rule(torch.bilinear)
+def bilinear(
+    input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> list[Recipe]:
+    """Weight and bias: dW[o, i, j] = sum_t g[t, o] x1[t, i] x2[t, j]."""
+    t = positions(input1.dim() - 1)
+    of_weight = product(weight, f"{t}o,{t}i,{t}j->oij", input1, input2)
+    return [of_weight] if bias is None else [of_weight, product(bias, f"{t}o->o")]
 
 
 @register_rule(*variants("matmul", "mm", "bmm"))

@@ -2,12 +2,10 @@
 
     dw = sum g x^        dc = sum g
 
-x^ is computed again from the saved input, because dividing the output by ``w`` fails at zero. What
-the statistics are taken over does not matter here: x^ is a constant to ``w``. Statistics that mix
-the samples (batch normalisation in training mode) show upstream, where the layout is sought.
-
-The functions of ``F`` call those of ``torch``. Where a rule fits both, it is registered for both:
-recording what is inside of a Python function takes longer than recording the function.
+x^ is computed again from the saved input, because dividing the output by ``w`` fails at zero.
+Statistics that mix the samples (batch normalisation in training mode) show upstream, where the
+layout is sought. A rule that fits ``F`` and ``torch`` is registered for both: recording what is
+inside of a Python function takes longer than recording the function.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ def layer_norm(
     cudnn_enable: bool = True,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """Elementwise weight and bias over the last dimensions."""
-    shape = tuple(normalized_shape)
-    normalize = partial(F.layer_norm, normalized_shape=shape, eps=eps)
-    return _affine(input, weight, bias, positions(input.dim())[-len(shape) :], normalize)
+    target = positions(input.dim())[-len(normalized_shape) :]
+    normalize = partial(F.layer_norm, normalized_shape=tuple(normalized_shape), eps=eps)
+    return _affine(input, weight, bias, target, normalize)
 
 
 @register_rule(F.rms_norm, torch.rms_norm)
@@ -49,9 +47,9 @@ def rms_norm(
     eps: float | None = None,
 ) -> list[Recipe]:
     """Elementwise weight over the last dimensions."""
-    shape = tuple(normalized_shape)
-    normalize = partial(F.rms_norm, normalized_shape=shape, eps=eps)
-    return _affine(input, weight, None, positions(input.dim())[-len(shape) :], normalize)
+    target = positions(input.dim())[-len(normalized_shape) :]
+    normalize = partial(F.rms_norm, normalized_shape=tuple(normalized_shape), eps=eps)
+    return _affine(input, weight, None, target, normalize)
 
 
 @register_rule(F.group_norm, torch.group_norm)
@@ -159,12 +157,8 @@ def _by_group(
 ) -> Iterator[Block]:
     """The blocks of weight and bias, as far as there are both, with statistics of each group.
 
-    ``tensors`` are the cotangent ``(k, *output)`` and the input. With mean and deviation of its
-    group, the row of a sample is
-
-        dw = (sum g x - mean sum g) / deviation        dc = sum g
-
-    Group normalisation has a kernel for these sums, which reads g and x once and computes no x^.
+    Group normalisation has a kernel for ``dw = (sum g x - mean sum g) / deviation`` and
+    ``dc = sum g``, which reads the cotangent g and the input x once and computes no x^.
     """
     cotangent, input = promoted(*tensors)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)

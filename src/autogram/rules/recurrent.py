@@ -7,8 +7,7 @@ states contribute to the gates, they are those of linear layers with positions t
     v[t, o] = sum_j W_hh[o, j] h[t-1, j] + b_hh[o]      dW_hh[o, j] = sum_t dv[t, o] h[t-1, j]
 
 The call shows neither, so that it is replayed from its input, its initial states and its weights,
-once for each of its results that the losses depend on, and autograd gives du and dv. Nothing is
-kept until then but the input, the states and the weights, which autograd has saved anyway.
+once for each of its results that the losses depend on, and autograd gives du and dv.
 """
 
 from __future__ import annotations
@@ -24,17 +23,12 @@ from torch import Tensor
 
 from autogram._blocks import Block, Layout, Routed, assemble
 from autogram._errors import MixedSamplesError
+from autogram.rules import _recurrence as recurrence
 from autogram.rules._recipe import Formula, Recipe, promoted
-from autogram.rules._recurrence import (
-    Cell,
-    Direction,
-    cotangents,
-    gru_cell,
-    lstm_cell,
-    relu_cell,
-    tanh_cell,
-)
+from autogram.rules._recurrence import Cell, Direction, cotangents
 from autogram.rules._registry import register_rule
+
+States = Tensor | Sequence[Tensor]
 
 
 def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., Any]) -> None:
@@ -45,19 +39,17 @@ def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., 
         return _layers(cell, *args)
 
     @register_rule(of_cell)
-    def one_step(
-        input: Tensor, hx: Tensor | Sequence[Tensor], *params: Tensor | None
-    ) -> list[Recipe]:
+    def one_step(input: Tensor, hx: States, *params: Tensor | None) -> list[Recipe]:
         return _one_step(cell, input, hx, params)
 
     # The names by which a report shows the rules.
     layers.__qualname__, one_step.__qualname__ = of_layers.__name__, of_cell.__name__
 
 
-_register(tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell)
-_register(relu_cell, torch.rnn_relu, torch.rnn_relu_cell)
-_register(lstm_cell, torch.lstm, torch.lstm_cell)
-_register(gru_cell, torch.gru, torch.gru_cell)
+_register(recurrence.tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell)
+_register(recurrence.relu_cell, torch.rnn_relu, torch.rnn_relu_cell)
+_register(recurrence.lstm_cell, torch.lstm, torch.lstm_cell)
+_register(recurrence.gru_cell, torch.gru, torch.gru_cell)
 
 
 def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
@@ -79,7 +71,7 @@ def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
 
 
 def _one_step(
-    cell: Cell, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor | None]
+    cell: Cell, input: Tensor, hx: States, params: Sequence[Tensor | None]
 ) -> list[Recipe]:
     """One layer at one step, which returns the final states alone."""
     states = _states(hx)
@@ -87,7 +79,7 @@ def _one_step(
     return _recipes(replays, input, (*states, *(x for x in params if x is not None)))
 
 
-def _states(hx: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _states(hx: States) -> tuple[Tensor, ...]:
     """The initial states of a call, of which an LSTM has two."""
     return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
@@ -96,15 +88,8 @@ def _recipes(
     replays: Sequence[Replay], input: Tensor, operands: tuple[Tensor, ...]
 ) -> list[Recipe]:
     """A recipe for each result of a call, of its initial states and weights."""
-    return [
-        Recipe(operands, Formula(replay.dims, replay.blocks), (input, *operands), i)
-        for i, replay in enumerate(replays)
-    ]
-
-
-def _block(dims: str, layout: Layout | None, equation: str, *factors: Tensor) -> Block:
-    """A block of the factors of one weight."""
-    return assemble(equation, dims, layout, *factors)
+    formulas = [Formula(replay.dims, replay.blocks) for replay in replays]
+    return [Recipe(operands, of, (input, *operands), i) for i, of in enumerate(formulas)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +121,10 @@ class Replay:
         given = cotangent.reshape(len(cotangent), *result.shape)
         wanted = [x for of in directions for x in (of.u, *of.v, *of.projected)]
         found = iter(cotangents(result, given, [*states, *wanted]))
-        block = partial(_block, self.dims, layout)
+
+        def block(equation: str, *factors: Tensor) -> Block:
+            return assemble(equation, self.dims, layout, *factors)
+
         for _ in states:
             yield block("So->So" if is_cell else "RSo->RSo", next(found))
         for of in directions:

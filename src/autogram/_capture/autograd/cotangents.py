@@ -91,12 +91,7 @@ def visit(
 
 
 def many_vjps(
-    channel: Channel,
-    output: GradientEdge,
-    inputs: Inputs,
-    cotangents: Tensor,
-    *,
-    is_batchable: bool,
+    channel: Channel, output: GradientEdge, inputs: Inputs, cotangents: Tensor
 ) -> list[Tensor | None]:
     """Vector-Jacobian products of one output with respect to some inputs, up to the nearest taps.
 
@@ -105,7 +100,6 @@ def many_vjps(
         output: What the cotangents ``(n, *output)`` are of.
         inputs: Where to, of which each has a result ``(n, *input)``, or ``None``.
         cotangents: ``(n, *output)``.
-        is_batchable: Whether all may go in one pass, where PyTorch can do so.
     """
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
@@ -113,7 +107,7 @@ def many_vjps(
         return {i: in_dense(x) for i, x in enumerate(found) if x is not None}
 
     products = None
-    if is_batchable and len(cotangents) > 1:
+    if channel.is_batchable and len(cotangents) > 1:
         edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in inputs]
         ends = {edge.node for edge in edges}
         nodes = nodes_behind(output, lambda node: node in ends or is_any_tap(node))

@@ -218,4 +218,4 @@ class Assembly:
     def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
         """Rows of a derived tensor as blocks of the parameters that it is computed from."""
         channel, limit = self._run.channel, self._limit.elements
-        return list(pull_back(channel, tracked, rows, limit, is_batchable=channel.is_batchable))
+        return list(pull_back(channel, tracked, rows, limit))

@@ -31,7 +31,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     reads = tuple(track_parameter(p) for p in survey.leaves_of_tail if p in names)
     if not reads:
         return None
-    recording = Recording(channel, names, is_batchable=channel.is_batchable)
+    recording = Recording(channel, names)
     sources = tuple(tracked.sources[0] for tracked in reads)
     shape, edge = tuple(losses.shape), get_gradient_edge(losses)
     return FallbackUse(

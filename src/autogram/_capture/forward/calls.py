@@ -20,10 +20,8 @@ _QUESTIONS = {
 }
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
-_IN_PLACE = {
-    "__setitem__",
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")),
-}
+_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 class Kind(NamedTuple):
@@ -85,21 +83,11 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any] | None:
     from there again, it does the same without end. In the copy, the checks for a mode answer no.
     The original is not touched, and the functions that the body calls are recorded as usual.
     """
-    if not isinstance(function, types.FunctionType):
+    is_python = isinstance(function, types.FunctionType)
+    if not is_python or function.__globals__.keys().isdisjoint(_CHECKS):
         return None
-    if not any(name in function.__globals__ for name in _CHECKS):
-        return None
-    copy = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **dict.fromkeys(_CHECKS, _no)},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    unchecked = {**function.__globals__, **dict.fromkeys(_CHECKS, lambda *_: False)}
+    defaults, closure = function.__defaults__, function.__closure__
+    copy = types.FunctionType(function.__code__, unchecked, function.__name__, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def _no(*_: Any) -> bool:
-    """No argument overrides torch functions."""
-    return False

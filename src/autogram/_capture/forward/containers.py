@@ -45,16 +45,15 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    members = dict(value.items() if isinstance(value, Mapping) else vars(value).items())
+    is_mapping = isinstance(value, Mapping)
+    members = value if is_mapping else vars(value)
     changed = {name: map_tensors(item, function) for name, item in members.items()}
     if all(changed[name] is members[name] for name in members):
         return value
     copied = copy.copy(value)
-    for name, item in changed.items():
-        if isinstance(value, Mapping):
-            copied[name] = item
-        else:
-            object.__setattr__(copied, name, item)
+    target = copied if is_mapping else vars(copied)
+    for name, item in changed.items():  # a mapping may refuse `update`
+        target[name] = item
     return copied
 
 

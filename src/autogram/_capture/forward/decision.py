@@ -1,7 +1,6 @@
 """Decisions: what is to be done with a torch call, by the statuses of the tensors that it reads.
 
-Nothing is carried out here, and nothing is noted: no tap, no recording, no status. Only a derived
-tensor's record keeps the tensor's edge in the graph from its first use on.
+Nothing is carried out here, and nothing is noted but the edge of a derived tensor at its first use.
 """
 
 from __future__ import annotations
@@ -75,18 +74,11 @@ def decide(
     *,
     is_bare: bool,
 ) -> Decision:
-    """What is to be done with a call.
+    """What is to be done with a call, which reads the elements of some tensors.
 
     A call that reads batched tensors alone, or constants, is only noted. One that reads tracked
     tensors and constants derives a tensor; one in which tracked tensors meet batched ones is a use.
-
-    Args:
-        kind: What is called, which may compute tensors.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        reads: The tensors whose elements the call reads, with what they are.
-        is_bare: Whether the call may run again where nothing is recorded, so that a tap must save
-            nothing.
+    One that ``is_bare`` may run again where nothing is recorded, so that its tap must save nothing.
 
     Raises:
         UnsupportedError: A nested tensor meets a tracked one.
@@ -102,17 +94,19 @@ def decide(
     tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
     if not is_batched:
         return Run(is_batched=False, origins=[status for _, status in tracked])
-    is_complex = False
-    for tensor, _ in reads:
-        if tensor.is_nested:
-            raise _nested(kind)
-        is_complex |= tensor.is_complex()
-    now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
+    if True in [tensor.is_nested for tensor, _ in reads]:
+        # Without a shape of numbers, a tensor shows no places of samples.
+        raise UnsupportedError(
+            f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples to "
+            "one length, and mask what was added; or put them one behind the other in one tensor."
+        )
+    now = [(x, as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
     if rule is None:
         body = inlined(kind.function)
         return UseRows(now) if body is None else RunBody(body)
     # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
+    is_complex = True in [tensor.is_complex() for tensor, _ in reads]
     answers = None if is_complex else _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
@@ -123,46 +117,29 @@ def _ask(
     """What a rule says of a call, or ``None`` if it misses one of the tracked tensors."""
     try:
         recipes = rule(*args, **kwargs)
-    except TypeError:
-        if _binds(rule, args, kwargs):
-            raise
-        return None  # an overload of the function that the rule was not written for
+    except TypeError as error:
+        try:
+            inspect.signature(rule).bind(*args, **kwargs)
+        except TypeError:
+            return None  # an overload of the function that the rule was not written for
+        raise error
     if recipes is None:
         return None
     tracked = {id(tensor): status for tensor, status in reads}
     answers = {0: Answer([], [], [])}
     for recipe in recipes:
-        answer = answers.get(recipe.output) or Answer([], [], [])
-        saved = slice(len(answer.saved), len(answer.saved) + len(recipe.saved))
         operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
         known = [status for status in operands if status is not None]
-        if not known:
-            continue
-        answer.reads.extend(known)
-        answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
-        answer.saved.extend(recipe.saved)
-        answers[recipe.output] = answer
+        if known:
+            answer = answers.setdefault(recipe.output, Answer([], [], []))
+            start = len(answer.saved)
+            answer.reads.extend(known)
+            answer.saved.extend(recipe.saved)
+            saved = slice(start, len(answer.saved))
+            answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
     expected = sorted([id(tracked[id(tensor)]) for tensor, _ in reads])
     for answer in answers.values():
         if sorted([id(status) for status in answer.reads]) != expected:
             return None
     return answers
-
-
-def _binds(rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a rule accepts the arguments of a call."""
-    try:
-        inspect.signature(rule).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _nested(kind: Kind) -> UnsupportedError:
-    """The error for tensors without a shape of numbers, which show no places of samples."""
-    return UnsupportedError(
-        f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples "
-        "to one length, and mask what was added; or put them one behind the other in one "
-        "tensor."
-    )

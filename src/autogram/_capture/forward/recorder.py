@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autogram._capture.forward.calls import first_of, kind_of, results_of
 from autogram._capture.forward.containers import exchange, tensors_in
-from autogram._capture.forward.decision import Run, RunBody, UseRule, decide
+from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
 from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import (
     run_with_rule,
@@ -28,12 +29,10 @@ _hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defaul
 
 
 class Recorder(TorchFunctionMode):
-    """One recorded forward pass, from the opening of its outermost module to its end.
+    """One forward pass, from the opening of its outermost module to its end.
 
     It asks what is to be done with each call, does that, and notes the statuses of the results.
-
-    Attributes:
-        recording: What remains of the pass.
+    What remains of the pass is its ``recording``.
     """
 
     def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
@@ -47,17 +46,16 @@ class Recorder(TorchFunctionMode):
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks what the outermost module is given."""
         recording, tensors = self.recording, self._given(inputs)
-        sizes = [t.shape[0] for t in tensors if t.dim() > 0 and not t.is_nested]
-        size = next((n for n in sizes if n != 1), 1)
-        recording.sizes = frozenset(n for t in tensors for n in _sizes(t))
+        sizes = [_sizes(tensor) for tensor in tensors]
+        size = next((of[0] for of in sizes if of and of[0] != 1), 1)
+        recording.sizes = frozenset().union(*sizes)
         for position, tensor in enumerate(tensors):
             # Masks and position indices without a batch dimension are constants. What is taken
             # for one wrongly costs time, not exactness: it ends in a derived tensor.
             if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._statuses.untapped_parameters(tensor)
                 if sources:
-                    call = ModuleCall.of(module, tensors)
-                    if recording.channel.was_derived(call, position):
+                    if recording.channel.was_derived(_call(module, tensors), position):
                         continue  # adopted when it is read, as it was the first time
                     tap_unseen(recording, tensor, sources)  # used before this module was entered
                 self._statuses.set(tensor, BATCHED)
@@ -67,9 +65,9 @@ class Recorder(TorchFunctionMode):
         hooks = _hooks_now(True)
         if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
-            statuses = [self._statuses.of(tensor) for tensor in tensors]
-            derived = [i for i, status in enumerate(statuses) if isinstance(status, Tracked)]
-            self.recording.note_derived(ModuleCall.of(module, tensors), derived)
+            statuses = enumerate([self._statuses.of(tensor) for tensor in tensors])
+            derived = [i for i, status in statuses if isinstance(status, Tracked)]
+            self.recording.note_derived(_call(module, tensors), derived)
         self._hooks_at_entry.append(hooks)
 
     def leave(self) -> None:
@@ -82,9 +80,7 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors_in(output):
             status = self._statuses.of(tensor) if tensor.requires_grad else None
             if isinstance(status, Tracked):
-                now = status if tensor.is_leaf else as_of_now(tensor, status)
-                tapped[id(tensor)] = tap_result(self.recording, tensor, now)
-        self._statuses.clear()
+                tapped[id(tensor)] = tap_result(self.recording, tensor, as_of_now(tensor, status))
         return exchange(output, tapped) if tapped else output
 
     def __torch_function__(
@@ -101,7 +97,7 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)  # what is compiled is adopted like what is unseen
         kind = kind_of(function)
         # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What comes
-        # out of the transform is adopted, like the output of any call not seen.
+        # out is adopted, too.
         if kind.is_question or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args
@@ -113,14 +109,14 @@ class Recorder(TorchFunctionMode):
             output = function(*args, **kwargs)
         elif isinstance(decision, UseRule):
             output = run_with_rule(self.recording, kind, args, kwargs, decision)
-        elif isinstance(decision, RunBody):
+        elif isinstance(decision, UseRows):
+            output = run_without_rule(self.recording, kind, args, kwargs, decision.reads)
+        else:
             with self:
                 output = decision.body(*args, **kwargs)
-            for tensor in results_of(kind, args, kwargs, output):
-                self._statuses.of(tensor)  # adopts what the body has done unseen
-        else:
-            output = run_without_rule(self.recording, kind, args, kwargs, decision.reads)
         results = results_of(kind, args, kwargs, output)
+        if isinstance(decision, RunBody):
+            self._statuses.read(results)  # adopts what the body has done unseen
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
@@ -129,8 +125,9 @@ class Recorder(TorchFunctionMode):
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
             self._statuses.set(tensor, None if is_number else BATCHED)
         if kind.shows_cotangent:
-            is_retained = kind.name == "retain_grad"
-            self.recording.note_shown(first_of(args, kwargs), is_retained=is_retained)
+            self.recording.is_batchable = False  # or the user would see the hidden dimension
+            if kind.name == "retain_grad":
+                self.recording.retained.append(weakref.ref(first_of(args, kwargs)))
         return output
 
     def _mark_unbatched(
@@ -138,8 +135,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Marks the results of a call that reads tracked tensors and constants, or these alone.
 
-        Some constants require a gradient that is none of ours, such as a frozen weight that is
-        wrapped as a parameter meanwhile.
+        Some constants require a gradient that is none of ours: a frozen weight, wrapped meanwhile.
         """
         for tensor in results:
             if not tensor.requires_grad or tensor.is_leaf:
@@ -153,11 +149,9 @@ class Recorder(TorchFunctionMode):
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """Whether a checkpoint has set these hooks, since the innermost module was entered.
 
-        A checkpoint counts the tensors that are saved in its part of the forward pass, and expects
-        as many when it runs that part again. Where the part enters a module, the hooks open a
-        recording again and the same taps save the same tensors. Where it is a bare function that
-        reads parameters itself, nothing is recorded the second time, so taps must not save anything
-        the first time.
+        A checkpoint expects that its part of the forward pass saves as many tensors when it runs
+        again. Where the part enters a module, that opens a recording, and the same taps save the
+        same tensors. A bare function is not recorded the second time: its taps must save nothing.
         """
         is_new = hooks != self._hooks_at_entry[-1]
         return is_new and "checkpoint" in getattr(hooks[0], "__module__", "")
@@ -175,14 +169,17 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[: 1 if has_features_alone else 2])
 
 
+def _call(module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:
+    """By what a call of a module with some tensors is known again."""
+    return id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs)
+
+
 def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
     """Refuses trainable parameters that are complex."""
-    if not any(dtype.is_complex for dtype in {parameter.dtype for parameter in parameters}):
-        return
     for parameter, name in parameters.items():
         if parameter.requires_grad and parameter.is_complex():
             raise UnsupportedError(
                 f"The parameter `{name}` is complex, and the inner product of complex gradients "
-                "is not settled. Keep it as a real parameter with a last dimension of size two, "
-                "and use `torch.view_as_complex` of it in the forward."
+                "has no single meaning. Keep it as a real parameter with a last dimension of size "
+                "two, and use `torch.view_as_complex` of it in the forward."
             )

@@ -30,22 +30,19 @@ class Parameters:
 
         What such a call puts in their place is derived from them, if it is derived from anything.
         """
-        names = self._names()
-        for derived in [p for p in names if not p.is_leaf]:
-            del names[derived]
-        known = {id(p) for p in names}
+        names = {p: name for p, name in self._names().items() if p.is_leaf}
         for reference, name in self._originals:
             parameter = reference()
-            if parameter is not None and id(parameter) not in known:
-                names[parameter] = name
+            if parameter is not None:
+                names.setdefault(parameter, name)
         return names
 
     def _names(self) -> dict[Tensor, str]:
         """The parameters of the modules as they are now, with their qualified names."""
         names: dict[Tensor, str] = {}
-        for i, module in enumerate(root() for root in self._modules):
-            prefix = f"{i}" if len(self._modules) > 1 else ""
-            if module is not None:
+        for i, root in enumerate(self._modules):
+            if (module := root()) is not None:
+                prefix = f"{i}" if len(self._modules) > 1 else ""
                 for name, parameter in module.named_parameters(prefix=prefix):
                     names.setdefault(parameter, name)
         return names
@@ -54,9 +51,8 @@ class Parameters:
 class Session(threading.local):
     """The recording that is open, one for each thread.
 
-    The first module that is entered opens it, and closes it when it is left. Modules inside find
-    it open. With gradients disabled nothing is opened, and nothing inside of a `torch.func`
-    transform, whose results belong to the transform, or while `torch.jit.trace` runs.
+    The first module that is entered opens it, and closes it when it is left. With gradients
+    disabled nothing is opened, and nothing inside of a `torch.func` transform or `torch.jit.trace`.
     """
 
     def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
@@ -72,11 +68,15 @@ class Session(threading.local):
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enters a module."""
         if self._recorder is not None and self._was_abandoned(module):
-            self._close()
+            self.close()
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
-        elif torch.is_grad_enabled() and not _is_transformed():
+        elif (
+            torch.is_grad_enabled()
+            and not torch._C._are_functorch_transforms_active()
+            and torch._C._get_tracing_state() is None
+        ):
             recorder = Recorder(self._channel, self._channel.parameters_now())
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
@@ -94,28 +94,23 @@ class Session(threading.local):
         if self._depth:
             self._recorder.leave()
             return None
-        ended = self._close().end(output)
+        recorder = self._recorder
+        self.close()
+        ended = recorder.end(output)
         return None if ended is output else ended
 
-    def abandon(self) -> None:
-        """Closes what is open in this thread: the engine is removed inside of a forward."""
-        if self._recorder is not None:
-            self._close()
-
-    def _close(self) -> Recorder:
-        """Takes the recorder off PyTorch's stack of modes."""
+    def close(self) -> None:
+        """Takes the recorder off PyTorch's stack of modes, if one is open in this thread."""
         recorder, self._recorder = self._recorder, None
-        assert recorder is not None
         self._outermost = self._frame = None
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
-        return recorder
+        if recorder is not None:
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
 
     def _was_abandoned(self, module: nn.Module) -> bool:
         """Whether the call that opened the recording has ended without closing it.
 
         A keyboard interrupt may strike between the hooks of a module and its forward. The next pass
-        enters one of the engine's modules, or the module that was left: only then is it worth a
-        look.
+        enters one of the engine's modules, or the module that was left.
         """
         if module is not self._outermost and id(module) not in self._roots:
             return False
@@ -127,35 +122,25 @@ class Session(threading.local):
     @property
     def modules(self) -> list[nn.Module]:
         """The modules of the engine that are alive."""
-        return [module for module in (root() for root in self._modules) if module is not None]
-
-
-def _is_transformed() -> bool:
-    """Whether `torch.func` or `torch.jit.trace` makes something else of the calls."""
-    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+        return [module for root in self._modules if (module := root()) is not None]
 
 
 def hook_all(modules: Iterable[nn.Module], session: Session) -> HookManager:
     """Lets modules, and all inside of them that have parameters, open and close recordings.
 
-    Every module, and not the outermost ones alone: activation checkpointing runs some of them again
-    in the backward pass, where the same taps must appear.
+    Every module, as activation checkpointing runs some of them again in the backward pass, where
+    the same taps must appear. Scripted ones are left out: Python does not run their forward.
     """
     hooks = HookManager()
     for root in modules:
         for module in root.modules():
-            if module is root or _can_be_hooked(module):
+            is_scripted = isinstance(module, torch.jit.ScriptModule)
+            if module is root or (not is_scripted and any(True for _ in module.parameters())):
                 hooks.hook(module, session.begin, session.end, only_with_gradients=True)
     return hooks
 
 
 def take_off(hooks: HookManager, session: Session) -> None:
-    """Removes the hooks, and closes the recording that they would have closed."""
+    """Removes the hooks, and closes the recording that they would have closed in this thread."""
     hooks.remove()
-    session.abandon()
-
-
-def _can_be_hooked(module: nn.Module) -> bool:
-    """Whether a module has parameters, and a forward that Python runs."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return not is_scripted and next(module.parameters(), None) is not None
+    session.close()

@@ -13,7 +13,7 @@ from autogram._capture.autograd.graph import nodes_behind
 from autogram._capture.forward.tapping import tap_unseen
 from autogram._capture.recording import Recording
 from autogram._capture.tap import covers_all, is_tap_of
-from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter, track_unseen
+from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter
 from autogram._errors import UnsupportedError
 
 # A tensor, its status, and its version if it has a graph.
@@ -24,8 +24,7 @@ _NO_MARK: _Mark = (lambda: None, None, None)
 class Statuses:
     """The status of tensors, by ``id`` and with weak references.
 
-    Tensors have no cheaper identity, and a strong reference would keep activations alive that the
-    network has dropped. An ``id`` that is taken again by another tensor is seen by the reference.
+    A strong reference would keep activations alive that the network has dropped.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -52,12 +51,10 @@ class Statuses:
         """The status of a tensor.
 
         One that was never seen is a constant, unless autograd says that it was computed. A mark is
-        stale where a view of the tensor was changed in place, where a custom autograd Function has
-        made the result of its own, unrecorded calls a part of the graph, or where a derived tensor
-        was detached.
+        stale where a view of the tensor was changed in place, or a derived tensor was detached, or
+        a custom autograd Function has made the result of its own calls a part of the graph.
         """
-        parameter = self._parameters.get(id(tensor))
-        if parameter is not None:
+        if (parameter := self._parameters.get(id(tensor))) is not None:
             return parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
         if reference() is not tensor:
@@ -69,10 +66,6 @@ class Statuses:
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the trainable parameters."""
         return id(tensor) in self._parameters
-
-    def clear(self) -> None:
-        """Forgets all but the parameters."""
-        self._marks.clear()
 
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
         """The parameters that reach a tensor past every tap, and whether a tap does."""
@@ -95,8 +88,7 @@ class Statuses:
     def _adopt(self, tensor: Tensor) -> Status:
         """The status of a tensor that comes from a call which the recorder could not see.
 
-        That is a custom autograd Function, a scripted module, or a call before the recording. If
-        parameters entered it there, the tensor is derived from them; if batched tensors did too,
+        If parameters entered it there, the tensor is derived from them; if batched tensors did too,
         it is a use, and is tapped when it is first read.
         """
         sources, reaches_tap = self.untapped_parameters(tensor)
@@ -104,6 +96,6 @@ class Statuses:
         if sources and reaches_tap:
             tap_unseen(self._recording, tensor, sources)
         elif sources:
-            status = track_unseen(tensor, tuple(sources))
+            status = Tracked.of(tensor, tuple(sources))
         self.set(tensor, status)
         return status

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.cotangents import Inputs
 from autogram._capture.autograd.graph import is_any_tap, nodes_behind
 from autogram._capture.forward.calls import Kind, first_of, results_of
 from autogram._capture.forward.containers import exchange, map_tensors
@@ -22,11 +21,7 @@ from autogram.rules import positions, product
 
 
 def run_with_rule(
-    recording: Recording,
-    kind: Kind,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    decision: UseRule,
+    recording: Recording, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
 ) -> Any:
     """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
     changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
@@ -54,8 +49,6 @@ def run_with_rule(
         number, shape, reads = recording.count, tuple(tensor.shape), tuple(answer.reads)
         use = RuleUse(recording, number, kind.name, shape, reads, answer.recipes, decision.rule)
         tapped[id(tensor)] = tap(use, tensor, saved[index], in_place=kind.is_in_place)
-    if isinstance(output, Tensor):
-        return tapped.get(id(output), output)
     return exchange(output, tapped)
 
 
@@ -69,7 +62,7 @@ def run_without_rule(
     """
     tracked = {id(tensor): status for tensor, status in reads}
     changed = first_of(args, kwargs) if kind.is_in_place else None
-    edges: list[GradientEdge] = []
+    edges: list[GradientEdge] = []  # of the aliases
     read: list[Tracked] = []
 
     def alias(tensor: Tensor) -> Tensor:
@@ -85,9 +78,10 @@ def run_without_rule(
     aliased, options = map_tensors((args, kwargs), alias)
     output = kind.function(*aliased, **options)
     tapped: dict[int, Tensor] = {}
+    nodes = {edge.node for edge in edges}
     for tensor in results_of(kind, aliased, options, output):
-        if tensor.requires_grad and _reaches(tensor, edges):
-            use = _rows_of(recording, kind.name, tensor, read, tuple(edges))
+        if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, is_any_tap)):
+            use = FallbackUse.of(recording, kind.name, tensor, tuple(read), tuple(edges))
             tapped[id(tensor)] = tap(use, tensor, (), in_place=kind.is_in_place)
     return exchange(output, tapped)
 
@@ -95,45 +89,15 @@ def run_without_rule(
 def tap_unseen(recording: Recording, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> None:
     """Taps the result of a call that was not recorded, in which parameters met samples."""
     name = f"the call behind `{type(tensor.grad_fn).__name__}`"
-    use = _rows_of(recording, name, tensor, sources.values(), tuple(sources), is_seen=False)
+    reads, inputs = tuple(sources.values()), tuple(sources)
+    use = FallbackUse.of(recording, name, tensor, reads, inputs, is_seen=False)
     tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
 
 
 def tap_result(recording: Recording, tensor: Tensor, tracked: Tracked) -> Tensor:
     """A module's output that is computed from parameters alone, with a tap."""
-    letters = positions(tensor.dim())
+    letters, shape = positions(tensor.dim()), tuple(tensor.shape)
     formula = product(tensor, f"{letters}->{letters}").formula
-    recipe = KeptRecipe((tracked,), formula, slice(0, 0))
-    name, shape = "the output of the module", tuple(tensor.shape)
-    use = RuleUse(recording, recording.count, name, shape, (tracked,), (recipe,), None)
+    recipes, name = [KeptRecipe((tracked,), formula, slice(0, 0))], "the output of the module"
+    use = RuleUse(recording, recording.count, name, shape, (tracked,), recipes, None)
     return tap(use, tensor, ())
-
-
-def _rows_of(
-    recording: Recording,
-    function: str,
-    output: Tensor,
-    reads: Iterable[Tracked],
-    inputs: Inputs,
-    *,
-    is_seen: bool = True,
-) -> FallbackUse:
-    """A use without a rule, for one tensor of its results."""
-    number, shape, edge = recording.count, tuple(output.shape), get_gradient_edge(output)
-    return FallbackUse(
-        recording,
-        number,
-        function,
-        shape,
-        tuple(reads),
-        output.dtype,
-        edge,
-        inputs,
-        is_seen=is_seen,
-    )
-
-
-def _reaches(tensor: Tensor, edges: list[GradientEdge]) -> bool:
-    """Whether a tensor depends on one of the aliases that its call was made on."""
-    aliases = {edge.node for edge in edges}
-    return not aliases.isdisjoint(nodes_behind(tensor, is_any_tap))
