@@ -2,7 +2,7 @@
 
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
-from autogram._blocks.columns import Columns, Keep, check_unchanged
+from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.kernels import Arena, Devices, Kernels
 from autogram._blocks.layout import (
     Folded,
@@ -44,7 +44,6 @@ __all__ = [
     "assemble",
     "bundled",
     "candidates",
-    "check_unchanged",
     "gram_of_bundle",
     "weighted_sums",
 ]

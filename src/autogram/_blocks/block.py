@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from string import ascii_letters
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from autogram._blocks.kernels.contraction import Shapes, sizes_of
 from autogram._blocks.layout import Layout
+from autogram._errors import ChangedTensorError
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,38 @@ def parsed(equation: str) -> Equation:
     return Equation(equation)
 
 
+class Kept:
+    """Something that keeps tensors, which nobody may change in place."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept."""
+        raise NotImplementedError
+
+    @cached_property
+    def versions(self) -> list[int]:
+        """The versions of these tensors when this was first asked for."""
+        return [x._version for x in self.tensors]
+
+    def check(self) -> None:
+        """Checks that no tensor was changed in place since the first check.
+
+        Raises:
+            ChangedTensorError: One was.
+        """
+        if self.versions != [x._version for x in self.tensors]:
+            raise ChangedTensorError(
+                "A tensor that the Jacobian is made of was changed in place since it was "
+                "computed. If an optimizer's step did this to a parameter, or an in-place "
+                "operation to an activation: Call the Jacobian's methods before, or compute "
+                "the losses and the Jacobian again. If a custom autograd Function or a hook "
+                "did it to the gradient that it was given: Return a new tensor there, `g * 2` "
+                "and not `g.mul_(2)`."
+            )
+
+
 @dataclass(frozen=True)
-class Block:
+class Block(Kept):
     """Rows of J for one tensor, as an einsum that need not be carried out.
 
     The output indices are ``k`` (objective of a sample), ``b`` (sample) and then the dimensions of
@@ -121,13 +153,18 @@ class Block:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the block keeps."""
+        """The operands, and what the adjoint saved."""
         return self.operands if self.adjoint is None else self.operands + self.adjoint.saved
 
     @cached_property
-    def versions(self) -> list[int]:
-        """The versions of these tensors when this was first asked for."""
-        return [x._version for x in self.tensors]
+    def elements(self) -> int:
+        """How many elements the operands have."""
+        return sum([prod(shape) for shape in self.shapes])
+
+    @property
+    def elements_of_rows(self) -> int:
+        """How many elements explicit rows have."""
+        return prod([self.sizes[label] for label in "kb" + self.parameter])
 
     def map(self, label: str, function: Callable[[Tensor, int], Tensor]) -> Block:
         """The block with ``function(operand, dim)`` for every operand that has index ``label``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.columns import Columns
-from autogram._blocks.products import gram, weighted_sum
+from autogram._blocks.products import products, weighted_sum
 from autogram._blocks.region import from_storage, own, strides_of_gradient
 
 # Elements of a bundle, which keeps what could else be freed.
@@ -36,12 +36,12 @@ class Bundles:
             they fill, or nothing.
         """
         block = columns.single
-        if block is None or not _is_tiny(block, columns):
-            return [columns]
+        if block is None or block.adjoint is not None or block.elements > columns.kernels.tiny:
+            return [columns]  # the contraction takes longer than the calls
         form = _form(block)
         bundle = self._open.setdefault(form, [])
         bundle.append(columns)
-        elements = len(bundle) * (_elements(block) + prod(columns.parameter.shape))
+        elements = len(bundle) * (block.elements + prod(columns.parameter.shape))
         is_full = elements > min(_FULL, columns.kernels.limit.elements)
         return self._open.pop(form) if is_full else []
 
@@ -64,7 +64,7 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
     """The sum of the Gramians of a bundle, as :meth:`Columns.gram` gives them."""
     if len(bundle) == 1:
         return bundle[0].gram()
-    return gram([_stack(bundle)], bundle[0].kernels)
+    return products("gram", [_stack(bundle)], (), bundle[0].kernels)
 
 
 def weighted_sums(
@@ -116,16 +116,6 @@ def _form(block: Block) -> Hashable:
     """What blocks have in common that can be stacked."""
     first = block.operands[0]
     return block.equation, block.shapes, first.device, tuple([x.dtype for x in block.operands])
-
-
-def _elements(block: Block) -> int:
-    """Elements of the factors."""
-    return sum([prod(shape) for shape in block.shapes])
-
-
-def _is_tiny(block: Block, columns: Columns) -> bool:
-    """Whether calls would cost more than copies of the factors."""
-    return block.adjoint is None and _elements(block) <= columns.kernels.tiny
 
 
 def _stack(bundle: Sequence[Columns]) -> Block:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import combinations
-from math import prod
 from typing import Literal
 
 import torch
@@ -18,23 +17,12 @@ from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import (
     Lookup,
     concatenate,
-    cross_gram_with_lookup,
-    gram_of_lookup,
-    square_norms_of_lookup,
+    cross_products_of_lookup,
+    products_of_lookup,
 )
-from autogram._blocks.plan import Plan, forms_rows, plans
-from autogram._blocks.products import (
-    cross_gram,
-    directional,
-    explicit,
-    gram,
-    merge,
-    rows,
-    square_norms,
-    weighted_sum,
-)
+from autogram._blocks.plan import Kind, Plan, forms_rows, mirrored, plans
+from autogram._blocks.products import directional, explicit, merge, products, rows, weighted_sum
 from autogram._blocks.region import Region, from_storage, overlap, put, take, to_storage
-from autogram._errors import ChangedTensorError
 
 Keep = Literal["auto", "factors", "rows"]
 
@@ -69,8 +57,8 @@ class Columns:
         """
         if isinstance(block, Lookup):
             if self.parameter.order == (0, 1) and region.canonical == self._whole:
-                block.versions  # noqa: B018 - remembers them
                 if subset is None:
+                    block.check()
                     self._lookups.append(block)
                 else:
                     self._partial.add_lookup(subset, block)
@@ -88,7 +76,7 @@ class Columns:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
             block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
-        block.versions  # noqa: B018 - remembers them
+        block.check()
         blocks.append(block)
 
     def check(self) -> None:
@@ -98,9 +86,8 @@ class Columns:
             ChangedTensorError: It is not.
         """
         for block in self._all:
-            check_unchanged(block.tensors, block.versions)
-        for block in self._partial.all if self._partial else ():
-            check_unchanged(block.tensors, block.versions)
+            block.check()
+        self._partial.check()
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
         """Prepares for several products.
@@ -116,17 +103,14 @@ class Columns:
             How much of the room is taken.
         """
         self._prepare()
-        if len(self._lookups) > 1:
-            self._lookups = [concatenate(self._lookups)]
         taken = 0
         for blocks in self._blocks.values():
             blocks[:] = merge(blocks)
             are_rows = len(blocks) == 1 and blocks[0].is_rows
             if form == "factors" or are_rows or not forms_rows(blocks, self.kernels):
                 continue
-            sizes = blocks[0].sizes
-            elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
-            is_larger = elements > sum(x.numel() for block in blocks for x in block.operands)
+            elements = blocks[0].elements_of_rows
+            is_larger = elements > sum(block.elements for block in blocks)
             if is_larger and (form == "auto" or elements > room - taken):
                 continue
             blocks[:] = [explicit(blocks, self.kernels, memory)]
@@ -153,14 +137,7 @@ class Columns:
 
     def gram(self) -> Tensor | None:
         """The Gramian of these columns, ``(k, b, k, b)``, or ``None`` if nothing was added."""
-        self._prepare()
-        if self._has_overlaps:
-            return gram(self._spread(), self.kernels)
-        totals = [gram(blocks, self.kernels) for blocks in self._blocks.values()]
-        if self._lookups:
-            dense = self._blocks.get(self._whole, [])
-            totals.append(gram_of_lookup(concatenate(self._lookups), dense, self.kernels))
-        return reduce(torch.add, totals) if totals else None
+        return self._products("gram")
 
     def plans(self) -> list[tuple[Plan, ...]]:
         """What :meth:`gram` would consider for each region, lookups left out.
@@ -173,14 +150,7 @@ class Columns:
 
     def square_norms(self) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""
-        self._prepare()
-        if self._has_overlaps:
-            return square_norms(self._spread(), self.kernels)
-        totals = [square_norms(blocks, self.kernels) for blocks in self._blocks.values()]
-        if self._lookups:
-            dense = self._blocks.get(self._whole, [])
-            totals.append(square_norms_of_lookup(concatenate(self._lookups), dense, self.kernels))
-        return reduce(torch.add, totals) if totals else None
+        return self._products("norms")
 
     def cross_gram(self, other: Columns) -> Tensor | None:
         """Inner products with the rows of another Jacobian, ``(k, b, k', b')``.
@@ -195,20 +165,19 @@ class Columns:
         other._prepare()
         regions = {*self._regions, *other._regions}
         if any(overlap(p, q) for p, q in combinations(regions, 2)):
-            return cross_gram(self._spread(), other._spread(), self.kernels)
-        totals: list[Tensor | None] = [
-            cross_gram(blocks, other._blocks[region], self.kernels)
+            return products("cross", self._spread(), other._spread(), self.kernels)
+        totals = [
+            products("cross", blocks, other._blocks[region], self.kernels)
             for region, blocks in self._blocks.items()
             if region in other._blocks
         ]
-        mine: list[Block | Lookup] = [*self._blocks.get(self._whole, []), *self._lookups]
-        dense = other._blocks.get(self._whole, [])
-        totals += [cross_gram_with_lookup(mine, x, self.kernels) for x in other._lookups]
+        dense, of_other = (x._blocks.get(self._whole, []) for x in (self, other))
+        for lookup in other._lookups:
+            totals += cross_products_of_lookup([*dense, *self._lookups], lookup, self.kernels)
         for lookup in self._lookups:
-            product = cross_gram_with_lookup(dense, lookup, self.kernels)
-            totals.append(None if product is None else product.permute(2, 3, 0, 1))
-        found = [total for total in totals if total is not None]
-        return reduce(torch.add, found) if found else None
+            parts = cross_products_of_lookup(of_other, lookup, self.kernels)
+            totals += [mirrored(product) for product in parts]
+        return _sum(totals)
 
     def weighted_sum(self, weights: Tensor) -> Tensor | None:
         """J^T w for this parameter.
@@ -306,6 +275,19 @@ class Columns:
         """Before every product: checks what is kept, and brings it into blocks of all samples."""
         self.check()
         self._complete()
+        if len(self._lookups) > 1:
+            self._lookups = [concatenate(self._lookups)]
+
+    def _products(self, kind: Kind) -> Tensor | None:
+        """The products of the rows with themselves, or ``None`` if nothing was added."""
+        self._prepare()
+        if self._has_overlaps:
+            return products(kind, self._spread(), (), self.kernels)
+        totals = [products(kind, blocks, (), self.kernels) for blocks in self._blocks.values()]
+        for lookup in self._lookups:
+            dense = self._blocks.get(self._whole, [])
+            totals.append(products_of_lookup(kind, lookup, dense, self.kernels))
+        return _sum(totals)
 
     def _complete(self, samples: Sequence[int] | None = None) -> None:
         """Makes blocks of some samples blocks of all, or of those that are given."""
@@ -330,18 +312,6 @@ class Columns:
         return spread
 
 
-def check_unchanged(tensors: Sequence[Tensor], versions: list[int]) -> None:
-    """Checks that no tensor was changed in place since they had some versions.
-
-    Raises:
-        ChangedTensorError: One was.
-    """
-    if versions != [x._version for x in tensors]:
-        raise ChangedTensorError(
-            "A tensor that the Jacobian is made of was changed in place since it was "
-            "computed. If an optimizer's step did this to a parameter, or an in-place "
-            "operation to an activation: Call the Jacobian's methods before, or compute "
-            "the losses and the Jacobian again. If a custom autograd Function or a hook "
-            "did it to the gradient that it was given: Return a new tensor there, `g * 2` "
-            "and not `g.mul_(2)`."
-        )
+def _sum(totals: Sequence[Tensor]) -> Tensor | None:
+    """The sum of some tensors, or ``None`` if there are none."""
+    return reduce(torch.add, totals) if totals else None

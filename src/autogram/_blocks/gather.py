@@ -40,56 +40,54 @@ class Gathering:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._lookups: list[tuple[Subset, Lookup]] = []
-        self._parts: dict[Region, list[_Part]] = {}
-        self._rows: dict[tuple[Region, Subset, str], int] = {}
-        """The positions of explicit rows among the parts."""
+        self._blocks: dict[tuple[Region, Subset, str, int], Block] = {}
+        """By region, samples, equation, and a number if they are not explicit rows."""
 
     def __bool__(self) -> bool:
-        return bool(self._parts or self._lookups)
+        return bool(self._blocks or self._lookups)
 
-    @property
-    def all(self) -> list[Block | Lookup]:
-        """Everything that was added."""
-        found: list[Block | Lookup] = [part.block for of in self._parts.values() for part in of]
-        return found + [lookup for _, lookup in self._lookups]
+    def check(self) -> None:
+        """Checks that everything that was added is as it was then."""
+        for block in self._blocks.values():
+            block.check()
+        for _, lookup in self._lookups:
+            lookup.check()
 
     @property
     def together(self) -> Subset:
         """The samples that any block has rows of."""
-        subsets = [part.subset for parts in self._parts.values() for part in parts]
+        subsets = [subset for _, subset, *_ in self._blocks]
         subsets += [subset for subset, _ in self._lookups]
         samples = sorted({sample for subset in subsets for sample in subset.samples})
         return Subset(tuple(samples), subsets[0].batch)
 
     def add(self, region: Region, subset: Subset, block: Block) -> None:
         """Takes in a block of a region, as rows where these are no larger."""
-        sizes = block.sizes
-        rows = prod(sizes[label] for label in "kb" + block.parameter)
-        if not block.is_rows and rows <= sum(x.numel() for x in block.operands):
+        if not block.is_rows and block.elements_of_rows <= block.elements:
             block = explicit([block], self._kernels)
         block = _with_samples(block, len(subset.samples))
-        parts = self._parts.setdefault(region, [])
-        position = len(parts)
-        if block.is_rows:
-            position = self._rows.setdefault((region, subset, block.equation), position)
-        if position < len(parts):
+        number = 0 if block.is_rows else len(self._blocks) + 1
+        key = (region, subset, block.equation, number)
+        if known := self._blocks.get(key):
             # Rows of one call and the next are added up at once, as in a recurrent loop.
-            total = parts.pop(position).block.operands[0] + block.operands[0]
-            block = Block(block.equation, (total,))
-        parts.insert(position, _Part(subset, block))
-        block.versions  # noqa: B018 - remembers them
+            known.check()
+            block = Block(block.equation, (known.operands[0] + block.operands[0],))
+        block.check()
+        self._blocks[key] = block
 
     def add_lookup(self, subset: Subset, lookup: Lookup) -> None:
         """Takes in a lookup."""
+        lookup.check()
         self._lookups.append((subset, lookup))
 
     def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, list[Block]]]:
         """For each region, blocks that have rows of all samples, or of those that are given."""
-        for region, parts in self._parts.items():
-            groups: dict[object, list[_Part]] = {}
-            for part in parts:
-                groups.setdefault(_kind(part.block), []).append(part)
-            yield region, [self._gathered(group, samples) for group in groups.values()]
+        groups: dict[Region, dict[object, list[_Part]]] = {}
+        for (region, subset, *_), block in self._blocks.items():
+            of_region = groups.setdefault(region, {})
+            of_region.setdefault(_kind(block), []).append(_Part(subset, block))
+        for region, kinds in groups.items():
+            yield region, [self._gathered(parts, samples) for parts in kinds.values()]
 
     def lookups(self, samples: Sequence[int] | None) -> list[Lookup]:
         """One lookup, if there are any, that has rows of all samples, or of those given."""

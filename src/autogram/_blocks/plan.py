@@ -72,7 +72,7 @@ class Plan:
             return self._by_rows(first, second, kernels)
         if self.kind == "cross":
             pairs = [(p, q) for p in first for q in second]
-            return reduce(torch.add, [cross(p, q, kernels, self.pieces) for p, q in pairs])
+            return reduce(torch.add, [self._of_pair(p, q, kernels) for p, q in pairs])
         if self.kind == "norms" and self.pieces > 1:
             return torch.cat([self._diagonal(part, kernels) for part in self._cut(first)], 1)
         return self._diagonal(first, kernels)
@@ -112,22 +112,19 @@ class Plan:
         for i, first in enumerate(blocks):
             for second in blocks[:i]:
                 product = self._of_pair(first, second, kernels)
-                products += [product, product if self.kind == "norms" else _mirrored(product)]
+                products += [product, product if self.kind == "norms" else mirrored(product)]
             products.append(self._of_pair(first, first, kernels))
         return reduce(torch.add, products)
 
     def _of_pair(self, first: Block, second: Block, kernels: Kernels) -> Tensor:
         """The products of two blocks, of which both may be the same."""
-        if self.kind == "norms":
-            equation = cross_equation(first.equation, second.equation, is_diagonal=True)
-            return kernels.einsum(equation, first.operands + second.operands)
-        if first is not second:
-            return cross(first, second, kernels, self.pieces)
+        if first is not second or self.kind != "gram":
+            return cross(first, second, kernels, self.kind, self.pieces)
         pieces = max(self.pieces, kernels.parts_to_mirror(self.cost, first.sizes["b"]))
         if pieces > 1:
             return _with_itself(first, pieces, kernels)
         product = cross(first, first, kernels)
-        return product if product.is_contiguous() else _mirrored(product)
+        return product if product.is_contiguous() else mirrored(product)
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
         """Pieces of some blocks."""
@@ -137,12 +134,15 @@ class Plan:
         return zip(*cut, strict=True)
 
 
-def cross(first: Block, second: Block, kernels: Kernels, pieces: int = 1) -> Tensor:
-    """Inner products of the rows of two blocks of one tensor, ``(k, b, k', b')``."""
-    equation = cross_equation(first.equation, second.equation)
+def cross(
+    first: Block, second: Block, kernels: Kernels, kind: Kind = "cross", pieces: int = 1
+) -> Tensor:
+    """Inner products of the rows of two blocks of one tensor: all of them, or of equal rows."""
+    equation = cross_equation(first.equation, second.equation, is_diagonal=kind == "norms")
+    if pieces == 1 or kind == "norms":
+        return kernels.einsum(equation, first.operands + second.operands)
     parts = second.chunks("b", pieces)
-    found = [kernels.einsum(equation, first.operands + part.operands) for part in parts]
-    return torch.cat(found, 3) if pieces > 1 else found[0]
+    return torch.cat([kernels.einsum(equation, first.operands + x.operands) for x in parts], 3)
 
 
 def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
@@ -156,12 +156,12 @@ def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
         stop = start + part.sizes["b"]
         product = cross(block.narrow("b", start, b - start), part, kernels)
         total[:, start:, :, start:stop] = product
-        total[:, start:stop, :, start:] = _mirrored(product)
+        total[:, start:stop, :, start:] = mirrored(product)
         start = stop
     return total
 
 
-def _mirrored(product: Tensor) -> Tensor:
+def mirrored(product: Tensor) -> Tensor:
     """Products ``(k, b, k', b')`` with both sides exchanged."""
     return product.permute(2, 3, 0, 1)
 

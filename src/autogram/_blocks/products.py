@@ -15,13 +15,18 @@ from torch import Tensor
 from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import Shapes, find_path
-from autogram._blocks.plan import count_pieces, plans
+from autogram._blocks.plan import Kind, count_pieces, plans
 
 
-def gram(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-    """The Gramian of the rows, ``(k, b, k, b)``."""
-    blocks = merge(blocks)
-    return plans("gram", blocks, (), kernels)[0](blocks, (), kernels)
+def products(
+    kind: Kind, first: Sequence[Block], second: Sequence[Block], kernels: Kernels
+) -> Tensor:
+    """Products of rows by the cheapest plan, as :class:`Plan` gives them.
+
+    Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
+    """
+    first, second = merge(first), merge(second)
+    return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 
 def rows(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
@@ -119,22 +124,6 @@ def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) ->
     return reduce(torch.add, total)
 
 
-def square_norms(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-    """Squared Euclidean norms of the rows, ``(k, b)``.
-
-    By rows or by factors, whatever is cheaper: mixed ghost clipping (Bu et al. 2022,
-    arXiv:2205.10683).
-    """
-    blocks = merge(blocks)
-    return plans("norms", blocks, (), kernels)[0](blocks, (), kernels)
-
-
-def cross_gram(first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
-    """Inner products of the rows of two Jacobians for one tensor, ``(k, b, k', b')``."""
-    first, second = merge(first), merge(second)
-    return plans("cross", first, second, kernels)[0](first, second, kernels)
-
-
 def _by_samples(equation: str, operands: tuple[Tensor, ...], kernels: Kernels) -> Iterator[Tensor]:
     """An einsum over samples, some of them at a time."""
     whole = Block(equation, operands)
@@ -152,7 +141,7 @@ def merge(blocks: Sequence[Block]) -> list[Block]:
     A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
     planner sees the applications as positions.
     """
-    if len(blocks) == 1:
+    if len(blocks) < 2:
         return list(blocks)
     groups: dict[tuple[str, Shapes], list[Block]] = {}
     for block in blocks:

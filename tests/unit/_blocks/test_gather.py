@@ -85,7 +85,7 @@ def test_rows_of_a_sample_are_added_up_as_they_come() -> None:
     gathering = Gathering(kernels())
     for _ in range(10):
         gathering.add(REGION, Subset((1,), B), make_block(("kbto,ti->kboi", ""), 1, 40))
-    assert len(gathering.all) == 1
+    assert len(gathering._blocks) == 1
 
 
 def test_uneven_calls_are_not_filled_up_beyond_rows() -> None:
