@@ -84,8 +84,9 @@ class Gathering:
         """For each region, blocks that have rows of all samples, or of those that are given."""
         groups: dict[Region, dict[object, list[_Part]]] = {}
         for (region, subset, *_), block in self._blocks.items():
+            form = block.form("b" + parsed(block.equation).positions)
             of_region = groups.setdefault(region, {})
-            of_region.setdefault(_kind(block), []).append(_Part(subset, block))
+            of_region.setdefault(form, []).append(_Part(subset, block))
         for region, kinds in groups.items():
             yield region, [self._gathered(parts, samples) for parts in kinds.values()]
 
@@ -109,7 +110,7 @@ class Gathering:
         """One block for several of one kind."""
         first = parts[0].block
         arrangement = _Arrangement([part.subset for part in parts], samples)
-        positions = _positions(first)
+        positions = parsed(first.equation).positions
         sizes = {of: max(part.block.sizes[of] for part in parts) for of in positions}
         full = {**first.sizes, **sizes, "b": arrangement.samples * arrangement.most}
         filled = sum(prod(full[label] for label in of) for of in first.inputs)
@@ -157,28 +158,26 @@ class _Arrangement:
         """How many rows the sample has that has most of them."""
         pairs = zip(self._came, ranks, strict=True)
         self._targets = [number * self.most + rank for number, rank in pairs]
-        self._is_in_order = self._targets == list(range(self.samples * self.most))
 
     def added_up(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """The sum of the rows of each sample: ``dim`` has all samples, with zeros."""
-        rows = torch.cat(list(tensors), dim)
-        if self._is_in_order and self.most == 1:
-            return rows
-        shape = list(rows.shape)
-        shape[dim] = self.samples
-        targets = torch.tensor(self._came, device=rows.device)
-        return rows.new_zeros(shape).index_add(dim, targets, rows)
+        return _placed(tensors, dim, self._came, self.samples)
 
     def side_by_side(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """The rows of each sample together: ``dim`` becomes ``(samples, most)``, with zeros."""
-        rows = torch.cat(list(tensors), dim)
-        if not self._is_in_order:
-            shape = list(rows.shape)
-            shape[dim] = self.samples * self.most
-            targets = torch.tensor(self._targets, device=rows.device)
-            rows = rows.new_zeros(shape).index_copy(dim, targets, rows)
+        rows = _placed(tensors, dim, self._targets, self.samples * self.most)
         arranged: Tensor = rows.unflatten(dim, (self.samples, self.most))
         return arranged
+
+
+def _placed(tensors: Sequence[Tensor], dim: int, targets: Sequence[int], size: int) -> Tensor:
+    """Rows at targets along a dimension, added up where these are equal, and zeros elsewhere."""
+    rows = torch.cat(list(tensors), dim)
+    if targets == list(range(size)):
+        return rows
+    shape = list(rows.shape)
+    shape[dim] = size
+    return rows.new_zeros(shape).index_add(dim, torch.tensor(targets, device=rows.device), rows)
 
 
 def _with_samples(block: Block, samples: int) -> Block:
@@ -187,20 +186,6 @@ def _with_samples(block: Block, samples: int) -> Block:
     inputs = ",".join(of if "b" in of else "b" + of for of, _ in pairs)
     operands = tuple([x if "b" in of else x.expand(samples, *x.shape) for of, x in pairs])
     return Block(f"{inputs}->kb{block.parameter}", operands)
-
-
-def _positions(block: Block) -> str:
-    """The indices that every operand has and that are summed over: their sizes may differ."""
-    found = parsed(block.equation)
-    common = set.intersection(*(set(of) for of in found.inputs))
-    return "".join(sorted(common - set("kb" + found.parameter)))
-
-
-def _kind(block: Block) -> object:
-    """What blocks must have in common to be put side by side."""
-    differing = "b" + _positions(block)
-    sizes = tuple([(of, n) for of, n in sorted(block.sizes.items()) if of not in differing])
-    return block.equation, sizes, tuple([x.dtype for x in block.operands])
 
 
 def _padded(tensor: Tensor, dims: Iterable[int], sizes: Iterable[int]) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, cross_equation, parsed
+from autogram._blocks.block import Block, cross_equation, parsed, reordered
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.contraction import Shapes, find_path, sizes_of
 
@@ -87,7 +87,7 @@ class Plan:
                 kernels.einsum(
                     _in_order(block.equation, blocks[0].equation),
                     block.operands,
-                    kernels.scratch_rows if len(blocks) == 1 else None,
+                    kernels.scratch if len(blocks) == 1 else None,
                 )
                 for block in piece
             ]
@@ -246,10 +246,9 @@ def count_pieces(elements: int, limit: int, size: int) -> int:
     return max(1, min(-(-elements // limit), size))
 
 
-@lru_cache(maxsize=4096)
 def _in_order(equation: str, first: str) -> str:
     """The equation of rows with dimensions in the order of the first block's factors.
 
     A matrix product leaves them in this order. Inner products of rows do not depend on it.
     """
-    return parsed(equation).reordered(parsed(first).order_of_factors)
+    return reordered(equation, parsed(first).order_of_factors)

@@ -5,16 +5,16 @@ All blocks in one argument belong to one tensor, and their sum is meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache, reduce
 from math import prod
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, parsed, unused_labels
+from autogram._blocks.block import Block, parsed, reordered, unused_labels
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import Shapes, find_path
+from autogram._blocks.kernels.contraction import find_path
 from autogram._blocks.plan import Kind, count_pieces, plans
 
 
@@ -45,7 +45,8 @@ def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = 
     first = parsed(blocks[0].equation)
     order = first.order_of_factors
     if len(blocks) == 1:
-        found = kernels.einsum(first.reordered(order), blocks[0].operands, memory)
+        equation = reordered(blocks[0].equation, order)
+        found = kernels.einsum(equation, blocks[0].operands, memory)
     else:
         found = rows([block.reorder(order) for block in blocks], kernels)
     labels = "".join(first.parameter[d] for d in order)
@@ -143,35 +144,18 @@ def merge(blocks: Sequence[Block]) -> list[Block]:
     """
     if len(blocks) < 2:
         return list(blocks)
-    groups: dict[tuple[str, Shapes], list[Block]] = {}
+    groups: dict[Hashable, list[Block]] = {}
     for block in blocks:
-        groups.setdefault((block.equation, _shapes_beside_positions(block)), []).append(block)
+        form = block.form(parsed(block.equation).positions[:1])
+        groups.setdefault(form, []).append(block)
     return [_join(group) if len(group) > 1 else group[0] for group in groups.values()]
-
-
-def _shapes_beside_positions(block: Block) -> Shapes:
-    """The shapes of a block, less what may differ between blocks that are joined."""
-    label = _position(block.equation)
-    pairs = zip(block.inputs, block.shapes, strict=True)
-    return tuple(
-        tuple(0 if of == label else n for of, n in zip(labels, shape, strict=True))
-        for labels, shape in pairs
-    )
-
-
-def _position(equation: str) -> str | None:
-    """An index that every operand has and that is summed over, if there is one."""
-    found = parsed(equation)
-    common = set.intersection(*(set(of) for of in found.inputs)) - set(f"kb{found.parameter}")
-    return min(common, default=None)
 
 
 def _join(blocks: Sequence[Block]) -> Block:
     """One block for several of equal form."""
     inputs, output = blocks[0].equation.split("->")
     operands = list(zip(*(block.operands for block in blocks), strict=True))
-    label = _position(blocks[0].equation)
-    if label is not None:
+    if label := parsed(blocks[0].equation).positions[:1]:
         dims = [of.index(label) for of in inputs.split(",")]
         joined = (torch.cat(uses, dim) for uses, dim in zip(operands, dims, strict=True))
         return Block(blocks[0].equation, tuple(joined))

@@ -31,7 +31,7 @@ class Region:
     @classmethod
     def contiguous(cls, shape: tuple[int, ...]) -> Region:
         """All elements of a tensor that has blocks of its own."""
-        return _region(0, shape, contiguous_strides(shape))
+        return cls.of(torch.empty(shape, device="meta"))
 
     @classmethod
     def of_parameter(cls, parameter: Tensor) -> Region:
@@ -40,7 +40,8 @@ class Region:
         To autograd, those of an expanded one are independent, though they share their memory.
         """
         region = cls.of(parameter)
-        return region if region.is_dense else cls.contiguous(region.shape)
+        is_whole = region.is_injective and all(region.strides)
+        return region if is_whole else cls.contiguous(region.shape)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -70,11 +71,6 @@ class Region:
         (size, *shape), (stride, *strides) = self.shape, self.strides
         rest = size // groups
         return Region(self.offset, (groups, rest, *shape), (rest * stride, stride, *strides))
-
-    @cached_property
-    def is_dense(self) -> bool:
-        """Whether no element is addressed twice."""
-        return self.is_injective and all(self.strides)
 
     @cached_property
     def is_injective(self) -> bool:
@@ -113,13 +109,6 @@ def overlap(first: Region, second: Region) -> bool:
     if end < other_start or other_end < start:
         return False
     return bool(torch.isin(first.indices(), second.indices()).any())
-
-
-@lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    sizes = [max(1, size) for size in shape]
-    return tuple(prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
 def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
@@ -164,36 +153,3 @@ def take(flat: Tensor, region: Region, parameter: Region) -> Tensor:
     """The elements of a region, in canonical order, from a parameter's storage ``(places,)``."""
     found = region.canonical
     return flat.as_strided(found.shape, found.strides, found.offset - parameter.offset)
-
-
-def strides_of_gradient(parameter: Region) -> tuple[int, ...]:
-    """The strides that autograd gives a gradient: those of a parameter without gaps."""
-    return parameter.strides if parameter.is_gapless else contiguous_strides(parameter.shape)
-
-
-def own(results: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Results that were computed together, each with memory of its own, and none a view.
-
-    Views share a counter of changes with all views of their base, cannot be detached in place, and
-    are pickled with the whole of their storage.
-
-    Args:
-        results: New tensors, or views of new ones, several of which may be views of one.
-        strides: Those that each result is to have.
-    """
-    taken: set[int] = set()
-    return [_own(x, wanted, taken) for x, wanted in zip(results, strides, strict=True)]
-
-
-def _own(result: Tensor, strides: tuple[int, ...], taken: set[int]) -> Tensor:
-    """One of the results, in its own memory if nothing else is there, else copied."""
-    if result.stride() != strides:
-        return result.new_empty_strided(result.shape, strides).copy_(result)
-    storage = result.untyped_storage()
-    place = storage.data_ptr()
-    if storage.nbytes() > result.nbytes or place in taken:
-        return result.clone()
-    taken.add(place)
-    if result._base is None:
-        return result
-    return result.new_empty(0).set_(storage, 0, result.shape, strides)

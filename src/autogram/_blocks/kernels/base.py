@@ -87,10 +87,6 @@ class Kernels(Hardware):
         del cost, samples
         return 1
 
-    def scratch_rows(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for rows that are read once."""
-        return like.new_empty(shape)
-
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Operands of several products, of which each would copy the same factor again."""
         return operands

@@ -26,10 +26,14 @@ _Kind = Literal["sum", "elementwise", "matrices", "other"]
 class Hardware:
     """What contractions need of kernels, here by plain calls of PyTorch."""
 
-    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous copy, valid until there is another one for the same purpose."""
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
+        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
         del purpose
-        return tensor.contiguous()
+        return like.new_empty(shape)
+
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy in scratch memory."""
+        return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
 
     def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
         """The product of two tensors of equally many dimensions, summed over some of them."""

@@ -34,7 +34,7 @@ class Workspace(threading.local):
         self.arena = Arena()
         self._scratch: dict[tuple[Purpose, torch.dtype], Tensor] = {}
 
-    def scratch(self, purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor:
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose) -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
         elements = prod(shape)
         memory = self._scratch.get((purpose, like.dtype))
