@@ -20,9 +20,9 @@ from autogram._blocks.lookup import (
     cross_products_of_lookup,
     products_of_lookup,
 )
-from autogram._blocks.plan import Kind, Plan, forms_rows, mirrored, plans
-from autogram._blocks.products import directional, explicit, merge, products, rows, weighted_sum
-from autogram._blocks.region import Region, from_storage, overlap, put, take, to_storage
+from autogram._blocks.plan import Kind, Plan, forms_rows, mirrored, plans, rows
+from autogram._blocks.products import directional, explicit, merge, products, weighted_sum
+from autogram._blocks.region import Region, from_storage, overlap, put, take
 
 Keep = Literal["auto", "factors", "rows"]
 
@@ -44,7 +44,7 @@ class Columns:
         self._whole = parameter.canonical
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
-        self._partial = Gathering(kernels)
+        self._partial: Gathering | None = None
 
     def add(self, region: Region, block: Block | Lookup, subset: Subset | None = None) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``.
@@ -56,18 +56,18 @@ class Columns:
                 blocks become one, where they can, when the first product needs them.
         """
         if isinstance(block, Lookup):
-            if self.parameter.order == (0, 1) and region.canonical == self._whole:
-                if subset is None:
-                    block.check()
-                    self._lookups.append(block)
-                else:
-                    self._partial.add_lookup(subset, block)
-                return
-            block = block.block(region.shape)
-        assert len(block.parameter) == len(region.shape), (block.equation, region)
-        block = block.reorder(region.order)
+            is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
+            block = block if is_of_table else block.block(region.shape)
+        if isinstance(block, Block):
+            assert len(block.parameter) == len(region.shape), (block.equation, region)
+            block = block.reorder(region.order)
         if subset is not None:
+            self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)
+            return
+        if isinstance(block, Lookup):
+            block.check()
+            self._lookups.append(block)
             return
         blocks = self._blocks.setdefault(region.canonical, [])
         if parsed(block.equation).is_sum:
@@ -87,7 +87,8 @@ class Columns:
         """
         for block in self._all:
             block.check()
-        self._partial.check()
+        if self._partial:
+            self._partial.check()
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
         """Prepares for several products.
@@ -214,13 +215,15 @@ class Columns:
         if dtype is None:
             return None
         self._prepare()
-        flat = to_storage(direction.to(dtype), self.parameter)
+        direction = direction.to(dtype)
         parts = [
-            directional(blocks, take(flat, region, self.parameter), self.kernels)
+            directional(blocks, take(direction, region, self.parameter), self.kernels)
             for region, blocks in self._blocks.items()
         ]
-        table = [take(flat, self._whole, self.parameter)] if self._lookups else []
-        parts += [lookup.directional(*table) for lookup in self._lookups]
+        parts += [
+            lookup.directional(take(direction, self._whole, self.parameter))
+            for lookup in self._lookups
+        ]
         return reduce(torch.add, parts)
 
     def rows(self, samples: Tensor) -> Tensor | None:
@@ -294,7 +297,7 @@ class Columns:
         if not self._partial:
             return
         self.check()
-        partial, self._partial = self._partial, Gathering(self.kernels)
+        partial, self._partial = self._partial, None
         for region, blocks in partial.blocks(samples):
             self._blocks.setdefault(region, []).extend(blocks)
         self._lookups.extend(partial.lookups(samples))

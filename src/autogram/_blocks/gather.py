@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels
@@ -22,12 +22,7 @@ from autogram._blocks.lookup import Lookup
 from autogram._blocks.products import explicit
 from autogram._blocks.region import Region
 
-
-class _Part(NamedTuple):
-    """A block and the samples that its rows belong to."""
-
-    subset: Subset
-    block: Block
+_Part = tuple[Subset, Block]
 
 
 class Gathering:
@@ -42,9 +37,6 @@ class Gathering:
         self._lookups: list[tuple[Subset, Lookup]] = []
         self._blocks: dict[tuple[Region, Subset, str, int], Block] = {}
         """By region, samples, equation, and a number if they are not explicit rows."""
-
-    def __bool__(self) -> bool:
-        return bool(self._blocks or self._lookups)
 
     def check(self) -> None:
         """Checks that everything that was added is as it was then."""
@@ -61,8 +53,12 @@ class Gathering:
         samples = sorted({sample for subset in subsets for sample in subset.samples})
         return Subset(tuple(samples), subsets[0].batch)
 
-    def add(self, region: Region, subset: Subset, block: Block) -> None:
-        """Takes in a block of a region, as rows where these are no larger."""
+    def add(self, region: Region, subset: Subset, block: Block | Lookup) -> None:
+        """Takes in a lookup, or a block of a region, as rows where these are no larger."""
+        if isinstance(block, Lookup):
+            block.check()
+            self._lookups.append((subset, block))
+            return
         if not block.is_rows and block.elements_of_rows <= block.elements:
             block = explicit([block], self._kernels)
         block = _with_samples(block, len(subset.samples))
@@ -75,18 +71,13 @@ class Gathering:
         block.check()
         self._blocks[key] = block
 
-    def add_lookup(self, subset: Subset, lookup: Lookup) -> None:
-        """Takes in a lookup."""
-        lookup.check()
-        self._lookups.append((subset, lookup))
-
     def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, list[Block]]]:
         """For each region, blocks that have rows of all samples, or of those that are given."""
         groups: dict[Region, dict[object, list[_Part]]] = {}
         for (region, subset, *_), block in self._blocks.items():
             form = block.form("b" + parsed(block.equation).positions)
             of_region = groups.setdefault(region, {})
-            of_region.setdefault(form, []).append(_Part(subset, block))
+            of_region.setdefault(form, []).append((subset, block))
         for region, kinds in groups.items():
             yield region, [self._gathered(parts, samples) for parts in kinds.values()]
 
@@ -108,24 +99,24 @@ class Gathering:
 
     def _gathered(self, parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
         """One block for several of one kind."""
-        first = parts[0].block
-        arrangement = _Arrangement([part.subset for part in parts], samples)
+        first = parts[0][1]
+        arrangement = _Arrangement([subset for subset, _ in parts], samples)
         positions = parsed(first.equation).positions
-        sizes = {of: max(part.block.sizes[of] for part in parts) for of in positions}
+        sizes = {of: max(block.sizes[of] for _, block in parts) for of in positions}
         full = {**first.sizes, **sizes, "b": arrangement.samples * arrangement.most}
         filled = sum(prod(full[label] for label in of) for of in first.inputs)
         rows = arrangement.samples * prod(full[label] for label in "k" + first.parameter)
         if not first.is_rows and rows < filled:  # few calls have as many positions as the longest
-            parts = [_Part(subset, explicit([block], self._kernels)) for subset, block in parts]
-            first = parts[0].block
+            parts = [(subset, explicit([block], self._kernels)) for subset, block in parts]
+            first = parts[0][1]
         if first.is_rows:
-            rows_of_all = [part.block.operands[0] for part in parts]
+            rows_of_all = [block.operands[0] for _, block in parts]
             dim = first.inputs[0].index("b")
             return Block(first.equation, (arrangement.added_up(rows_of_all, dim),))
         operands = []
         for i, of in enumerate(first.inputs):
             dims = [of.index(label) for label in positions]
-            padded = [_padded(part.block.operands[i], dims, sizes.values()) for part in parts]
+            padded = [_padded(x.operands[i], dims, sizes.values()) for _, x in parts]
             operands.append(arrangement.side_by_side(padded, of.index("b")))
         if arrangement.most == 1:
             dims = [of.index("b") + 1 for of in first.inputs]
@@ -190,11 +181,8 @@ def _with_samples(block: Block, samples: int) -> Block:
 
 def _padded(tensor: Tensor, dims: Iterable[int], sizes: Iterable[int]) -> Tensor:
     """A tensor with zeros behind it along some dimensions, up to some sizes."""
-    shape = list(tensor.shape)
-    for dim, size in zip(dims, sizes, strict=True):
-        shape[dim] = size
-    if list(tensor.shape) == shape:
+    wanted = dict(zip(dims, sizes, strict=True))
+    missing = [wanted.get(dim, n) - n for dim, n in enumerate(tensor.shape)]
+    if not any(missing):
         return tensor
-    padded = tensor.new_zeros(shape)
-    padded[tuple(slice(n) for n in tensor.shape)] = tensor
-    return padded
+    return functional.pad(tensor, [x for n in reversed(missing) for x in (0, n)])

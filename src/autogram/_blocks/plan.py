@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed, reordered
-from autogram._blocks.kernels import Kernels
+from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
@@ -81,17 +81,12 @@ class Plan:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
         are_there = len(blocks) == 1 and blocks[0].is_rows and blocks[0].operands[0].is_contiguous()
+        order = parsed(blocks[0].equation).order_of_factors
+        scratch = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
         for piece in [blocks] if are_there or self.pieces == 1 else self._cut(blocks):
-            rows = [
-                kernels.einsum(
-                    _in_order(block.equation, blocks[0].equation),
-                    block.operands,
-                    kernels.scratch if len(blocks) == 1 else None,
-                )
-                for block in piece
-            ]
-            total = reduce(torch.add, rows[: len(first)])
+            ordered = [block.reorder(order) for block in piece]
+            total = rows(ordered[: len(first)], kernels, scratch)
             flat = total.reshape(total.shape[0] * total.shape[1], -1)
             if self.kind == "norms":
                 norms = torch.linalg.vector_norm(flat, dim=1).square()
@@ -99,7 +94,7 @@ class Plan:
             elif self.kind == "gram":
                 found.append(kernels.gram(flat).view(total.shape[:2] * 2))
             else:
-                other = reduce(torch.add, rows[len(first) :])
+                other = rows(ordered[len(first) :], kernels)
                 dtype = torch.promote_types(total.dtype, other.dtype)
                 right = other.reshape(other.shape[0] * other.shape[1], -1)
                 products = kernels.multiply(flat.to(dtype), right.to(dtype))
@@ -132,6 +127,12 @@ class Plan:
         labels = [self.label if position < 0 else x.parameter[position] for x in blocks]
         cut = [x.chunks(label, self.pieces) for x, label in zip(blocks, labels, strict=True)]
         return zip(*cut, strict=True)
+
+
+def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Tensor:
+    """The explicit rows, ``(k, b, *tensor)``, in some memory if they are one matrix product."""
+    memory = memory if len(blocks) == 1 else None
+    return reduce(torch.add, [kernels.einsum(x.equation, x.operands, memory) for x in blocks])
 
 
 def cross(
@@ -205,7 +206,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
     others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
-    paths = [find_path(_in_order(of, equation), shapes) for of, shapes in blocks]
+    # Dimensions are in the order in which a matrix product leaves those of the first block.
+    order = parsed(equation).order_of_factors
+    paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
     cost = m * n * columns + price * m * columns
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
         cost += sum(path.cost(price) for path in paths) + price * m * n
@@ -219,9 +222,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     label = "b"
     if kind != "norms":
         # Cut along an outer dimension of the largest factor, so that parts of it are long runs.
-        order = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
-        enough = [of for of in order if sizes[of] * limit >= elements]
-        label = next(iter(enough), max(order, key=lambda of: sizes[of], default=""))
+        found = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
+        enough = [of for of in found if sizes[of] * limit >= elements]
+        label = next(iter(enough), max(found, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 
@@ -244,11 +247,3 @@ def _plan_factors(kind: Kind, first: Signature, second: Signature, price: int, l
 def count_pieces(elements: int, limit: int, size: int) -> int:
     """Into how many pieces to cut an index of some size, so that each piece keeps the limit."""
     return max(1, min(-(-elements // limit), size))
-
-
-def _in_order(equation: str, first: str) -> str:
-    """The equation of rows with dimensions in the order of the first block's factors.
-
-    A matrix product leaves them in this order. Inner products of rows do not depend on it.
-    """
-    return reordered(equation, parsed(first).order_of_factors)

@@ -6,16 +6,16 @@ All blocks in one argument belong to one tensor, and their sum is meant.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from math import prod
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, parsed, reordered, unused_labels
+from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import find_path
-from autogram._blocks.plan import Kind, count_pieces, plans
+from autogram._blocks.plan import Kind, count_pieces, plans, rows
 
 
 def products(
@@ -29,11 +29,6 @@ def products(
     return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 
-def rows(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-    """The explicit rows, ``(k, b, *tensor)``."""
-    return reduce(torch.add, [kernels.einsum(x.equation, x.operands) for x in blocks])
-
-
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:
     """A block of explicit rows, in the order of the factors, which takes no copy.
 
@@ -44,11 +39,7 @@ def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = 
     """
     first = parsed(blocks[0].equation)
     order = first.order_of_factors
-    if len(blocks) == 1:
-        equation = reordered(blocks[0].equation, order)
-        found = kernels.einsum(equation, blocks[0].operands, memory)
-    else:
-        found = rows([block.reorder(order) for block in blocks], kernels)
+    found = rows([block.reorder(order) for block in blocks], kernels, memory)
     labels = "".join(first.parameter[d] for d in order)
     return Block(f"kb{labels}->kb{first.parameter}", (found.contiguous(),))
 
@@ -68,50 +59,18 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
     Returns:
         ``(s, *tensor)``.
     """
-    is_single = len(weights) == 1
+    can_adjoin = len(weights) == 1
     parts = [
         block.adjoint(weights[0], block.parameter).unsqueeze(0)
         for block in blocks
-        if block.adjoint and is_single
+        if block.adjoint and can_adjoin
     ]
-    for block in merge([block for block in blocks if not (block.adjoint and is_single)]):
-        if is_single and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
-            parts.append(_gradient(block, weights[0], kernels).unsqueeze(0))
-        else:
-            inputs, output = block.equation.split("->")
-            s = next(unused_labels(block.equation))
-            equation = f"{s}kb,{inputs}->{s}{output[2:]}"
-            parts.extend(_by_samples(equation, (weights, *block.operands), kernels))
+    for block in merge([block for block in blocks if not (block.adjoint and can_adjoin)]):
+        inputs, output = block.equation.split("->")
+        s = next(unused_labels(block.equation))
+        equation = f"{s}kb,{inputs}->{s}{output[2:]}"
+        parts.append(reduce(torch.add, _by_samples(equation, (weights, *block.operands), kernels)))
     return reduce(torch.add, parts)
-
-
-def _gradient(block: Block, weights: Tensor, kernels: Kernels) -> Tensor:
-    """One weighted sum of the rows of a cotangent and a factor, in the order of the tensor."""
-    weight, pair, is_swapped = _equations_of_gradient(block.equation)
-    largest = max([prod(shape) for shape in block.shapes])
-    pieces = count_pieces(largest, kernels.most_elements(weights.dtype), block.sizes["b"])
-    whole = Block(f"kb,{block.equation}", (weights, *block.operands))
-    total: list[Tensor] = []
-    for w, cotangent, factor in (part.operands for part in whole.chunks("b", pieces)):
-        weighted = kernels.einsum(weight, (w, cotangent))
-        operands = (factor, weighted) if is_swapped else (weighted, factor)
-        total.append(kernels.einsum(pair, operands))
-    return reduce(torch.add, total)
-
-
-@lru_cache(maxsize=4096)
-def _equations_of_gradient(equation: str) -> tuple[str, str, bool]:
-    """The equations that weight a cotangent and multiply it by a factor, and whether to swap both.
-
-    The product of the two has the indices of its first operand outside. In another order than the
-    tensor's, the product would have to be copied.
-    """
-    (first, second), output = parsed(equation).inputs, parsed(equation).parameter
-    kept = first if "k" in second else first.replace("k", "")
-    outermost = next((label for label in output if (label in kept) != (label in second)), "")
-    is_swapped = outermost != "" and outermost in second
-    pair = f"{second},{kept}->{output}" if is_swapped else f"{kept},{second}->{output}"
-    return f"kb,{first}->{kept}", pair, is_swapped
 
 
 def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) -> Tensor:

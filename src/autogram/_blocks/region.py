@@ -141,15 +141,8 @@ def from_storage(flat: Tensor, parameter: Region) -> Tensor:
     return flat.contiguous().as_strided((n, *parameter.shape), (places, *parameter.strides))
 
 
-def to_storage(tensor: Tensor, parameter: Region) -> Tensor:
-    """A tensor of a parameter's shape as it lies in the parameter's storage, ``(places,)``."""
-    first, last = parameter.bounds
-    flat = tensor.new_zeros(last - first + 1)
-    flat.as_strided(parameter.shape, parameter.strides, 0).copy_(tensor)
-    return flat
-
-
-def take(flat: Tensor, region: Region, parameter: Region) -> Tensor:
-    """The elements of a region, in canonical order, from a parameter's storage ``(places,)``."""
+def take(tensor: Tensor, region: Region, parameter: Region) -> Tensor:
+    """The elements of a region, in canonical order, of a tensor of a parameter's shape."""
+    like_parameter = tensor.new_empty_strided(parameter.shape, parameter.strides).copy_(tensor)
     found = region.canonical
-    return flat.as_strided(found.shape, found.strides, found.offset - parameter.offset)
+    return like_parameter.as_strided(found.shape, found.strides, found.offset - parameter.offset)

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram._blocks import Block
 from autogram._blocks.kernels import cpu
-from autogram._blocks.plan import Plan, cross, plans
-from autogram._blocks.products import explicit, merge, products, rows
+from autogram._blocks.plan import Plan, cross, plans, rows
+from autogram._blocks.products import explicit, merge, products
 from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, kernels, make_block
 from tests.unit.checks import assert_close_to_reference
 

@@ -206,9 +206,17 @@ def _elementwise(
 
 
 def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int]) -> Contraction:
-    """One matrix product of two tensors, or a batch of them."""
+    """One matrix product of two tensors, or a batch of them.
+
+    The rows of the product are the indices that the output has outside, so that it takes no copy.
+    """
     inputs, output = equation.split("->")
     first, second = inputs.split(",")
+    own = [x for x in output if (x in first) != (x in second) and sizes[x] > 1]
+    is_swapped = bool(own) and own[0] in second
+    if is_swapped:
+        first, second = second, first
+        operands = operands[::-1]
     batch = "".join(label for label in first if label in second and label in output)
     summed = "".join(label for label in first if label in second and label not in output)
     # Indices of size one may stand in one operand alone and not in the result.
@@ -227,6 +235,8 @@ def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int
 
     def contract(hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None) -> Tensor:
         """The product, as the output has it."""
+        if is_swapped:
+            operands = operands[::-1]
         x, y = left(hardware, operands[0], "first"), right(hardware, operands[1], "second")
         found = multiply(x, y, out=None if memory is None else memory(shape_of_product, x))
         return found if is_same else found.as_strided(shape, strides)
