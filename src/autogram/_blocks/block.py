@@ -97,19 +97,14 @@ class Kept:
         return [x._version for x in self.tensors]
 
     def check(self) -> None:
-        """Checks that no tensor was changed in place since the first check.
-
-        Raises:
-            ChangedTensorError: One was.
-        """
+        """Raises ``ChangedTensorError`` if a tensor was changed in place since the first check."""
         if self.versions != [x._version for x in self.tensors]:
             raise ChangedTensorError(
-                "A tensor that the Jacobian is made of was changed in place since it was "
-                "computed. If an optimizer's step did this to a parameter, or an in-place "
-                "operation to an activation: Call the Jacobian's methods before, or compute "
-                "the losses and the Jacobian again. If a custom autograd Function or a hook "
-                "did it to the gradient that it was given: Return a new tensor there, `g * 2` "
-                "and not `g.mul_(2)`."
+                "A tensor that the Jacobian is made of was changed in place since it was computed. "
+                "If an optimizer's step or an in-place operation did this: Call the Jacobian's "
+                "methods before, or compute the losses and the Jacobian again. If a custom "
+                "autograd Function or a hook did it to the gradient that it was given: Return a "
+                "new tensor there, `g * 2` and not `g.mul_(2)`."
             )
 
 

@@ -108,13 +108,9 @@ def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:
     """A weighted sum in memory of its own and no view: copied if something else is there.
 
     Views share a counter of changes with all views of their base, cannot be detached in place, and
-    are pickled with the whole of their storage.
-
-    Args:
-        total: ``(*parameter)``, or several of them, ``(s, *parameter)``.
-        parameter: All elements of the parameter.
-        taken: Where the memory is that other results own.
+    are pickled with the whole of their storage. Other results own the memory that is taken.
     """
+    # (*parameter), or several of them, (s, *parameter)
     strides = (parameter if parameter.is_gapless else Region.contiguous(parameter.shape)).strides
     if total.dim() > len(strides):
         strides = (total.numel() // max(1, len(total)), *strides)

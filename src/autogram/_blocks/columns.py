@@ -80,11 +80,7 @@ class Columns:
         blocks.append(block)
 
     def check(self) -> None:
-        """Checks that everything that was added is as it was then.
-
-        Raises:
-            ChangedTensorError: It is not.
-        """
+        """Raises ``ChangedTensorError`` unless everything that was added is as it was then."""
         for block in self._all:
             block.check()
         if self._partial:
@@ -154,13 +150,9 @@ class Columns:
         return self._products("norms")
 
     def cross_gram(self, other: Columns) -> Tensor | None:
-        """Inner products with the rows of another Jacobian, ``(k, b, k', b')``.
+        """Inner products with the same parameter's rows of another Jacobian, ``(k, b, k', b')``.
 
-        Args:
-            other: The columns of the same parameter.
-
-        Returns:
-            The products, or ``None`` if nothing was added to one of the two.
+        ``None`` if nothing was added to one of the two.
         """
         self._prepare()
         other._prepare()
@@ -181,14 +173,9 @@ class Columns:
         return _sum(totals)
 
     def weighted_sum(self, weights: Tensor) -> Tensor | None:
-        """J^T w for this parameter.
+        """J^T w with the parameter's strides, ``(*parameter)``, or ``None`` if nothing was added.
 
-        Args:
-            weights: ``(k, b)``, or several of them, ``(s, k, b)``.
-
-        Returns:
-            ``(*parameter)`` with the parameter's strides, or ``(s, *parameter)``; or ``None`` if
-            nothing was added.
+        For several weights, ``(s, k, b)`` and not ``(k, b)``, it is ``(s, *parameter)``.
         """
         dtype = self.dtype
         if dtype is None:
@@ -207,10 +194,7 @@ class Columns:
         return found if weights.dim() == 3 else found[0]
 
     def directional(self, direction: Tensor) -> Tensor | None:
-        """J v for a direction of the parameter's shape, ``(k, b)``.
-
-        ``None`` if nothing was added.
-        """
+        """J v for a direction of the parameter's shape, ``(k, b)``, or ``None`` as above."""
         dtype = self.dtype
         if dtype is None:
             return None
@@ -244,10 +228,9 @@ class Columns:
         return rows(self._spread(), self.kernels)
 
     def narrow(self) -> Subset | None:
-        """Leaves out the samples that have no rows here, as far as uses were of some alone.
+        """Leaves out the samples that have no rows here, if all uses were of some samples alone.
 
-        Returns:
-            The samples that the rows belong to from now on, or ``None`` for all of them in order.
+        Returns the samples that the rows belong to from now on, or ``None`` for all in order.
         """
         if self._blocks or self._lookups or not self._partial:
             return None

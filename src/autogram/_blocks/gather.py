@@ -26,11 +26,7 @@ _Part = tuple[Subset, Block]
 
 
 class Gathering:
-    """Blocks and lookups of one parameter that have rows of some samples only.
-
-    Args:
-        kernels: How to contract them.
-    """
+    """Blocks and lookups of one parameter that have rows of some samples only."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -128,12 +124,7 @@ class Gathering:
 
 
 class _Arrangement:
-    """Where rows go that are side by side as they came.
-
-    Args:
-        subsets: The samples that they belong to.
-        samples: The samples that are wanted, or ``None`` for all.
-    """
+    """Where rows of some samples go, among those of all samples or of the wanted ones."""
 
     def __init__(self, subsets: Sequence[Subset], samples: Sequence[int] | None) -> None:
         samples = range(subsets[0].batch) if samples is None else samples

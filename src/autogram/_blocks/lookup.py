@@ -80,16 +80,8 @@ def products_of_lookup(
     """The Gramian of a lookup or its norms, and what its products with dense blocks add to them.
 
     Only the rows of the table that occur take part, in the dense blocks too: for a language model
-    whose embedding is tied to its output layer, a batch touches few of the tokens.
-
-    Args:
-        kind: ``"gram"`` or ``"norms"``.
-        lookup: All lookups in the table.
-        dense: Blocks of the whole table, whose own products are not part of the result.
-        kernels: How to contract them.
-
-    Returns:
-        Inner products ``(k, b, k, b)``, or squared norms ``(k, b)``.
+    whose embedding is tied to its output layer, a batch touches few of the tokens. The dense
+    blocks' own products are not part of the result.
     """
     if kind == "norms" and len(lookup.indices) > 1:
         # One sample at a time: it reads few rows of the table, and all together read many.

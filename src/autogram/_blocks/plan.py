@@ -58,16 +58,7 @@ class Plan:
     elements: int
 
     def __call__(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
-        """The products, for blocks of the shapes that the plan was made for.
-
-        Args:
-            first: Some blocks.
-            second: Those of another Jacobian, or none.
-            kernels: How to contract them.
-
-        Returns:
-            ``(k, b, k', b')``, or ``(k, b)`` for norms, which are squared.
-        """
+        """The products, ``(k, b, k', b')``, or the squared norms, ``(k, b)``."""
         if self.method == "rows":
             return self._by_rows(first, second, kernels)
         if self.kind == "cross":

@@ -30,13 +30,7 @@ def products(
 
 
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:
-    """A block of explicit rows, in the order of the factors, which takes no copy.
-
-    Args:
-        blocks: Some blocks.
-        kernels: How to contract them.
-        memory: Where to put the rows if they are a matrix product.
-    """
+    """A block of explicit rows, in the order of the factors, which takes no copy."""
     first = parsed(blocks[0].equation)
     order = first.order_of_factors
     found = rows([block.reorder(order) for block in blocks], kernels, memory)
@@ -45,19 +39,11 @@ def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = 
 
 
 def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> Tensor:
-    """Sums of rows: J^T w.
+    """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``.
 
     The weights go to the cotangents before anything is summed over, where that is cheaper, so that
     a linear layer costs what the gradient of its weight costs in an ordinary backward pass (Bu et
     al. 2022, arXiv:2210.00038).
-
-    Args:
-        blocks: Some blocks.
-        weights: ``(s, k, b)``.
-        kernels: How to contract them.
-
-    Returns:
-        ``(s, *tensor)``.
     """
     can_adjoin = len(weights) == 1
     parts = [

@@ -112,15 +112,10 @@ def overlap(first: Region, second: Region) -> bool:
 
 
 def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
-    """Tensors on regions of a parameter, added up in its storage.
+    """Tensors ``(n, *canonical region)`` on regions of a parameter, added up in its storage.
 
-    Args:
-        parts: Regions, and a tensor ``(n, *canonical region)`` for each.
-        parameter: The whole of the parameter.
-
-    Returns:
-        ``(n, places)``, with the places of the storage from the first to the last of the parameter.
-        It may share its memory with the only part.
+    The result is ``(n, places)``, from the first to the last place of the parameter. It may share
+    its memory with the only part.
     """
     first, last = parameter.bounds
     places = last - first + 1

@@ -52,15 +52,9 @@ class Kernels(Hardware):
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:
-        """An einsum, by contractions that are found once for shapes and strides.
+        """An einsum in the dtype in which products accumulate, in memory if it is a matrix product.
 
-        Args:
-            equation: That of ``torch.einsum``.
-            operands: Of any floating-point dtypes.
-            memory: Where to put the result if it is a matrix product.
-
-        Returns:
-            The result, in the dtype in which products accumulate.
+        Its contractions are found once for shapes and strides.
         """
         dtypes = {x.dtype for x in operands}
         dtype = self.accumulating(*dtypes)
