@@ -17,7 +17,6 @@ from autogram._blocks.layout import (
     candidates,
 )
 from autogram._blocks.lookup import Lookup
-from autogram._blocks.plan import Plan
 from autogram._blocks.region import Region
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "Partial",
     "Piece",
     "Placement",
-    "Plan",
     "Region",
     "Routed",
     "Scattered",

@@ -49,11 +49,7 @@ class Columns:
     def add(self, region: Region, block: Block | Lookup, subset: Subset | None = None) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``.
 
-        Args:
-            region: The elements of the parameter that the block is for.
-            block: The block.
-            subset: The samples that the rows of the block belong to, if not one for each. Such
-                blocks become one, where they can, when the first product needs them.
+        Blocks of a subset of the samples become one, where they can, when a product needs them.
         """
         if isinstance(block, Lookup):
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
@@ -87,17 +83,11 @@ class Columns:
             self._partial.check()
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
-        """Prepares for several products.
+        """Prepares for several products, and returns how much of the room larger rows have taken.
 
-        Args:
-            form: ``"auto"`` replaces factors by rows where the Gramian would form them and they are
-                no larger; ``"rows"`` does so where they are larger, too, as long as there is room;
-                ``"factors"`` never.
-            room: The number of elements that larger rows may have.
-            memory: Where to put rows.
-
-        Returns:
-            How much of the room is taken.
+        ``"auto"`` replaces factors by rows where the Gramian forms them and they are no larger;
+        ``"rows"`` does so where they are larger, too, as long as there is room for their elements;
+        ``"factors"`` never.
         """
         self._prepare()
         taken = 0
@@ -194,7 +184,7 @@ class Columns:
         return found if weights.dim() == 3 else found[0]
 
     def directional(self, direction: Tensor) -> Tensor | None:
-        """J v for a direction of the parameter's shape, ``(k, b)``, or ``None`` as above."""
+        """J v, ``(k, b)``, for a direction of the parameter's shape, or ``None`` for no columns."""
         dtype = self.dtype
         if dtype is None:
             return None

@@ -108,7 +108,9 @@ class Gathering:
         if first.is_rows:
             rows_of_all = [block.operands[0] for _, block in parts]
             dim = first.inputs[0].index("b")
-            return Block(first.equation, (arrangement.added_up(rows_of_all, dim),))
+            return Block(
+                first.equation, (_placed(rows_of_all, dim, arrangement.came, arrangement.samples),)
+            )
         operands = []
         for i, of in enumerate(first.inputs):
             dims = [of.index(label) for label in positions]
@@ -130,20 +132,16 @@ class _Arrangement:
         samples = range(subsets[0].batch) if samples is None else samples
         numbers = {sample: number for number, sample in enumerate(samples)}
         self.samples = len(samples)
-        self._came = [numbers[sample] for subset in subsets for sample in subset.samples]
+        self.came = [numbers[sample] for subset in subsets for sample in subset.samples]
         counts = Counter[int]()
         ranks = []
-        for number in self._came:
+        for number in self.came:
             ranks.append(counts[number])
             counts[number] += 1
         self.most = max(counts.values())
         """How many rows the sample has that has most of them."""
-        pairs = zip(self._came, ranks, strict=True)
+        pairs = zip(self.came, ranks, strict=True)
         self._targets = [number * self.most + rank for number, rank in pairs]
-
-    def added_up(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """The sum of the rows of each sample: ``dim`` has all samples, with zeros."""
-        return _placed(tensors, dim, self._came, self.samples)
 
     def side_by_side(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """The rows of each sample together: ``dim`` becomes ``(samples, most)``, with zeros."""

@@ -26,9 +26,6 @@ Kind = Literal["gram", "cross", "norms"]
 Signature = tuple[tuple[str, Shapes], ...]
 """The equations and shapes of some blocks: all that plans depend on."""
 
-# Which method is cheaper does not depend on the limit.
-ANY_LIMIT = 2**62
-
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
 
@@ -163,18 +160,16 @@ def plans(
     first: Sequence[Block],
     second: Sequence[Block],
     kernels: Kernels,
-    limit: int | None = None,
 ) -> tuple[Plan, ...]:
     """All ways that are considered to products of some blocks, the cheapest first."""
-    if limit is None:
-        limit = kernels.most_elements(first[0].operands[0].dtype)
+    limit = kernels.most_elements(first[0].operands[0].dtype)
     signatures = (tuple([(x.equation, x.shapes) for x in blocks]) for blocks in (first, second))
     return _find_plans(kind, *signatures, kernels.price_of_memory, limit)
 
 
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
-    return plans("gram", blocks, (), kernels, ANY_LIMIT)[0].method == "rows"
+    return plans("gram", blocks, (), kernels)[0].method == "rows"
 
 
 @lru_cache(maxsize=4096)
