@@ -8,13 +8,13 @@ from autogram._blocks.layout import (
     Folded,
     Layout,
     Partial,
-    Piece,
     Placement,
     Routed,
     Scattered,
     Subset,
     agree,
     candidates,
+    pieces,
 )
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.region import Region
@@ -32,7 +32,6 @@ __all__ = [
     "Layout",
     "Lookup",
     "Partial",
-    "Piece",
     "Placement",
     "Region",
     "Routed",
@@ -43,5 +42,6 @@ __all__ = [
     "bundled",
     "candidates",
     "gram_of_bundle",
+    "pieces",
     "weighted_sums",
 ]

@@ -86,10 +86,11 @@ class Gathering:
         indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in self._lookups]
         cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in self._lookups]
         # The calls of a sample are behind one another, each with its reads.
+        calls = arrangement.samples, arrangement.most
         return [
             Lookup(
-                arrangement.side_by_side(indices, 0).flatten(1),
-                arrangement.side_by_side(cotangents, 1).flatten(2, 3),
+                arrangement.side_by_side(indices, 0, calls).flatten(1),
+                arrangement.side_by_side(cotangents, 1, calls).flatten(2, 3),
             )
         ]
 
@@ -111,16 +112,13 @@ class Gathering:
             return Block(
                 first.equation, (_placed(rows_of_all, dim, arrangement.came, arrangement.samples),)
             )
+        more = next(unused_labels(first.equation)) if arrangement.most > 1 else ""
+        calls = (arrangement.samples, arrangement.most)[: 1 + len(more)]  # of one sample: `more`
         operands = []
         for i, of in enumerate(first.inputs):
             dims = [of.index(label) for label in positions]
             padded = [_padded(x.operands[i], dims, sizes.values()) for _, x in parts]
-            operands.append(arrangement.side_by_side(padded, of.index("b")))
-        if arrangement.most == 1:
-            dims = [of.index("b") + 1 for of in first.inputs]
-            squeezed = [x.squeeze(dim) for x, dim in zip(operands, dims, strict=True)]
-            return Block(first.equation, tuple(squeezed))
-        more = next(unused_labels(first.equation))  # counts the calls of one sample
+            operands.append(arrangement.side_by_side(padded, of.index("b"), calls))
         inputs = ",".join(of.replace("b", "b" + more) for of in first.inputs)
         return Block(f"{inputs}->kb{first.parameter}", tuple(operands))
 
@@ -143,10 +141,10 @@ class _Arrangement:
         pairs = zip(self.came, ranks, strict=True)
         self._targets = [number * self.most + rank for number, rank in pairs]
 
-    def side_by_side(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """The rows of each sample together: ``dim`` becomes ``(samples, most)``, with zeros."""
+    def side_by_side(self, tensors: Sequence[Tensor], dim: int, shape: Sequence[int]) -> Tensor:
+        """The rows of each sample together: ``dim`` becomes ``shape``, with zeros."""
         rows = _placed(tensors, dim, self._targets, self.samples * self.most)
-        arranged: Tensor = rows.unflatten(dim, (self.samples, self.most))
+        arranged: Tensor = rows.unflatten(dim, shape)
         return arranged
 
 
