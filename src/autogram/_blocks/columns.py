@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Literal
 
 import torch
@@ -229,11 +229,9 @@ class Columns:
         return subset
 
     @property
-    def _all(self) -> Iterator[Block | Lookup]:
+    def _all(self) -> list[Block | Lookup]:
         """All blocks."""
-        for blocks in self._blocks.values():
-            yield from blocks
-        yield from self._lookups
+        return [*chain.from_iterable(self._blocks.values()), *self._lookups]
 
     @property
     def _regions(self) -> set[Region]:
@@ -276,7 +274,7 @@ class Columns:
         self._lookups.extend(partial.lookups(samples))
 
     def _spread(self) -> list[Block]:
-        """Rows on the whole parameter, where regions overlap without being equal."""
+        """Rows of each region, on the whole parameter."""
         blocks = {region: list(found) for region, found in self._blocks.items()}
         for lookup in self._lookups:
             blocks.setdefault(self._whole, []).append(lookup.block(self._whole.shape))
