@@ -38,8 +38,7 @@ class Bundles:
         block = columns.single
         if block is None or block.adjoint is not None or block.elements > columns.kernels.tiny:
             return [columns]  # the contraction takes longer than the calls
-        dtypes = tuple([x.dtype for x in block.operands])
-        form = block.equation, block.shapes, dtypes, block.operands[0].device
+        form = block.form(""), block.operands[0].device
         bundle = self._open.setdefault(form, [])
         bundle.append(columns)
         elements = len(bundle) * (block.elements + prod(columns.parameter.shape))
@@ -73,12 +72,7 @@ def weighted_sums(
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """J^T w of some parameters, as :meth:`Columns.weighted_sum` gives it, in any order.
 
-    Args:
-        found: The columns of each parameter.
-        weights: ``(k, b)``, or several of them, ``(s, k, b)``.
-
-    Returns:
-        Tensors that own their memory, with strides as autograd would give them.
+    Results own their memory, with strides as autograd would give them.
     """
     parameters = {id(columns): parameter for parameter, columns in found.items()}
     for bundle in bundled(found.values()):
