@@ -2,22 +2,21 @@
 
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
-from autogram._blocks.columns import Columns, Keep, check_unchanged
+from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.kernels import Arena, Devices, Kernels
 from autogram._blocks.layout import (
     Folded,
     Layout,
     Partial,
-    Piece,
     Placement,
     Routed,
     Scattered,
     Subset,
     agree,
     candidates,
+    pieces,
 )
 from autogram._blocks.lookup import Lookup
-from autogram._blocks.plan import Plan
 from autogram._blocks.region import Region
 
 __all__ = [
@@ -33,9 +32,7 @@ __all__ = [
     "Layout",
     "Lookup",
     "Partial",
-    "Piece",
     "Placement",
-    "Plan",
     "Region",
     "Routed",
     "Scattered",
@@ -44,7 +41,7 @@ __all__ = [
     "assemble",
     "bundled",
     "candidates",
-    "check_unchanged",
     "gram_of_bundle",
+    "pieces",
     "weighted_sums",
 ]

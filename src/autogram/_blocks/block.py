@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from string import ascii_letters
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from autogram._blocks.kernels.contraction import Shapes, sizes_of
 from autogram._blocks.layout import Layout
+from autogram._errors import ChangedTensorError
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,11 @@ class Equation:
         is_rows: Whether the block is explicit rows, with their dimensions in any order.
         is_sum: Whether rows are sums over one operand, as those of a bias are.
         order_of_factors: The tensor's dimensions in the order of the block's operands.
+        positions: The indices that every operand has and that are summed over.
     """
 
     def __init__(self, text: str) -> None:
         inputs, output = text.split("->")
-        self._text = text
         self.inputs = tuple(inputs.split(","))
         self.parameter = output[2:]
         is_single = len(self.inputs) == 1
@@ -64,15 +66,8 @@ class Equation:
         self.is_sum = is_single and len(inputs) > len(output)
         found = [inputs.find(label) for label in self.parameter]  # -1 for a dimension of one
         self.order_of_factors = tuple(sorted(range(len(found)), key=found.__getitem__))
-        self._orders = {tuple(range(len(found))): text}
-
-    def reordered(self, order: tuple[int, ...]) -> str:
-        """The equation with the dimensions in another order, and a sum over those left out."""
-        found = self._orders.get(order)
-        if found is None:
-            labels = "".join(self.parameter[dim] for dim in order)
-            found = self._orders[order] = f"{','.join(self.inputs)}->kb{labels}"
-        return found
+        common = set.intersection(*map(set, self.inputs))
+        self.positions = "".join(sorted(common - set(output)))
 
 
 @lru_cache(maxsize=4096)
@@ -81,8 +76,40 @@ def parsed(equation: str) -> Equation:
     return Equation(equation)
 
 
+@lru_cache(maxsize=4096)
+def reordered(equation: str, order: tuple[int, ...]) -> str:
+    """The equation with the tensor's dimensions in another order, and a sum over those left out."""
+    inputs, output = equation.split("->")
+    return f"{inputs}->kb{''.join(output[2 + dim] for dim in order)}"
+
+
+class Kept:
+    """Something that keeps tensors, which nobody may change in place."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that is kept."""
+        raise NotImplementedError
+
+    @cached_property
+    def versions(self) -> list[int]:
+        """The versions of these tensors when this was first asked for."""
+        return [x._version for x in self.tensors]
+
+    def check(self) -> None:
+        """Raises ``ChangedTensorError`` if a tensor was changed in place since the first check."""
+        if self.versions != [x._version for x in self.tensors]:
+            raise ChangedTensorError(
+                "A tensor that the Jacobian is made of was changed in place since it was computed. "
+                "If an optimizer's step or an in-place operation did this: Call the Jacobian's "
+                "methods before, or compute the losses and the Jacobian again. If a custom "
+                "autograd Function or a hook did it to the gradient that it was given: Return a "
+                "new tensor there, `g * 2` and not `g.mul_(2)`."
+            )
+
+
 @dataclass(frozen=True)
-class Block:
+class Block(Kept):
     """Rows of J for one tensor, as an einsum that need not be carried out.
 
     The output indices are ``k`` (objective of a sample), ``b`` (sample) and then the dimensions of
@@ -121,13 +148,23 @@ class Block:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the block keeps."""
+        """The operands, and what the adjoint saved."""
         return self.operands if self.adjoint is None else self.operands + self.adjoint.saved
 
     @cached_property
-    def versions(self) -> list[int]:
-        """The versions of these tensors when this was first asked for."""
-        return [x._version for x in self.tensors]
+    def elements(self) -> int:
+        """How many elements the operands have."""
+        return sum([prod(shape) for shape in self.shapes])
+
+    @property
+    def elements_of_rows(self) -> int:
+        """How many elements explicit rows have."""
+        return prod([self.sizes[label] for label in "kb" + self.parameter])
+
+    def form(self, differing: str) -> Hashable:
+        """What blocks have in common that differ in the sizes of some indices alone."""
+        sizes = [n for label, n in self.sizes.items() if label not in differing]
+        return self.equation, tuple(sizes), tuple([x.dtype for x in self.operands])
 
     def map(self, label: str, function: Callable[[Tensor, int], Tensor]) -> Block:
         """The block with ``function(operand, dim)`` for every operand that has index ``label``."""
@@ -155,7 +192,7 @@ class Block:
 
     def reorder(self, order: tuple[int, ...]) -> Block:
         """The block with the tensor's dimensions in another order; it sums over those left out."""
-        equation = parsed(self.equation).reordered(order)
+        equation = reordered(self.equation, order)
         if equation == self.equation:
             return self
         return Block(equation, self.operands, self.adjoint)
@@ -184,16 +221,12 @@ def assemble(
     terms, found, diagonal = _split_equation(equation, label, layout.has_before, layout.has_after)
     if not (layout.has_before or layout.has_after or diagonal):
         return Block(terms, (cotangent, *factors))
-    operands = [
-        x if dim is None else layout.split(x, dim)
-        for x, dim in zip((cotangent, *factors), found, strict=True)
-    ]
+    pairs = list(zip((cotangent, *factors), found, strict=True))
+    operands = [x if dim is None else layout.split(x, dim) for x, dim in pairs]
     if diagonal:
-        pairs = zip((cotangent, *factors), found, strict=True)
         size = next(x.shape[dim] for x, dim in pairs if dim is not None)
-        operands.append(
-            layout.split(torch.eye(size, dtype=cotangent.dtype, device=cotangent.device), 0)
-        )
+        eye = torch.eye(size, dtype=cotangent.dtype, device=cotangent.device)
+        operands.append(layout.split(eye, 0))
     return Block(terms, tuple(operands))
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, unused_labels
 from autogram._blocks.columns import Columns
-from autogram._blocks.products import gram, weighted_sum
-from autogram._blocks.region import from_storage, own, strides_of_gradient
+from autogram._blocks.products import products, weighted_sum
+from autogram._blocks.region import Region, from_storage
 
 # Elements of a bundle, which keeps what could else be freed.
 _FULL = 2**22
@@ -36,12 +36,12 @@ class Bundles:
             they fill, or nothing.
         """
         block = columns.single
-        if block is None or not _is_tiny(block, columns):
-            return [columns]
-        form = _form(block)
+        if block is None or block.adjoint is not None or block.elements > columns.kernels.tiny:
+            return [columns]  # the contraction takes longer than the calls
+        form = block.form(""), block.operands[0].device
         bundle = self._open.setdefault(form, [])
         bundle.append(columns)
-        elements = len(bundle) * (_elements(block) + prod(columns.parameter.shape))
+        elements = len(bundle) * (block.elements + prod(columns.parameter.shape))
         is_full = elements > min(_FULL, columns.kernels.limit.elements)
         return self._open.pop(form) if is_full else []
 
@@ -64,7 +64,7 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
     """The sum of the Gramians of a bundle, as :meth:`Columns.gram` gives them."""
     if len(bundle) == 1:
         return bundle[0].gram()
-    return gram([_stack(bundle)], bundle[0].kernels)
+    return products("gram", [_stack(bundle)], (), bundle[0].kernels)
 
 
 def weighted_sums(
@@ -72,12 +72,7 @@ def weighted_sums(
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """J^T w of some parameters, as :meth:`Columns.weighted_sum` gives it, in any order.
 
-    Args:
-        found: The columns of each parameter.
-        weights: ``(k, b)``, or several of them, ``(s, k, b)``.
-
-    Returns:
-        Tensors that own their memory, with strides as autograd would give them.
+    Results own their memory, with strides as autograd would give them.
     """
     parameters = {id(columns): parameter for parameter, columns in found.items()}
     for bundle in bundled(found.values()):
@@ -85,12 +80,10 @@ def weighted_sums(
         sums: Sequence[Tensor | None] = (
             [bundle[0].weighted_sum(moved)] if len(bundle) == 1 else _sums_of(bundle, moved)
         )
-        there = [total for total in sums if total is not None]
-        if there:
-            pairs = zip(there, bundle, strict=True)
-            sums = own(there, [_strides(total, columns) for total, columns in pairs])
+        taken: set[int] = set()
         for columns, total in zip(bundle, sums, strict=True):
-            yield parameters[id(columns)], total
+            owned = None if total is None else _owned(total, columns.parameter, taken)
+            yield parameters[id(columns)], owned
 
 
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
@@ -105,27 +98,26 @@ def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
     return found
 
 
-def _strides(total: Tensor, columns: Columns) -> tuple[int, ...]:
-    """The strides of a weighted sum, ``(*parameter)``, or of several, ``(s, *parameter)``."""
-    strides = strides_of_gradient(columns.parameter)
-    is_stack = total.dim() > len(strides)
-    return (total.numel() // max(1, len(total)), *strides) if is_stack else strides
+def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:
+    """A weighted sum in memory of its own and no view: copied if something else is there.
 
-
-def _form(block: Block) -> Hashable:
-    """What blocks have in common that can be stacked."""
-    first = block.operands[0]
-    return block.equation, block.shapes, first.device, tuple([x.dtype for x in block.operands])
-
-
-def _elements(block: Block) -> int:
-    """Elements of the factors."""
-    return sum([prod(shape) for shape in block.shapes])
-
-
-def _is_tiny(block: Block, columns: Columns) -> bool:
-    """Whether calls would cost more than copies of the factors."""
-    return block.adjoint is None and _elements(block) <= columns.kernels.tiny
+    Views share a counter of changes with all views of their base, cannot be detached in place, and
+    are pickled with the whole of their storage. Other results own the memory that is taken.
+    """
+    # (*parameter), or several of them, (s, *parameter)
+    strides = (parameter if parameter.is_gapless else Region.contiguous(parameter.shape)).strides
+    if total.dim() > len(strides):
+        strides = (total.numel() // max(1, len(total)), *strides)
+    if total.stride() != strides:
+        return total.new_empty_strided(total.shape, strides).copy_(total)
+    storage = total.untyped_storage()
+    place = storage.data_ptr()
+    if storage.nbytes() > total.nbytes or place in taken:
+        return total.clone()
+    taken.add(place)
+    if total._base is None:
+        return total
+    return total.new_empty(0).set_(storage, 0, total.shape, strides)
 
 
 def _stack(bundle: Sequence[Columns]) -> Block:

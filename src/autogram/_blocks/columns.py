@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from itertools import combinations
-from math import prod
+from itertools import chain, combinations
 from typing import Literal
 
 import torch
@@ -18,23 +17,12 @@ from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import (
     Lookup,
     concatenate,
-    cross_gram_with_lookup,
-    gram_of_lookup,
-    square_norms_of_lookup,
+    cross_products_of_lookup,
+    products_of_lookup,
 )
-from autogram._blocks.plan import Plan, forms_rows, plans
-from autogram._blocks.products import (
-    cross_gram,
-    directional,
-    explicit,
-    gram,
-    merge,
-    rows,
-    square_norms,
-    weighted_sum,
-)
-from autogram._blocks.region import Region, from_storage, overlap, put, take, to_storage
-from autogram._errors import ChangedTensorError
+from autogram._blocks.plan import Kind, Plan, forms_rows, mirrored, plans, rows
+from autogram._blocks.products import directional, explicit, merge, products, weighted_sum
+from autogram._blocks.region import Region, from_storage, overlap, put, take
 
 Keep = Literal["auto", "factors", "rows"]
 
@@ -56,30 +44,26 @@ class Columns:
         self._whole = parameter.canonical
         self._blocks: dict[Region, list[Block]] = {}
         self._lookups: list[Lookup] = []
-        self._partial = Gathering(kernels)
+        self._partial: Gathering | None = None
 
     def add(self, region: Region, block: Block | Lookup, subset: Subset | None = None) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``.
 
-        Args:
-            region: The elements of the parameter that the block is for.
-            block: The block.
-            subset: The samples that the rows of the block belong to, if not one for each. Such
-                blocks become one, where they can, when the first product needs them.
+        Blocks of a subset of the samples become one, where they can, when a product needs them.
         """
         if isinstance(block, Lookup):
-            if self.parameter.order == (0, 1) and region.canonical == self._whole:
-                block.versions  # noqa: B018 - remembers them
-                if subset is None:
-                    self._lookups.append(block)
-                else:
-                    self._partial.add_lookup(subset, block)
-                return
-            block = block.block(region.shape)
-        assert len(block.parameter) == len(region.shape), (block.equation, region)
-        block = block.reorder(region.order)
+            is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
+            block = block if is_of_table else block.block(region.shape)
+        if isinstance(block, Block):
+            assert len(block.parameter) == len(region.shape), (block.equation, region)
+            block = block.reorder(region.order)
         if subset is not None:
+            self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)
+            return
+        if isinstance(block, Lookup):
+            block.check()
+            self._lookups.append(block)
             return
         blocks = self._blocks.setdefault(region.canonical, [])
         if parsed(block.equation).is_sum:
@@ -88,45 +72,32 @@ class Columns:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
             block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
-        block.versions  # noqa: B018 - remembers them
+        block.check()
         blocks.append(block)
 
     def check(self) -> None:
-        """Checks that everything that was added is as it was then.
-
-        Raises:
-            ChangedTensorError: It is not.
-        """
+        """Raises ``ChangedTensorError`` unless everything that was added is as it was then."""
         for block in self._all:
-            check_unchanged(block.tensors, block.versions)
-        for block in self._partial.all if self._partial else ():
-            check_unchanged(block.tensors, block.versions)
+            block.check()
+        if self._partial:
+            self._partial.check()
 
     def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
-        """Prepares for several products.
+        """Prepares for several products, and returns how much of the room larger rows have taken.
 
-        Args:
-            form: ``"auto"`` replaces factors by rows where the Gramian would form them and they are
-                no larger; ``"rows"`` does so where they are larger, too, as long as there is room;
-                ``"factors"`` never.
-            room: The number of elements that larger rows may have.
-            memory: Where to put rows.
-
-        Returns:
-            How much of the room is taken.
+        ``"auto"`` replaces factors by rows where the Gramian forms them and they are no larger;
+        ``"rows"`` does so where they are larger, too, as long as there is room for their elements;
+        ``"factors"`` never.
         """
         self._prepare()
-        if len(self._lookups) > 1:
-            self._lookups = [concatenate(self._lookups)]
         taken = 0
         for blocks in self._blocks.values():
             blocks[:] = merge(blocks)
             are_rows = len(blocks) == 1 and blocks[0].is_rows
             if form == "factors" or are_rows or not forms_rows(blocks, self.kernels):
                 continue
-            sizes = blocks[0].sizes
-            elements = prod(sizes[label] for label in "kb" + blocks[0].parameter)
-            is_larger = elements > sum(x.numel() for block in blocks for x in block.operands)
+            elements = blocks[0].elements_of_rows
+            is_larger = elements > sum(block.elements for block in blocks)
             if is_larger and (form == "auto" or elements > room - taken):
                 continue
             blocks[:] = [explicit(blocks, self.kernels, memory)]
@@ -153,14 +124,7 @@ class Columns:
 
     def gram(self) -> Tensor | None:
         """The Gramian of these columns, ``(k, b, k, b)``, or ``None`` if nothing was added."""
-        self._prepare()
-        if self._has_overlaps:
-            return gram(self._spread(), self.kernels)
-        totals = [gram(blocks, self.kernels) for blocks in self._blocks.values()]
-        if self._lookups:
-            dense = self._blocks.get(self._whole, [])
-            totals.append(gram_of_lookup(concatenate(self._lookups), dense, self.kernels))
-        return reduce(torch.add, totals) if totals else None
+        return self._products("gram")
 
     def plans(self) -> list[tuple[Plan, ...]]:
         """What :meth:`gram` would consider for each region, lookups left out.
@@ -173,52 +137,35 @@ class Columns:
 
     def square_norms(self) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""
-        self._prepare()
-        if self._has_overlaps:
-            return square_norms(self._spread(), self.kernels)
-        totals = [square_norms(blocks, self.kernels) for blocks in self._blocks.values()]
-        if self._lookups:
-            dense = self._blocks.get(self._whole, [])
-            totals.append(square_norms_of_lookup(concatenate(self._lookups), dense, self.kernels))
-        return reduce(torch.add, totals) if totals else None
+        return self._products("norms")
 
     def cross_gram(self, other: Columns) -> Tensor | None:
-        """Inner products with the rows of another Jacobian, ``(k, b, k', b')``.
+        """Inner products with the same parameter's rows of another Jacobian, ``(k, b, k', b')``.
 
-        Args:
-            other: The columns of the same parameter.
-
-        Returns:
-            The products, or ``None`` if nothing was added to one of the two.
+        ``None`` if nothing was added to one of the two.
         """
         self._prepare()
         other._prepare()
         regions = {*self._regions, *other._regions}
         if any(overlap(p, q) for p, q in combinations(regions, 2)):
-            return cross_gram(self._spread(), other._spread(), self.kernels)
-        totals: list[Tensor | None] = [
-            cross_gram(blocks, other._blocks[region], self.kernels)
+            return products("cross", self._spread(), other._spread(), self.kernels)
+        totals = [
+            products("cross", blocks, other._blocks[region], self.kernels)
             for region, blocks in self._blocks.items()
             if region in other._blocks
         ]
-        mine: list[Block | Lookup] = [*self._blocks.get(self._whole, []), *self._lookups]
-        dense = other._blocks.get(self._whole, [])
-        totals += [cross_gram_with_lookup(mine, x, self.kernels) for x in other._lookups]
+        dense, of_other = (x._blocks.get(self._whole, []) for x in (self, other))
+        for lookup in other._lookups:
+            totals += cross_products_of_lookup([*dense, *self._lookups], lookup, self.kernels)
         for lookup in self._lookups:
-            product = cross_gram_with_lookup(dense, lookup, self.kernels)
-            totals.append(None if product is None else product.permute(2, 3, 0, 1))
-        found = [total for total in totals if total is not None]
-        return reduce(torch.add, found) if found else None
+            parts = cross_products_of_lookup(of_other, lookup, self.kernels)
+            totals += [mirrored(product) for product in parts]
+        return _sum(totals)
 
     def weighted_sum(self, weights: Tensor) -> Tensor | None:
-        """J^T w for this parameter.
+        """J^T w with the parameter's strides, ``(*parameter)``, or ``None`` if nothing was added.
 
-        Args:
-            weights: ``(k, b)``, or several of them, ``(s, k, b)``.
-
-        Returns:
-            ``(*parameter)`` with the parameter's strides, or ``(s, *parameter)``; or ``None`` if
-            nothing was added.
+        For several weights, ``(s, k, b)`` and not ``(k, b)``, it is ``(s, *parameter)``.
         """
         dtype = self.dtype
         if dtype is None:
@@ -237,21 +184,20 @@ class Columns:
         return found if weights.dim() == 3 else found[0]
 
     def directional(self, direction: Tensor) -> Tensor | None:
-        """J v for a direction of the parameter's shape, ``(k, b)``.
-
-        ``None`` if nothing was added.
-        """
+        """J v, ``(k, b)``, for a direction of the parameter's shape, or ``None`` for no columns."""
         dtype = self.dtype
         if dtype is None:
             return None
         self._prepare()
-        flat = to_storage(direction.to(dtype), self.parameter)
+        direction = direction.to(dtype)
         parts = [
-            directional(blocks, take(flat, region, self.parameter), self.kernels)
+            directional(blocks, take(direction, region, self.parameter), self.kernels)
             for region, blocks in self._blocks.items()
         ]
-        table = [take(flat, self._whole, self.parameter)] if self._lookups else []
-        parts += [lookup.directional(*table) for lookup in self._lookups]
+        parts += [
+            lookup.directional(take(direction, self._whole, self.parameter))
+            for lookup in self._lookups
+        ]
         return reduce(torch.add, parts)
 
     def rows(self, samples: Tensor) -> Tensor | None:
@@ -272,10 +218,9 @@ class Columns:
         return rows(self._spread(), self.kernels)
 
     def narrow(self) -> Subset | None:
-        """Leaves out the samples that have no rows here, as far as uses were of some alone.
+        """Leaves out the samples that have no rows here, if all uses were of some samples alone.
 
-        Returns:
-            The samples that the rows belong to from now on, or ``None`` for all of them in order.
+        Returns the samples that the rows belong to from now on, or ``None`` for all in order.
         """
         if self._blocks or self._lookups or not self._partial:
             return None
@@ -284,11 +229,9 @@ class Columns:
         return subset
 
     @property
-    def _all(self) -> Iterator[Block | Lookup]:
+    def _all(self) -> list[Block | Lookup]:
         """All blocks."""
-        for blocks in self._blocks.values():
-            yield from blocks
-        yield from self._lookups
+        return [*chain.from_iterable(self._blocks.values()), *self._lookups]
 
     @property
     def _regions(self) -> set[Region]:
@@ -306,19 +249,32 @@ class Columns:
         """Before every product: checks what is kept, and brings it into blocks of all samples."""
         self.check()
         self._complete()
+        if len(self._lookups) > 1:
+            self._lookups = [concatenate(self._lookups)]
+
+    def _products(self, kind: Kind) -> Tensor | None:
+        """The products of the rows with themselves, or ``None`` if nothing was added."""
+        self._prepare()
+        if self._has_overlaps:
+            return products(kind, self._spread(), (), self.kernels)
+        totals = [products(kind, blocks, (), self.kernels) for blocks in self._blocks.values()]
+        for lookup in self._lookups:
+            dense = self._blocks.get(self._whole, [])
+            totals.append(products_of_lookup(kind, lookup, dense, self.kernels))
+        return _sum(totals)
 
     def _complete(self, samples: Sequence[int] | None = None) -> None:
         """Makes blocks of some samples blocks of all, or of those that are given."""
         if not self._partial:
             return
         self.check()
-        partial, self._partial = self._partial, Gathering(self.kernels)
+        partial, self._partial = self._partial, None
         for region, blocks in partial.blocks(samples):
             self._blocks.setdefault(region, []).extend(blocks)
         self._lookups.extend(partial.lookups(samples))
 
     def _spread(self) -> list[Block]:
-        """Rows on the whole parameter, where regions overlap without being equal."""
+        """Rows of each region, on the whole parameter."""
         blocks = {region: list(found) for region, found in self._blocks.items()}
         for lookup in self._lookups:
             blocks.setdefault(self._whole, []).append(lookup.block(self._whole.shape))
@@ -330,18 +286,6 @@ class Columns:
         return spread
 
 
-def check_unchanged(tensors: Sequence[Tensor], versions: list[int]) -> None:
-    """Checks that no tensor was changed in place since they had some versions.
-
-    Raises:
-        ChangedTensorError: One was.
-    """
-    if versions != [x._version for x in tensors]:
-        raise ChangedTensorError(
-            "A tensor that the Jacobian is made of was changed in place since it was "
-            "computed. If an optimizer's step did this to a parameter, or an in-place "
-            "operation to an activation: Call the Jacobian's methods before, or compute "
-            "the losses and the Jacobian again. If a custom autograd Function or a hook "
-            "did it to the gradient that it was given: Return a new tensor there, `g * 2` "
-            "and not `g.mul_(2)`."
-        )
+def _sum(totals: Sequence[Tensor]) -> Tensor | None:
+    """The sum of some tensors, or ``None`` if there are none."""
+    return reduce(torch.add, totals) if totals else None

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels
@@ -22,74 +22,60 @@ from autogram._blocks.lookup import Lookup
 from autogram._blocks.products import explicit
 from autogram._blocks.region import Region
 
-
-class _Part(NamedTuple):
-    """A block and the samples that its rows belong to."""
-
-    subset: Subset
-    block: Block
+_Part = tuple[Subset, Block]
 
 
 class Gathering:
-    """Blocks and lookups of one parameter that have rows of some samples only.
-
-    Args:
-        kernels: How to contract them.
-    """
+    """Blocks and lookups of one parameter that have rows of some samples only."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._lookups: list[tuple[Subset, Lookup]] = []
-        self._parts: dict[Region, list[_Part]] = {}
-        self._rows: dict[tuple[Region, Subset, str], int] = {}
-        """The positions of explicit rows among the parts."""
+        self._blocks: dict[tuple[Region, Subset, str, int], Block] = {}
+        """By region, samples, equation, and a number if they are not explicit rows."""
 
-    def __bool__(self) -> bool:
-        return bool(self._parts or self._lookups)
-
-    @property
-    def all(self) -> list[Block | Lookup]:
-        """Everything that was added."""
-        found: list[Block | Lookup] = [part.block for of in self._parts.values() for part in of]
-        return found + [lookup for _, lookup in self._lookups]
+    def check(self) -> None:
+        """Checks that everything that was added is as it was then."""
+        for block in self._blocks.values():
+            block.check()
+        for _, lookup in self._lookups:
+            lookup.check()
 
     @property
     def together(self) -> Subset:
         """The samples that any block has rows of."""
-        subsets = [part.subset for parts in self._parts.values() for part in parts]
+        subsets = [subset for _, subset, *_ in self._blocks]
         subsets += [subset for subset, _ in self._lookups]
         samples = sorted({sample for subset in subsets for sample in subset.samples})
         return Subset(tuple(samples), subsets[0].batch)
 
-    def add(self, region: Region, subset: Subset, block: Block) -> None:
-        """Takes in a block of a region, as rows where these are no larger."""
-        sizes = block.sizes
-        rows = prod(sizes[label] for label in "kb" + block.parameter)
-        if not block.is_rows and rows <= sum(x.numel() for x in block.operands):
+    def add(self, region: Region, subset: Subset, block: Block | Lookup) -> None:
+        """Takes in a lookup, or a block of a region, as rows where these are no larger."""
+        if isinstance(block, Lookup):
+            block.check()
+            self._lookups.append((subset, block))
+            return
+        if not block.is_rows and block.elements_of_rows <= block.elements:
             block = explicit([block], self._kernels)
         block = _with_samples(block, len(subset.samples))
-        parts = self._parts.setdefault(region, [])
-        position = len(parts)
-        if block.is_rows:
-            position = self._rows.setdefault((region, subset, block.equation), position)
-        if position < len(parts):
+        number = 0 if block.is_rows else len(self._blocks) + 1
+        key = (region, subset, block.equation, number)
+        if known := self._blocks.get(key):
             # Rows of one call and the next are added up at once, as in a recurrent loop.
-            total = parts.pop(position).block.operands[0] + block.operands[0]
-            block = Block(block.equation, (total,))
-        parts.insert(position, _Part(subset, block))
-        block.versions  # noqa: B018 - remembers them
-
-    def add_lookup(self, subset: Subset, lookup: Lookup) -> None:
-        """Takes in a lookup."""
-        self._lookups.append((subset, lookup))
+            known.check()
+            block = Block(block.equation, (known.operands[0] + block.operands[0],))
+        block.check()
+        self._blocks[key] = block
 
     def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, list[Block]]]:
         """For each region, blocks that have rows of all samples, or of those that are given."""
-        for region, parts in self._parts.items():
-            groups: dict[object, list[_Part]] = {}
-            for part in parts:
-                groups.setdefault(_kind(part.block), []).append(part)
-            yield region, [self._gathered(group, samples) for group in groups.values()]
+        groups: dict[Region, dict[object, list[_Part]]] = {}
+        for (region, subset, *_), block in self._blocks.items():
+            form = block.form("b" + parsed(block.equation).positions)
+            of_region = groups.setdefault(region, {})
+            of_region.setdefault(form, []).append((subset, block))
+        for region, kinds in groups.items():
+            yield region, [self._gathered(parts, samples) for parts in kinds.values()]
 
     def lookups(self, samples: Sequence[int] | None) -> list[Lookup]:
         """One lookup, if there are any, that has rows of all samples, or of those given."""
@@ -100,87 +86,76 @@ class Gathering:
         indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in self._lookups]
         cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in self._lookups]
         # The calls of a sample are behind one another, each with its reads.
+        calls = arrangement.samples, arrangement.most
         return [
             Lookup(
-                arrangement.side_by_side(indices, 0).flatten(1),
-                arrangement.side_by_side(cotangents, 1).flatten(2, 3),
+                arrangement.side_by_side(indices, 0, calls).flatten(1),
+                arrangement.side_by_side(cotangents, 1, calls).flatten(2, 3),
             )
         ]
 
     def _gathered(self, parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
         """One block for several of one kind."""
-        first = parts[0].block
-        arrangement = _Arrangement([part.subset for part in parts], samples)
-        positions = _positions(first)
-        sizes = {of: max(part.block.sizes[of] for part in parts) for of in positions}
+        first = parts[0][1]
+        arrangement = _Arrangement([subset for subset, _ in parts], samples)
+        positions = parsed(first.equation).positions
+        sizes = {of: max(block.sizes[of] for _, block in parts) for of in positions}
         full = {**first.sizes, **sizes, "b": arrangement.samples * arrangement.most}
         filled = sum(prod(full[label] for label in of) for of in first.inputs)
         rows = arrangement.samples * prod(full[label] for label in "k" + first.parameter)
         if not first.is_rows and rows < filled:  # few calls have as many positions as the longest
-            parts = [_Part(subset, explicit([block], self._kernels)) for subset, block in parts]
-            first = parts[0].block
+            parts = [(subset, explicit([block], self._kernels)) for subset, block in parts]
+            first = parts[0][1]
         if first.is_rows:
-            rows_of_all = [part.block.operands[0] for part in parts]
+            rows_of_all = [block.operands[0] for _, block in parts]
             dim = first.inputs[0].index("b")
-            return Block(first.equation, (arrangement.added_up(rows_of_all, dim),))
+            return Block(
+                first.equation, (_placed(rows_of_all, dim, arrangement.came, arrangement.samples),)
+            )
+        more = next(unused_labels(first.equation)) if arrangement.most > 1 else ""
+        calls = (arrangement.samples, arrangement.most)[: 1 + len(more)]  # of one sample: `more`
         operands = []
         for i, of in enumerate(first.inputs):
             dims = [of.index(label) for label in positions]
-            padded = [_padded(part.block.operands[i], dims, sizes.values()) for part in parts]
-            operands.append(arrangement.side_by_side(padded, of.index("b")))
-        if arrangement.most == 1:
-            dims = [of.index("b") + 1 for of in first.inputs]
-            squeezed = [x.squeeze(dim) for x, dim in zip(operands, dims, strict=True)]
-            return Block(first.equation, tuple(squeezed))
-        more = next(unused_labels(first.equation))  # counts the calls of one sample
+            padded = [_padded(x.operands[i], dims, sizes.values()) for _, x in parts]
+            operands.append(arrangement.side_by_side(padded, of.index("b"), calls))
         inputs = ",".join(of.replace("b", "b" + more) for of in first.inputs)
         return Block(f"{inputs}->kb{first.parameter}", tuple(operands))
 
 
 class _Arrangement:
-    """Where rows go that are side by side as they came.
-
-    Args:
-        subsets: The samples that they belong to.
-        samples: The samples that are wanted, or ``None`` for all.
-    """
+    """Where rows of some samples go, among those of all samples or of the wanted ones."""
 
     def __init__(self, subsets: Sequence[Subset], samples: Sequence[int] | None) -> None:
         samples = range(subsets[0].batch) if samples is None else samples
         numbers = {sample: number for number, sample in enumerate(samples)}
         self.samples = len(samples)
-        self._came = [numbers[sample] for subset in subsets for sample in subset.samples]
+        self.came = [numbers[sample] for subset in subsets for sample in subset.samples]
         counts = Counter[int]()
         ranks = []
-        for number in self._came:
+        for number in self.came:
             ranks.append(counts[number])
             counts[number] += 1
         self.most = max(counts.values())
         """How many rows the sample has that has most of them."""
-        pairs = zip(self._came, ranks, strict=True)
+        pairs = zip(self.came, ranks, strict=True)
         self._targets = [number * self.most + rank for number, rank in pairs]
-        self._is_in_order = self._targets == list(range(self.samples * self.most))
 
-    def added_up(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """The sum of the rows of each sample: ``dim`` has all samples, with zeros."""
-        rows = torch.cat(list(tensors), dim)
-        if self._is_in_order and self.most == 1:
-            return rows
-        shape = list(rows.shape)
-        shape[dim] = self.samples
-        targets = torch.tensor(self._came, device=rows.device)
-        return rows.new_zeros(shape).index_add(dim, targets, rows)
-
-    def side_by_side(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """The rows of each sample together: ``dim`` becomes ``(samples, most)``, with zeros."""
-        rows = torch.cat(list(tensors), dim)
-        if not self._is_in_order:
-            shape = list(rows.shape)
-            shape[dim] = self.samples * self.most
-            targets = torch.tensor(self._targets, device=rows.device)
-            rows = rows.new_zeros(shape).index_copy(dim, targets, rows)
-        arranged: Tensor = rows.unflatten(dim, (self.samples, self.most))
+    def side_by_side(self, tensors: Sequence[Tensor], dim: int, shape: Sequence[int]) -> Tensor:
+        """The rows of each sample together: ``dim`` becomes ``shape``, with zeros."""
+        rows = _placed(tensors, dim, self._targets, self.samples * self.most)
+        arranged: Tensor = rows.unflatten(dim, shape)
         return arranged
+
+
+def _placed(tensors: Sequence[Tensor], dim: int, targets: Sequence[int], size: int) -> Tensor:
+    """Rows at targets along a dimension, added up where these are equal, and zeros elsewhere."""
+    rows = torch.cat(list(tensors), dim)
+    if targets == list(range(size)):
+        return rows
+    shape = list(rows.shape)
+    shape[dim] = size
+    return rows.new_zeros(shape).index_add(dim, torch.tensor(targets, device=rows.device), rows)
 
 
 def _with_samples(block: Block, samples: int) -> Block:
@@ -191,27 +166,10 @@ def _with_samples(block: Block, samples: int) -> Block:
     return Block(f"{inputs}->kb{block.parameter}", operands)
 
 
-def _positions(block: Block) -> str:
-    """The indices that every operand has and that are summed over: their sizes may differ."""
-    found = parsed(block.equation)
-    common = set.intersection(*(set(of) for of in found.inputs))
-    return "".join(sorted(common - set("kb" + found.parameter)))
-
-
-def _kind(block: Block) -> object:
-    """What blocks must have in common to be put side by side."""
-    differing = "b" + _positions(block)
-    sizes = tuple([(of, n) for of, n in sorted(block.sizes.items()) if of not in differing])
-    return block.equation, sizes, tuple([x.dtype for x in block.operands])
-
-
 def _padded(tensor: Tensor, dims: Iterable[int], sizes: Iterable[int]) -> Tensor:
     """A tensor with zeros behind it along some dimensions, up to some sizes."""
-    shape = list(tensor.shape)
-    for dim, size in zip(dims, sizes, strict=True):
-        shape[dim] = size
-    if list(tensor.shape) == shape:
+    wanted = dict(zip(dims, sizes, strict=True))
+    missing = [wanted.get(dim, n) - n for dim, n in enumerate(tensor.shape)]
+    if not any(missing):
         return tensor
-    padded = tensor.new_zeros(shape)
-    padded[tuple(slice(n) for n in tensor.shape)] = tensor
-    return padded
+    return functional.pad(tensor, [x for n in reversed(missing) for x in (0, n)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -69,10 +69,6 @@ class Folded:
         along = torch.arange(size, device=like.device) // self.after % self.batch
         return along.view(-1, *(1,) * (like.dim() - self.dim - 1))
 
-    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
-        """The use as it is."""
-        return (Piece(None, self, cotangent),)
-
     def __str__(self) -> str:
         sizes = [("", self.before), ("samples ", self.batch), ("", self.after)]
         folded = " x ".join(f"{word}{size}" for word, size in sizes if size > 1 or word)
@@ -103,10 +99,6 @@ class Routed:
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         return self.samples.to(like.device).view(-1, *(1,) * (like.dim() - self.dim - 1))
-
-    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
-        """The use as it is."""
-        return (Piece(None, self, cotangent),)
 
     @cached_property
     def _places(self) -> Tensor:
@@ -139,11 +131,6 @@ class Partial:
             return samples[0]
         return samples[self.layout.owners(like)]
 
-    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
-        """The use as it is, with rows for these samples alone."""
-        layout = self.layout if len(self.subset.samples) > 1 else None
-        return (Piece(self.subset, layout, cotangent),)
-
     def __str__(self) -> str:
         count, batch = len(self.subset.samples), self.subset.batch
         return f"one of {batch} samples" if count == 1 else f"{count} of {batch} samples"
@@ -164,14 +151,6 @@ class Scattered:
         """The sample that each place belongs to, of the shape of ``like``."""
         return self.samples.to(like.device)
 
-    def pieces(self, cotangent: Tensor) -> Iterable[Piece]:
-        """One use for each sample that has elements, in which the others have no cotangent."""
-        owners = self.owners(cotangent[0])
-        for sample in self.samples[self.samples >= 0].unique().tolist():
-            # A selection and not a product, which would spread infinities to other samples.
-            own = torch.where(owners == sample, cotangent, 0)
-            yield Piece(Subset((sample,), self.batch), None, own)
-
     def __str__(self) -> str:
         return f"single elements ({self.batch} samples, scattered)"
 
@@ -181,6 +160,21 @@ Layout = Folded | Routed
 
 Placement = Folded | Routed | Partial | Scattered
 """Which sample each place of a use's output belongs to."""
+
+
+def pieces(layout: Placement | None, cotangent: Tensor) -> Iterator[Piece]:
+    """The parts of a use that a rule can make blocks of: often one, the use as it is."""
+    if isinstance(layout, Partial):
+        within = layout.layout if len(layout.subset.samples) > 1 else None
+        yield Piece(layout.subset, within, cotangent)
+    elif isinstance(layout, Scattered):
+        owners = layout.owners(cotangent[0])
+        for sample in layout.samples[layout.samples >= 0].unique().tolist():
+            # A selection and not a product, which would spread infinities to other samples.
+            own = torch.where(owners == sample, cotangent, 0)
+            yield Piece(Subset((sample,), layout.batch), None, own)
+    else:
+        yield Piece(None, layout, cotangent)
 
 
 def agree(layouts: Sequence[Placement], places: Tensor) -> bool:

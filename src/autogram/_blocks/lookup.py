@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, cross_equation
+from autogram._blocks.block import Block, Kept
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.plan import cross
-from autogram._blocks.products import gram
+from autogram._blocks.plan import Kind, cross, mirrored
+from autogram._blocks.products import products
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Kept):
     """Rows of J for a table, as the places that were read and their cotangents.
 
     J[k, b, v, d] = sum_t [indices[b, t] = v] cotangents[k, b, t, d]
@@ -29,13 +29,8 @@ class Lookup:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that it keeps."""
+        """Both tensors."""
         return self.indices, self.cotangents
-
-    @cached_property
-    def versions(self) -> list[int]:
-        """The versions of these tensors when this was first asked for."""
-        return [x._version for x in self.tensors]
 
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
@@ -79,63 +74,38 @@ def concatenate(lookups: Sequence[Lookup]) -> Lookup:
     return Lookup(indices, torch.cat([lookup.cotangents for lookup in lookups], 2))
 
 
-def gram_of_lookup(lookup: Lookup, dense: Sequence[Block], kernels: Kernels) -> Tensor:
-    """The Gramian of a lookup, and its cross terms with dense blocks of the same table.
+def products_of_lookup(
+    kind: Kind, lookup: Lookup, dense: Sequence[Block], kernels: Kernels
+) -> Tensor:
+    """The Gramian of a lookup or its norms, and what its products with dense blocks add to them.
 
     Only the rows of the table that occur take part, in the dense blocks too: for a language model
-    whose embedding is tied to its output layer, a batch touches few of the tokens.
-
-    Args:
-        lookup: All lookups in the table.
-        dense: Blocks of the whole table, whose own products are not part of the result.
-        kernels: How to contract them.
-
-    Returns:
-        Inner products of shape ``(k, b, k, b)``.
+    whose embedding is tied to its output layer, a batch touches few of the tokens. The dense
+    blocks' own products are not part of the result.
     """
+    if kind == "norms" and len(lookup.indices) > 1:
+        # One sample at a time: it reads few rows of the table, and all together read many.
+        samples = torch.arange(len(lookup.indices), device=lookup.indices.device).split(1)
+        some = ((lookup.at(sample), [block.at(sample) for block in dense]) for sample in samples)
+        return torch.cat([products_of_lookup(kind, *parts, kernels) for parts in some], 1)
     totals = []
     for own, others in _on_support(lookup, dense, kernels):
-        totals.append(gram([own], kernels))
+        totals.append(products(kind, [own], (), kernels))
         for block in others:
-            product = cross(block, own, kernels)
-            totals.append(product + product.permute(2, 3, 0, 1))
+            product = cross(block, own, kernels, kind)
+            totals += [product, product if kind == "norms" else mirrored(product)]
     return reduce(torch.add, totals)
 
 
-def square_norms_of_lookup(lookup: Lookup, dense: Sequence[Block], kernels: Kernels) -> Tensor:
-    """What a lookup adds to the squared norms of the rows of dense blocks, ``(k, b)``."""
-    found = []
-    # One sample at a time: it reads few rows of the table, and all together read many.
-    for sample in torch.arange(len(lookup.indices), device=lookup.indices.device).split(1):
-        blocks = [block.at(sample) for block in dense]
-        totals = []
-        for own, others in _on_support(lookup.at(sample), blocks, kernels):
-            totals.append(own.operands[0].square().sum((2, 3)))
-            totals += [2 * _row_products(block, own, kernels) for block in others]
-        found.append(reduce(torch.add, totals))
-    return torch.cat(found, 1)
-
-
-def cross_gram_with_lookup(
+def cross_products_of_lookup(
     blocks: Sequence[Block | Lookup], lookup: Lookup, kernels: Kernels
-) -> Tensor | None:
-    """Inner products of the rows of some blocks of a table with those of a lookup in it.
-
-    Returns:
-        ``(k, b, k', b')``, or ``None`` if there are no blocks.
-    """
-    products = [
+) -> list[Tensor]:
+    """Parts of the inner products of some blocks of a table with a lookup, ``(k, b, k', b')``."""
+    return [
         cross(block, own, kernels)
         for own, others in _on_support(lookup, blocks, kernels)
         for block in others
     ]
-    return reduce(torch.add, products) if products else None
-
-
-def _row_products(first: Block, second: Block, kernels: Kernels) -> Tensor:
-    """Inner products of each row with the same row of another block, ``(k, b)``."""
-    equation = cross_equation(first.equation, second.equation, is_diagonal=True)
-    return kernels.einsum(equation, first.operands + second.operands)
 
 
 def _on_support(

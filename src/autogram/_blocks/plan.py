@@ -17,17 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, cross_equation, parsed
-from autogram._blocks.kernels import Kernels
+from autogram._blocks.block import Block, cross_equation, parsed, reordered
+from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
 
 Signature = tuple[tuple[str, Shapes], ...]
 """The equations and shapes of some blocks: all that plans depend on."""
-
-# Which method is cheaper does not depend on the limit.
-ANY_LIMIT = 2**62
 
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
@@ -58,21 +55,12 @@ class Plan:
     elements: int
 
     def __call__(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
-        """The products, for blocks of the shapes that the plan was made for.
-
-        Args:
-            first: Some blocks.
-            second: Those of another Jacobian, or none.
-            kernels: How to contract them.
-
-        Returns:
-            ``(k, b, k', b')``, or ``(k, b)`` for norms, which are squared.
-        """
+        """The products, ``(k, b, k', b')``, or the squared norms, ``(k, b)``."""
         if self.method == "rows":
             return self._by_rows(first, second, kernels)
         if self.kind == "cross":
             pairs = [(p, q) for p in first for q in second]
-            return reduce(torch.add, [cross(p, q, kernels, self.pieces) for p, q in pairs])
+            return reduce(torch.add, [self._of_pair(p, q, kernels) for p, q in pairs])
         if self.kind == "norms" and self.pieces > 1:
             return torch.cat([self._diagonal(part, kernels) for part in self._cut(first)], 1)
         return self._diagonal(first, kernels)
@@ -81,17 +69,12 @@ class Plan:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
         are_there = len(blocks) == 1 and blocks[0].is_rows and blocks[0].operands[0].is_contiguous()
+        order = parsed(blocks[0].equation).order_of_factors
+        scratch = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
         for piece in [blocks] if are_there or self.pieces == 1 else self._cut(blocks):
-            rows = [
-                kernels.einsum(
-                    _in_order(block.equation, blocks[0].equation),
-                    block.operands,
-                    kernels.scratch_rows if len(blocks) == 1 else None,
-                )
-                for block in piece
-            ]
-            total = reduce(torch.add, rows[: len(first)])
+            ordered = [block.reorder(order) for block in piece]
+            total = rows(ordered[: len(first)], kernels, scratch)
             flat = total.reshape(total.shape[0] * total.shape[1], -1)
             if self.kind == "norms":
                 norms = torch.linalg.vector_norm(flat, dim=1).square()
@@ -99,7 +82,7 @@ class Plan:
             elif self.kind == "gram":
                 found.append(kernels.gram(flat).view(total.shape[:2] * 2))
             else:
-                other = reduce(torch.add, rows[len(first) :])
+                other = rows(ordered[len(first) :], kernels)
                 dtype = torch.promote_types(total.dtype, other.dtype)
                 right = other.reshape(other.shape[0] * other.shape[1], -1)
                 products = kernels.multiply(flat.to(dtype), right.to(dtype))
@@ -112,22 +95,19 @@ class Plan:
         for i, first in enumerate(blocks):
             for second in blocks[:i]:
                 product = self._of_pair(first, second, kernels)
-                products += [product, product if self.kind == "norms" else _mirrored(product)]
+                products += [product, product if self.kind == "norms" else mirrored(product)]
             products.append(self._of_pair(first, first, kernels))
         return reduce(torch.add, products)
 
     def _of_pair(self, first: Block, second: Block, kernels: Kernels) -> Tensor:
         """The products of two blocks, of which both may be the same."""
-        if self.kind == "norms":
-            equation = cross_equation(first.equation, second.equation, is_diagonal=True)
-            return kernels.einsum(equation, first.operands + second.operands)
-        if first is not second:
-            return cross(first, second, kernels, self.pieces)
+        if first is not second or self.kind != "gram":
+            return cross(first, second, kernels, self.kind, self.pieces)
         pieces = max(self.pieces, kernels.parts_to_mirror(self.cost, first.sizes["b"]))
         if pieces > 1:
             return _with_itself(first, pieces, kernels)
         product = cross(first, first, kernels)
-        return product if product.is_contiguous() else _mirrored(product)
+        return product if product.is_contiguous() else mirrored(product)
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
         """Pieces of some blocks."""
@@ -137,12 +117,21 @@ class Plan:
         return zip(*cut, strict=True)
 
 
-def cross(first: Block, second: Block, kernels: Kernels, pieces: int = 1) -> Tensor:
-    """Inner products of the rows of two blocks of one tensor, ``(k, b, k', b')``."""
-    equation = cross_equation(first.equation, second.equation)
+def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Tensor:
+    """The explicit rows, ``(k, b, *tensor)``, in some memory if they are one matrix product."""
+    memory = memory if len(blocks) == 1 else None
+    return reduce(torch.add, [kernels.einsum(x.equation, x.operands, memory) for x in blocks])
+
+
+def cross(
+    first: Block, second: Block, kernels: Kernels, kind: Kind = "cross", pieces: int = 1
+) -> Tensor:
+    """Inner products of the rows of two blocks of one tensor: all of them, or of equal rows."""
+    equation = cross_equation(first.equation, second.equation, is_diagonal=kind == "norms")
+    if pieces == 1 or kind == "norms":
+        return kernels.einsum(equation, first.operands + second.operands)
     parts = second.chunks("b", pieces)
-    found = [kernels.einsum(equation, first.operands + part.operands) for part in parts]
-    return torch.cat(found, 3) if pieces > 1 else found[0]
+    return torch.cat([kernels.einsum(equation, first.operands + x.operands) for x in parts], 3)
 
 
 def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
@@ -156,12 +145,12 @@ def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
         stop = start + part.sizes["b"]
         product = cross(block.narrow("b", start, b - start), part, kernels)
         total[:, start:, :, start:stop] = product
-        total[:, start:stop, :, start:] = _mirrored(product)
+        total[:, start:stop, :, start:] = mirrored(product)
         start = stop
     return total
 
 
-def _mirrored(product: Tensor) -> Tensor:
+def mirrored(product: Tensor) -> Tensor:
     """Products ``(k, b, k', b')`` with both sides exchanged."""
     return product.permute(2, 3, 0, 1)
 
@@ -171,18 +160,16 @@ def plans(
     first: Sequence[Block],
     second: Sequence[Block],
     kernels: Kernels,
-    limit: int | None = None,
 ) -> tuple[Plan, ...]:
     """All ways that are considered to products of some blocks, the cheapest first."""
-    if limit is None:
-        limit = kernels.most_elements(first[0].operands[0].dtype)
+    limit = kernels.most_elements(first[0].operands[0].dtype)
     signatures = (tuple([(x.equation, x.shapes) for x in blocks]) for blocks in (first, second))
     return _find_plans(kind, *signatures, kernels.price_of_memory, limit)
 
 
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
-    return plans("gram", blocks, (), kernels, ANY_LIMIT)[0].method == "rows"
+    return plans("gram", blocks, (), kernels)[0].method == "rows"
 
 
 @lru_cache(maxsize=4096)
@@ -205,7 +192,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
     others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
-    paths = [find_path(_in_order(of, equation), shapes) for of, shapes in blocks]
+    # Dimensions are in the order in which a matrix product leaves those of the first block.
+    order = parsed(equation).order_of_factors
+    paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
     cost = m * n * columns + price * m * columns
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
         cost += sum(path.cost(price) for path in paths) + price * m * n
@@ -219,9 +208,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     label = "b"
     if kind != "norms":
         # Cut along an outer dimension of the largest factor, so that parts of it are long runs.
-        order = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
-        enough = [of for of in order if sizes[of] * limit >= elements]
-        label = next(iter(enough), max(order, key=lambda of: sizes[of], default=""))
+        found = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
+        enough = [of for of in found if sizes[of] * limit >= elements]
+        label = next(iter(enough), max(found, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 
@@ -244,12 +233,3 @@ def _plan_factors(kind: Kind, first: Signature, second: Signature, price: int, l
 def count_pieces(elements: int, limit: int, size: int) -> int:
     """Into how many pieces to cut an index of some size, so that each piece keeps the limit."""
     return max(1, min(-(-elements // limit), size))
-
-
-@lru_cache(maxsize=4096)
-def _in_order(equation: str, first: str) -> str:
-    """The equation of rows with dimensions in the order of the first block's factors.
-
-    A matrix product leaves them in this order. Inner products of rows do not depend on it.
-    """
-    return parsed(equation).reordered(parsed(first).order_of_factors)

@@ -5,8 +5,8 @@ All blocks in one argument belong to one tensor, and their sum is meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache, reduce
+from collections.abc import Hashable, Iterator, Sequence
+from functools import reduce
 from math import prod
 
 import torch
@@ -14,98 +14,49 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, parsed, unused_labels
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import Shapes, find_path
-from autogram._blocks.plan import count_pieces, plans
+from autogram._blocks.kernels.contraction import find_path
+from autogram._blocks.plan import Kind, count_pieces, plans, rows
 
 
-def gram(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-    """The Gramian of the rows, ``(k, b, k, b)``."""
-    blocks = merge(blocks)
-    return plans("gram", blocks, (), kernels)[0](blocks, (), kernels)
+def products(
+    kind: Kind, first: Sequence[Block], second: Sequence[Block], kernels: Kernels
+) -> Tensor:
+    """Products of rows by the cheapest plan, as :class:`Plan` gives them.
 
-
-def rows(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-    """The explicit rows, ``(k, b, *tensor)``."""
-    return reduce(torch.add, [kernels.einsum(x.equation, x.operands) for x in blocks])
+    Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
+    """
+    first, second = merge(first), merge(second)
+    return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:
-    """A block of explicit rows, in the order of the factors, which takes no copy.
-
-    Args:
-        blocks: Some blocks.
-        kernels: How to contract them.
-        memory: Where to put the rows if they are a matrix product.
-    """
+    """A block of explicit rows, in the order of the factors, which takes no copy."""
     first = parsed(blocks[0].equation)
     order = first.order_of_factors
-    if len(blocks) == 1:
-        found = kernels.einsum(first.reordered(order), blocks[0].operands, memory)
-    else:
-        found = rows([block.reorder(order) for block in blocks], kernels)
+    found = rows([block.reorder(order) for block in blocks], kernels, memory)
     labels = "".join(first.parameter[d] for d in order)
     return Block(f"kb{labels}->kb{first.parameter}", (found.contiguous(),))
 
 
 def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> Tensor:
-    """Sums of rows: J^T w.
+    """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``.
 
     The weights go to the cotangents before anything is summed over, where that is cheaper, so that
     a linear layer costs what the gradient of its weight costs in an ordinary backward pass (Bu et
     al. 2022, arXiv:2210.00038).
-
-    Args:
-        blocks: Some blocks.
-        weights: ``(s, k, b)``.
-        kernels: How to contract them.
-
-    Returns:
-        ``(s, *tensor)``.
     """
-    is_single = len(weights) == 1
+    can_adjoin = len(weights) == 1
     parts = [
         block.adjoint(weights[0], block.parameter).unsqueeze(0)
         for block in blocks
-        if block.adjoint and is_single
+        if block.adjoint and can_adjoin
     ]
-    for block in merge([block for block in blocks if not (block.adjoint and is_single)]):
-        if is_single and len(block.operands) == 2 and {"k", "b"} <= {*block.inputs[0]}:
-            parts.append(_gradient(block, weights[0], kernels).unsqueeze(0))
-        else:
-            inputs, output = block.equation.split("->")
-            s = next(unused_labels(block.equation))
-            equation = f"{s}kb,{inputs}->{s}{output[2:]}"
-            parts.extend(_by_samples(equation, (weights, *block.operands), kernels))
+    for block in merge([block for block in blocks if not (block.adjoint and can_adjoin)]):
+        inputs, output = block.equation.split("->")
+        s = next(unused_labels(block.equation))
+        equation = f"{s}kb,{inputs}->{s}{output[2:]}"
+        parts.append(reduce(torch.add, _by_samples(equation, (weights, *block.operands), kernels)))
     return reduce(torch.add, parts)
-
-
-def _gradient(block: Block, weights: Tensor, kernels: Kernels) -> Tensor:
-    """One weighted sum of the rows of a cotangent and a factor, in the order of the tensor."""
-    weight, pair, is_swapped = _equations_of_gradient(block.equation)
-    largest = max([prod(shape) for shape in block.shapes])
-    pieces = count_pieces(largest, kernels.most_elements(weights.dtype), block.sizes["b"])
-    whole = Block(f"kb,{block.equation}", (weights, *block.operands))
-    total: list[Tensor] = []
-    for w, cotangent, factor in (part.operands for part in whole.chunks("b", pieces)):
-        weighted = kernels.einsum(weight, (w, cotangent))
-        operands = (factor, weighted) if is_swapped else (weighted, factor)
-        total.append(kernels.einsum(pair, operands))
-    return reduce(torch.add, total)
-
-
-@lru_cache(maxsize=4096)
-def _equations_of_gradient(equation: str) -> tuple[str, str, bool]:
-    """The equations that weight a cotangent and multiply it by a factor, and whether to swap both.
-
-    The product of the two has the indices of its first operand outside. In another order than the
-    tensor's, the product would have to be copied.
-    """
-    (first, second), output = parsed(equation).inputs, parsed(equation).parameter
-    kept = first if "k" in second else first.replace("k", "")
-    outermost = next((label for label in output if (label in kept) != (label in second)), "")
-    is_swapped = outermost != "" and outermost in second
-    pair = f"{second},{kept}->{output}" if is_swapped else f"{kept},{second}->{output}"
-    return f"kb,{first}->{kept}", pair, is_swapped
 
 
 def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) -> Tensor:
@@ -117,22 +68,6 @@ def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) ->
         parts = _by_samples(f"{inputs},{output[2:]}->kb", operands, kernels)
         total.append(torch.cat(list(parts), 1))
     return reduce(torch.add, total)
-
-
-def square_norms(blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-    """Squared Euclidean norms of the rows, ``(k, b)``.
-
-    By rows or by factors, whatever is cheaper: mixed ghost clipping (Bu et al. 2022,
-    arXiv:2205.10683).
-    """
-    blocks = merge(blocks)
-    return plans("norms", blocks, (), kernels)[0](blocks, (), kernels)
-
-
-def cross_gram(first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
-    """Inner products of the rows of two Jacobians for one tensor, ``(k, b, k', b')``."""
-    first, second = merge(first), merge(second)
-    return plans("cross", first, second, kernels)[0](first, second, kernels)
 
 
 def _by_samples(equation: str, operands: tuple[Tensor, ...], kernels: Kernels) -> Iterator[Tensor]:
@@ -152,37 +87,20 @@ def merge(blocks: Sequence[Block]) -> list[Block]:
     A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
     planner sees the applications as positions.
     """
-    if len(blocks) == 1:
+    if len(blocks) < 2:
         return list(blocks)
-    groups: dict[tuple[str, Shapes], list[Block]] = {}
+    groups: dict[Hashable, list[Block]] = {}
     for block in blocks:
-        groups.setdefault((block.equation, _shapes_beside_positions(block)), []).append(block)
+        form = block.form(parsed(block.equation).positions[:1])
+        groups.setdefault(form, []).append(block)
     return [_join(group) if len(group) > 1 else group[0] for group in groups.values()]
-
-
-def _shapes_beside_positions(block: Block) -> Shapes:
-    """The shapes of a block, less what may differ between blocks that are joined."""
-    label = _position(block.equation)
-    pairs = zip(block.inputs, block.shapes, strict=True)
-    return tuple(
-        tuple(0 if of == label else n for of, n in zip(labels, shape, strict=True))
-        for labels, shape in pairs
-    )
-
-
-def _position(equation: str) -> str | None:
-    """An index that every operand has and that is summed over, if there is one."""
-    found = parsed(equation)
-    common = set.intersection(*(set(of) for of in found.inputs)) - set(f"kb{found.parameter}")
-    return min(common, default=None)
 
 
 def _join(blocks: Sequence[Block]) -> Block:
     """One block for several of equal form."""
     inputs, output = blocks[0].equation.split("->")
     operands = list(zip(*(block.operands for block in blocks), strict=True))
-    label = _position(blocks[0].equation)
-    if label is not None:
+    if label := parsed(blocks[0].equation).positions[:1]:
         dims = [of.index(label) for of in inputs.split(",")]
         joined = (torch.cat(uses, dim) for uses, dim in zip(operands, dims, strict=True))
         return Block(blocks[0].equation, tuple(joined))

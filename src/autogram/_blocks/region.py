@@ -31,7 +31,7 @@ class Region:
     @classmethod
     def contiguous(cls, shape: tuple[int, ...]) -> Region:
         """All elements of a tensor that has blocks of its own."""
-        return _region(0, shape, contiguous_strides(shape))
+        return cls.of(torch.empty(shape, device="meta"))
 
     @classmethod
     def of_parameter(cls, parameter: Tensor) -> Region:
@@ -40,7 +40,8 @@ class Region:
         To autograd, those of an expanded one are independent, though they share their memory.
         """
         region = cls.of(parameter)
-        return region if region.is_dense else cls.contiguous(region.shape)
+        is_whole = region.is_injective and all(region.strides)
+        return region if is_whole else cls.contiguous(region.shape)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -70,11 +71,6 @@ class Region:
         (size, *shape), (stride, *strides) = self.shape, self.strides
         rest = size // groups
         return Region(self.offset, (groups, rest, *shape), (rest * stride, stride, *strides))
-
-    @cached_property
-    def is_dense(self) -> bool:
-        """Whether no element is addressed twice."""
-        return self.is_injective and all(self.strides)
 
     @cached_property
     def is_injective(self) -> bool:
@@ -115,23 +111,11 @@ def overlap(first: Region, second: Region) -> bool:
     return bool(torch.isin(first.indices(), second.indices()).any())
 
 
-@lru_cache(maxsize=4096)
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    sizes = [max(1, size) for size in shape]
-    return tuple(prod(sizes[d + 1 :]) for d in range(len(sizes)))
-
-
 def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
-    """Tensors on regions of a parameter, added up in its storage.
+    """Tensors ``(n, *canonical region)`` on regions of a parameter, added up in its storage.
 
-    Args:
-        parts: Regions, and a tensor ``(n, *canonical region)`` for each.
-        parameter: The whole of the parameter.
-
-    Returns:
-        ``(n, places)``, with the places of the storage from the first to the last of the parameter.
-        It may share its memory with the only part.
+    The result is ``(n, places)``, from the first to the last place of the parameter. It may share
+    its memory with the only part.
     """
     first, last = parameter.bounds
     places = last - first + 1
@@ -152,48 +136,8 @@ def from_storage(flat: Tensor, parameter: Region) -> Tensor:
     return flat.contiguous().as_strided((n, *parameter.shape), (places, *parameter.strides))
 
 
-def to_storage(tensor: Tensor, parameter: Region) -> Tensor:
-    """A tensor of a parameter's shape as it lies in the parameter's storage, ``(places,)``."""
-    first, last = parameter.bounds
-    flat = tensor.new_zeros(last - first + 1)
-    flat.as_strided(parameter.shape, parameter.strides, 0).copy_(tensor)
-    return flat
-
-
-def take(flat: Tensor, region: Region, parameter: Region) -> Tensor:
-    """The elements of a region, in canonical order, from a parameter's storage ``(places,)``."""
+def take(tensor: Tensor, region: Region, parameter: Region) -> Tensor:
+    """The elements of a region, in canonical order, of a tensor of a parameter's shape."""
+    like_parameter = tensor.new_empty_strided(parameter.shape, parameter.strides).copy_(tensor)
     found = region.canonical
-    return flat.as_strided(found.shape, found.strides, found.offset - parameter.offset)
-
-
-def strides_of_gradient(parameter: Region) -> tuple[int, ...]:
-    """The strides that autograd gives a gradient: those of a parameter without gaps."""
-    return parameter.strides if parameter.is_gapless else contiguous_strides(parameter.shape)
-
-
-def own(results: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Results that were computed together, each with memory of its own, and none a view.
-
-    Views share a counter of changes with all views of their base, cannot be detached in place, and
-    are pickled with the whole of their storage.
-
-    Args:
-        results: New tensors, or views of new ones, several of which may be views of one.
-        strides: Those that each result is to have.
-    """
-    taken: set[int] = set()
-    return [_own(x, wanted, taken) for x, wanted in zip(results, strides, strict=True)]
-
-
-def _own(result: Tensor, strides: tuple[int, ...], taken: set[int]) -> Tensor:
-    """One of the results, in its own memory if nothing else is there, else copied."""
-    if result.stride() != strides:
-        return result.new_empty_strided(result.shape, strides).copy_(result)
-    storage = result.untyped_storage()
-    place = storage.data_ptr()
-    if storage.nbytes() > result.nbytes or place in taken:
-        return result.clone()
-    taken.add(place)
-    if result._base is None:
-        return result
-    return result.new_empty(0).set_(storage, 0, result.shape, strides)
+    return like_parameter.as_strided(found.shape, found.strides, found.offset - parameter.offset)

@@ -85,7 +85,7 @@ def test_rows_of_a_sample_are_added_up_as_they_come() -> None:
     gathering = Gathering(kernels())
     for _ in range(10):
         gathering.add(REGION, Subset((1,), B), make_block(("kbto,ti->kboi", ""), 1, 40))
-    assert len(gathering.all) == 1
+    assert len(gathering._blocks) == 1
 
 
 def test_uneven_calls_are_not_filled_up_beyond_rows() -> None:
@@ -103,7 +103,7 @@ def test_lookups(calls: list[tuple[int, ...]]) -> None:
     for i, samples in enumerate(calls):
         t, b = 1 + i % 3, len(samples)
         lookup = Lookup(torch.randint(0, 6, (b, t)), torch.randn(K, b, t, 4))
-        gathering.add_lookup(Subset(samples, B), lookup)
+        gathering.add(REGION, Subset(samples, B), lookup)
         expected.append((Subset(samples, B), lookup.rows(6)))
     assert_close_to_reference(gathering.lookups(None)[0].rows(6), spread(expected))
     there = sorted({sample for samples in calls for sample in samples})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autogram._blocks import Folded, Partial, Routed, Scattered, Subset, agree, candidates
+from autogram._blocks import Folded, Partial, Routed, Scattered, Subset, agree, candidates, pieces
 
 
 def test_plain_layout_leaves_a_tensor_alone() -> None:
@@ -59,7 +59,7 @@ def test_words(layout: Folded, words: str) -> None:
 def test_pieces_of_a_layout_of_all_samples() -> None:
     cotangent = torch.randn(2, 3, 4)
     for layout in (Folded(0, 1, 3, 1), Routed(0, 3, torch.tensor([2, 0, 1]))):
-        ((subset, within, part),) = layout.pieces(cotangent)
+        ((subset, within, part),) = pieces(layout, cotangent)
         assert subset is None
         assert within is layout
         assert part is cotangent
@@ -95,7 +95,7 @@ def test_pieces_of_scattered_samples() -> None:
     """One for each sample that is there, with its own elements alone."""
     samples = torch.tensor([[0, 2], [2, -1]])
     cotangent = torch.randn(3, 2, 2)
-    pieces = list(Scattered(4, samples).pieces(cotangent))
-    assert [piece.subset for piece in pieces] == [Subset((0,), 4), Subset((2,), 4)]
-    for piece, sample in zip(pieces, (0, 2), strict=True):
+    found = list(pieces(Scattered(4, samples), cotangent))
+    assert [piece.subset for piece in found] == [Subset((0,), 4), Subset((2,), 4)]
+    for piece, sample in zip(found, (0, 2), strict=True):
         assert torch.equal(piece.cotangent, cotangent * (samples == sample))

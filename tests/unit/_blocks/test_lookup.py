@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Lookup
-from autogram._blocks.lookup import concatenate, gram_of_lookup
+from autogram._blocks.lookup import concatenate, products_of_lookup
 from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
 
@@ -50,7 +50,7 @@ def test_gram(limit: int, rows: int) -> None:
     """Repeated tokens, and tokens of the table that do not occur."""
     lookup = make_lookup(rows=rows)
     assert_close_to_reference(
-        gram_of_lookup(lookup, [], kernels(limit)), gramian_of(dense_rows(lookup))
+        products_of_lookup("gram", lookup, [], kernels(limit)), gramian_of(dense_rows(lookup))
     )
 
 
@@ -61,13 +61,13 @@ def test_gram_with_dense_blocks(limit: int, count: int) -> None:
     lookup, blocks = make_lookup(rows=4), [dense_block() for _ in range(count)]
     whole = gramian_of(dense_rows(lookup), *map(dense, blocks))
     expected = whole - gramian_of(*map(dense, blocks))
-    assert_close_to_reference(gram_of_lookup(lookup, blocks, kernels(limit)), expected)
+    assert_close_to_reference(products_of_lookup("gram", lookup, blocks, kernels(limit)), expected)
 
 
 def test_one_token_for_all() -> None:
     lookup = Lookup(torch.zeros(B, T, dtype=torch.long), torch.randn(K, B, T, D))
     expected = gramian_of(lookup.cotangents.sum(2))
-    assert_close_to_reference(gram_of_lookup(lookup, [], kernels()), expected)
+    assert_close_to_reference(products_of_lookup("gram", lookup, [], kernels()), expected)
 
 
 def test_half_precision_is_added_up_in_single_precision() -> None:

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram._blocks import Block
 from autogram._blocks.kernels import cpu
-from autogram._blocks.plan import Plan, cross, plans
-from autogram._blocks.products import explicit, gram, merge, rows
+from autogram._blocks.plan import Plan, cross, plans, rows
+from autogram._blocks.products import explicit, merge, products
 from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, kernels, make_block
 from tests.unit.checks import assert_close_to_reference
 
@@ -46,7 +46,9 @@ PAIRS = [
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_gram(equation: str, limit: int) -> None:
     block = make_block(equation)
-    assert_close_to_reference(gram([block], kernels(limit)), gramian_of(dense(block)))
+    assert_close_to_reference(
+        products("gram", [block], (), kernels(limit)), gramian_of(dense(block))
+    )
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -54,14 +56,18 @@ def test_gram(equation: str, limit: int) -> None:
 def test_gram_of_a_sum(first: str, second: str, limit: int) -> None:
     """The cross terms of two uses are part of it, of equal and of different forms."""
     blocks = [make_block(first), make_block(second)]
-    assert_close_to_reference(gram(blocks, kernels(limit)), gramian_of(*map(dense, blocks)))
+    assert_close_to_reference(
+        products("gram", blocks, (), kernels(limit)), gramian_of(*map(dense, blocks))
+    )
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_gram_of_many(limit: int) -> None:
     equations = ["kbto,bti->kboi", "kbo,bi->kboi", "kbto,bti->kboi", "kboi->kboi"]
     blocks = [make_block(equation) for equation in equations]
-    assert_close_to_reference(gram(blocks, kernels(limit)), gramian_of(*map(dense, blocks)))
+    assert_close_to_reference(
+        products("gram", blocks, (), kernels(limit)), gramian_of(*map(dense, blocks))
+    )
 
 
 # For the first, factors are cheaper, and for the second, rows are.
@@ -94,7 +100,9 @@ def test_both_methods_in_parts(signature, limit: int) -> None:
     equation, shapes = signature
     block = Block(equation, tuple(torch.randn(shape) for shape in shapes))
     assert best(block, limit).pieces > 1
-    assert_close_to_reference(gram([block], kernels(limit)), gramian_of(dense(block)))
+    assert_close_to_reference(
+        products("gram", [block], (), kernels(limit)), gramian_of(dense(block))
+    )
 
 
 def test_parts_are_at_most_as_many_as_there_are_places() -> None:
@@ -143,7 +151,7 @@ def test_explicit_rows_are_there_already(equation: str) -> None:
     plan = best(block, 1)
     assert plan.method == "rows"
     with Copies() as copies:
-        found = gram([block], kernels(1))
+        found = products("gram", [block], (), kernels(1))
     assert 0 < copies.elements < block.operands[0].numel()
     assert_close_to_reference(found, gramian_of(dense(block)))
 
@@ -183,7 +191,7 @@ def test_long_rows_are_multiplied_in_parts(samples: int, elements: int) -> None:
     dense_rows = torch.randn(1, samples, elements)
     block = Block("kbo->kbo", (dense_rows,))
     expected = (dense_rows[0] @ dense_rows[0].T).view(1, samples, 1, samples)
-    assert_close_to_reference(gram([block], kernels()), expected)
+    assert_close_to_reference(products("gram", [block], (), kernels()), expected)
 
 
 def test_factors_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +199,9 @@ def test_factors_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     block = Block("kbo,bi->kboi", (torch.randn(2, 70, 6), torch.randn(70, 7)))
     assert best(block, 2**30).method == "factors"
     flat = rows([block], kernels()).reshape(140, -1)
-    assert_close_to_reference(gram([block], kernels()), (flat @ flat.T).view(2, 70, 2, 70))
+    assert_close_to_reference(
+        products("gram", [block], (), kernels()), (flat @ flat.T).view(2, 70, 2, 70)
+    )
 
 
 def test_factors_that_repeat_elements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from autogram import Engine
-from autogram._blocks import Bundles, Plan, products
+from autogram._blocks import Bundles, products
+from autogram._blocks.plan import Plan
 from tests.unit.engines import batch, per_sample
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import find_contractions
-from autogram._blocks.kernels.workspace import Memory, Purpose
+from autogram._blocks.kernels.contraction import Hardware, find_contractions
+from autogram._blocks.kernels.workspace import Memory
 
 
 class Limit(Protocol):
@@ -19,7 +20,7 @@ class Limit(Protocol):
     """How many elements one intermediate result may have."""
 
 
-class Kernels:
+class Kernels(Hardware):
     """Contractions by plain calls of PyTorch, right on any device.
 
     Kernels are the only objects that know a device, a library, or a constant of hardware. A
@@ -46,39 +47,23 @@ class Kernels:
 
     def accumulating(self, *dtypes: torch.dtype) -> torch.dtype:
         """The dtype of products and sums of tensors of some dtypes: at least float32."""
-        dtype = torch.float32
-        for other in dtypes:
-            dtype = dtype if other is dtype else torch.promote_types(dtype, other)
-        return dtype
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:
-        """An einsum, by contractions that are found once for shapes and strides.
+        """An einsum in the dtype in which products accumulate, in memory if it is a matrix product.
 
-        Args:
-            equation: That of ``torch.einsum``.
-            operands: Of any floating-point dtypes.
-            memory: Where to put the result if it is a matrix product.
-
-        Returns:
-            The result, in the dtype in which products accumulate.
+        Its contractions are found once for shapes and strides.
         """
-        stack = self._promoted(operands)
+        dtypes = {x.dtype for x in operands}
+        dtype = self.accumulating(*dtypes)
+        stack = list(operands) if dtypes == {dtype} else [x.to(dtype) for x in operands]
         shapes, strides = [x.shape for x in stack], [x.stride() for x in stack]
         for positions, contract in find_contractions(equation, tuple(shapes), tuple(strides)):
             taken = [stack.pop(position) for position in positions]
             stack.append(contract(self, taken, None if stack else memory))
         return stack[0]
-
-    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous copy, valid until there is another one for the same purpose."""
-        del purpose
-        return tensor.contiguous()
-
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        """The product of two tensors of equally many dimensions, summed over some of them."""
-        return (x * y).sum(summed) if summed else x * y
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``."""
@@ -96,18 +81,6 @@ class Kernels:
         del cost, samples
         return 1
 
-    def scratch_rows(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for rows that are read once."""
-        return like.new_empty(shape)
-
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Operands of several products, of which each would copy the same factor again."""
         return operands
-
-    def _promoted(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Operands in the dtype in which their products accumulate."""
-        dtype = operands[0].dtype
-        if dtype.itemsize >= 4 and all(x.dtype is dtype for x in operands):
-            return list(operands)
-        dtype = self.accumulating(*[x.dtype for x in operands])
-        return [x.to(dtype) for x in operands]

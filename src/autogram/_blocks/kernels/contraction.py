@@ -7,11 +7,11 @@ operands: which product, which views, which copies. Carrying it out is a short l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Protocol
+from typing import Literal
 
 import opt_einsum
 import torch
@@ -20,28 +20,31 @@ from torch import Tensor
 from autogram._blocks.kernels.workspace import Memory, Purpose
 
 Shapes = tuple[tuple[int, ...], ...]
+_Kind = Literal["sum", "elementwise", "matrices", "other"]
 
 
-class Hardware(Protocol):
-    """What kernels do for contractions."""
+class Hardware:
+    """What contractions need of kernels, here by plain calls of PyTorch."""
+
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
+        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
+        del purpose
+        return like.new_empty(shape)
 
     def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous copy, valid until there is another one for the same purpose."""
-        ...
+        """A contiguous copy in scratch memory."""
+        return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
 
     def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
         """The product of two tensors of equally many dimensions, summed over some of them."""
-        ...
+        return (x * y).sum(summed) if summed else x * y
 
 
-class Contraction(Protocol):
-    """A product or a sum."""
+# Carries out a product or a sum, in some memory if it is a matrix product.
+Contraction = Callable[[Hardware, Sequence[Tensor], Memory | None], Tensor]
 
-    def __call__(
-        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
-    ) -> Tensor:
-        """The result, in some memory if it is a matrix product."""
-        ...
+# Shows a tensor in another order of dimensions and with other dimensions, copied for some purpose.
+View = Callable[[Hardware, Tensor, Purpose], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def find_path(equation: str, shapes: Shapes) -> Path:
     work = [prod(sizes[label] for label in set(of) - {*",->"}) for _, of in steps]
     moved = [
         volume
-        if _kind(of, sizes) is Elementwise
+        if _kind(of, sizes) == "elementwise"
         else prod(sizes[label] for label in of.split("->")[1])
         for (_, of), volume in zip(steps, work, strict=True)
     ]
@@ -104,52 +107,50 @@ def find_contractions(
     found: list[tuple[tuple[int, ...], Contraction]] = []
     for positions, of in find_path(equation, shapes).steps:
         taken = [stack.pop(position) for position in positions]
-        inputs, output = of.split("->")
-        sizes = sizes_of(of, tuple([x.shape for x in taken]))
-        contraction = _kind(of, sizes).of(inputs.split(","), output, taken, sizes)
+        contraction = _contraction(of, taken)
         found.append((positions, contraction))
-        stack.append(contraction(_Meta(), taken, None))
+        stack.append(contraction(Hardware(), taken, None))
     return tuple(found)
 
 
-class _Meta:
-    """Hardware for tensors without data."""
-
-    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous copy."""
-        del purpose
-        return torch.empty(tensor.shape, device="meta")
-
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        """The product of two tensors, summed."""
-        return (x * y).sum(summed) if summed else x * y
-
-
-def _kind(equation: str, sizes: Mapping[str, int]) -> type[Sum | Elementwise | Matrices | Other]:
+def _kind(equation: str, sizes: Mapping[str, int]) -> _Kind:
     """How to carry out one contraction.
 
     Where one side has no index of its own, there is no matrix product to be had, and a product
     followed by a sum reads each operand once. ``torch.einsum`` would permute them for a batched
-    matrix product with a single column, which took thirty times as long for ``btcs,btcs->bc``.
+    matrix product with a single column.
     """
     inputs, output = equation.split("->")
     terms = inputs.split(",")
     if len(terms) == 1 and len(set(inputs)) == len(inputs):
-        return Sum
+        return "sum"
     if len(terms) == 2:
-        first, second = terms
-        own = [_own(first, second, sizes), _own(second, first, sizes)]
-        shared = set(first) & set(second) & set(output)
+        own = [
+            {x for x in labels if x not in others and sizes[x] != 1}
+            for labels, others in (terms, terms[::-1])
+        ]
+        shared = set(terms[0]) & set(terms[1]) & set(output)
         if not all(own) and any(sizes[label] > 1 for label in shared):
-            return Elementwise
-        if set("".join(own)) <= set(output):
-            return Matrices
-    return Other
+            return "elementwise"
+        if own[0] | own[1] <= set(output):
+            return "matrices"
+    return "other"
 
 
-def _own(labels: str, others: str, sizes: Mapping[str, int]) -> str:
-    """The indices that one side has alone, without those of size one."""
-    return "".join(label for label in labels if label not in others and sizes[label] != 1)
+def _contraction(equation: str, operands: Sequence[Tensor]) -> Contraction:
+    """The contraction of an equation, for operands of the shapes and strides of these."""
+    sizes = sizes_of(equation, tuple([x.shape for x in operands]))
+    kind = _kind(equation, sizes)
+    if kind == "elementwise":
+        return _elementwise(equation, operands, sizes)
+    if kind == "matrices":
+        return _matrices(equation, operands, sizes)
+    if kind == "other":
+        return lambda _hardware, operands, _memory: torch.einsum(equation, *operands)
+    summed, order = _sum(*equation.split("->"))
+    if summed:
+        return lambda _hardware, operands, _memory: operands[0].sum(summed).permute(order)
+    return lambda _hardware, operands, _memory: operands[0].permute(order)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
@@ -157,170 +158,90 @@ def _order(labels: str, wanted: str) -> tuple[int, ...]:
     return tuple(labels.index(label) for label in wanted)
 
 
-@dataclass(frozen=True)
-class View:
-    """How a tensor is seen: in another order, with other dimensions.
-
-    Attributes:
-        order: The order of its dimensions.
-        shape: The shape that it has then.
-        strides: Those of the view, or ``None`` where the tensor must be copied.
-        is_same: Whether it is seen as it is.
-        is_repeating: Whether it reads some elements of its storage more than once.
-    """
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    is_same: bool
-    is_repeating: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> View:
-        """The view of a tensor of which shape and strides are known."""
-        try:
-            strides = tensor.permute(order).view(shape).stride()
-        except RuntimeError:
-            return cls(order, shape, None, False, repeats(tensor))
-        is_same = tensor.shape == shape and tensor.stride() == strides
-        return cls(order, shape, strides, is_same, False)
-
-    def __call__(self, tensor: Tensor, hardware: Hardware, purpose: Purpose) -> Tensor:
-        """The tensor, seen so."""
-        if self.is_same:
-            return tensor
-        if self.strides is not None:
-            return tensor.as_strided(self.shape, self.strides)
-        if self.is_repeating:  # as patches of an image are, which are copied in long runs so
-            return hardware.copy(tensor, purpose).permute(self.order).reshape(self.shape)
-        return hardware.copy(tensor.permute(self.order), purpose).view(self.shape)
+def _sum(labels: str, output: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions that are summed over, and the order of the others in the output."""
+    summed = tuple(dim for dim, label in enumerate(labels) if label not in output)
+    return summed, _order("".join(x for x in labels if x in output), output)
 
 
-@dataclass(frozen=True)
-class Sum:
-    """An einsum of one tensor."""
-
-    summed: tuple[int, ...]
-    order: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
-    ) -> Sum:
-        """The sum that an equation asks for."""
-        del operands, sizes
-        summed = tuple(dim for dim, label in enumerate(terms[0]) if label not in output)
-        return cls(summed, _order("".join(x for x in terms[0] if x in output), output))
-
-    def __call__(
-        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
-    ) -> Tensor:
-        """The result."""
-        del hardware, memory
-        (x,) = operands
-        return (x.sum(self.summed) if self.summed else x).permute(self.order)
+def _view(tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> View:
+    """The view of tensors of the shape and strides of this one."""
+    try:
+        strides = tensor.permute(order).view(shape).stride()
+    except RuntimeError:
+        if repeats(tensor):  # as patches of an image do, which are copied in long runs so
+            return lambda hardware, x, purpose: (
+                hardware.copy(x, purpose).permute(order).reshape(shape)
+            )
+        return lambda hardware, x, purpose: hardware.copy(x.permute(order), purpose).view(shape)
+    if tensor.shape == shape and tensor.stride() == strides:
+        return lambda _hardware, x, _purpose: x
+    return lambda _hardware, x, _purpose: x.as_strided(shape, strides)
 
 
-@dataclass(frozen=True)
-class Elementwise:
-    """An einsum of two tensors as a broadcast product and a sum, in the order of the larger."""
-
-    first: View
-    second: View
-    total: Sum
-
-    @classmethod
-    def of(
-        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
-    ) -> Elementwise:
-        """The product that an equation asks for."""
-        x, y = (prod(sizes[label] for label in labels) for labels in terms)
-        product = "".join(dict.fromkeys("".join(terms if x >= y else terms[::-1])))
-        views = []
-        for tensor, labels in zip(operands, terms, strict=True):
-            order = _order(labels, "".join(label for label in product if label in labels))
-            shape = tuple(sizes[label] if label in labels else 1 for label in product)
-            views.append(View.of(tensor, order, shape))
-        return cls(views[0], views[1], Sum.of([product], output, operands, sizes))
-
-    def __call__(
-        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
-    ) -> Tensor:
-        """The result."""
-        del memory
-        x, y = operands
-        x, y = self.first(x, hardware, "first"), self.second(y, hardware, "second")
-        return hardware.product_sum(x, y, self.total.summed).permute(self.total.order)
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """An einsum of two tensors as one matrix product, or a batch of them."""
-
-    first: View
-    second: View
-    product: tuple[int, ...]
-    """Its shape, ``(rows, columns)`` behind the batch, if there is one."""
-    result: View
-
-    @classmethod
-    def of(
-        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
-    ) -> Matrices:
-        """The product that an equation asks for."""
-        first, second = terms
-        batch = "".join(label for label in first if label in second and label in output)
-        summed = "".join(label for label in first if label in second and label not in output)
-        # Indices of size one may stand in one operand alone and not in the result.
-        rows = "".join(label for label in first if label not in second)
-        columns = "".join(label for label in second if label not in first)
-        n, t, r, c = (prod(sizes[label] for label in of) for of in (batch, summed, rows, columns))
-        stack = () if n == 1 else (n,)
-        product = (*stack, r, c)
-        kept = "".join(label for label in batch + rows + columns if label in output)
-        unfolded = torch.empty(product, device="meta").view([sizes[label] for label in kept])
-        ordered = unfolded.permute(_order(kept, output))
-        strides = torch.empty(product, device="meta").stride()
-        is_same = ordered.shape == product and ordered.stride() == strides
-        result = View((), tuple(ordered.shape), ordered.stride(), is_same, False)
-        return cls(
-            View.of(operands[0], _order(first, batch + rows + summed), (*stack, r, t)),
-            View.of(operands[1], _order(second, batch + summed + columns), (*stack, t, c)),
-            product,
-            result,
+def _elementwise(
+    equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
+) -> Contraction:
+    """A broadcast product of two tensors and a sum, in the order of the larger."""
+    inputs, output = equation.split("->")
+    terms = inputs.split(",")
+    x, y = (prod(sizes[label] for label in labels) for labels in terms)
+    product = "".join(dict.fromkeys("".join(terms if x >= y else terms[::-1])))
+    first, second = (
+        _view(
+            tensor,
+            _order(labels, "".join(label for label in product if label in labels)),
+            tuple(sizes[label] if label in labels else 1 for label in product),
         )
+        for tensor, labels in zip(operands, terms, strict=True)
+    )
+    summed, order = _sum(product, output)
 
-    def __call__(
-        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
-    ) -> Tensor:
-        """The result."""
-        x, y = operands
-        x, y = self.first(x, hardware, "first"), self.second(y, hardware, "second")
-        multiply = torch.mm if len(self.product) == 2 else torch.bmm
-        out = None if memory is None else memory(self.product, x)
-        return self.result(multiply(x, y, out=out), hardware, "first")
+    def contract(hardware: Hardware, operands: Sequence[Tensor], _memory: Memory | None) -> Tensor:
+        """The product, summed."""
+        x, y = first(hardware, operands[0], "first"), second(hardware, operands[1], "second")
+        return hardware.product_sum(x, y, summed).permute(order)
+
+    return contract
 
 
-@dataclass(frozen=True)
-class Other:
-    """An einsum that is none of these."""
+def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int]) -> Contraction:
+    """One matrix product of two tensors, or a batch of them.
 
-    equation: str
+    The rows of the product are the indices that the output has outside, so that it takes no copy.
+    """
+    inputs, output = equation.split("->")
+    first, second = inputs.split(",")
+    own = [x for x in output if (x in first) != (x in second) and sizes[x] > 1]
+    is_swapped = bool(own) and own[0] in second
+    if is_swapped:
+        first, second = second, first
+        operands = operands[::-1]
+    batch = "".join(label for label in first if label in second and label in output)
+    summed = "".join(label for label in first if label in second and label not in output)
+    # Indices of size one may stand in one operand alone and not in the result.
+    rows = "".join(label for label in first if label not in second)
+    columns = "".join(label for label in second if label not in first)
+    n, t, r, c = (prod(sizes[label] for label in of) for of in (batch, summed, rows, columns))
+    stack = () if n == 1 else (n,)
+    left = _view(operands[0], _order(first, batch + rows + summed), (*stack, r, t))
+    right = _view(operands[1], _order(second, batch + summed + columns), (*stack, t, c))
+    product = torch.empty((*stack, r, c), device="meta")
+    kept = "".join(label for label in batch + rows + columns if label in output)
+    result = product.view([sizes[label] for label in kept]).permute(_order(kept, output))
+    shape, strides, shape_of_product = result.shape, result.stride(), product.shape
+    is_same = shape == shape_of_product and strides == product.stride()
+    multiply = torch.bmm if stack else torch.mm
 
-    @classmethod
-    def of(
-        cls, terms: Sequence[str], output: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
-    ) -> Other:
-        """The einsum that an equation asks for."""
-        del operands, sizes
-        return cls(f"{','.join(terms)}->{output}")
+    def contract(hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None) -> Tensor:
+        """The product, as the output has it."""
+        if is_swapped:
+            operands = operands[::-1]
+        x, y = left(hardware, operands[0], "first"), right(hardware, operands[1], "second")
+        found = multiply(x, y, out=None if memory is None else memory(shape_of_product, x))
+        return found if is_same else found.as_strided(shape, strides)
 
-    def __call__(
-        self, hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None
-    ) -> Tensor:
-        """The result."""
-        del hardware, memory
-        return torch.einsum(self.equation, *operands)
+    return contract
 
 
 def repeats(tensor: Tensor) -> bool:

@@ -46,9 +46,11 @@ class CpuKernels(Kernels):
         """The limit, or what fits in one piece."""
         return min(self.limit.elements, _PIECE // self.accumulating(dtype).itemsize)
 
-    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous copy, valid until there is another one for the same purpose."""
-        return self._scratch(purpose, tensor.shape, tensor).copy_(tensor)
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
+        """Memory of this thread, unless it would be larger than a piece."""
+        if prod(shape) * like.dtype.itemsize > _PIECE:
+            return like.new_empty(shape)
+        return self.workspace.scratch(shape, like, purpose)
 
     def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
         """The product of two tensors, summed, in parts of the result."""
@@ -64,7 +66,7 @@ class CpuKernels(Kernels):
         for start in range(0, shape[dim], step):
             n = min(step, shape[dim] - start)
             some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
-            out = self.workspace.scratch("rows", [*shape[:dim], n, *shape[dim + 1 :]], x)
+            out = self.scratch([*shape[:dim], n, *shape[dim + 1 :]], x)
             parts.append(torch.mul(*some, out=out).sum(summed))
         return torch.cat(parts, dim - sum(d < dim for d in summed))
 
@@ -91,10 +93,6 @@ class CpuKernels(Kernels):
         """Into how many ranges of samples to cut a product of a block with itself."""
         return min(4, samples // _FEWEST_SAMPLES) if cost > _WORTH_MIRRORING else 1
 
-    def scratch_rows(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for rows that are read once."""
-        return self._scratch("rows", shape, like)
-
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The operands with one copy of the largest, if that repeats elements, as patches do."""
         largest = max(operands, key=Tensor.numel)
@@ -102,9 +100,3 @@ class CpuKernels(Kernels):
             return operands
         copy = self.copy(largest, "factor")
         return tuple([copy if x is largest else x for x in operands])
-
-    def _scratch(self, purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory that is valid until the same purpose asks again."""
-        if prod(shape) * like.dtype.itemsize > _PIECE:
-            return like.new_empty(shape)
-        return self.workspace.scratch(purpose, shape, like)

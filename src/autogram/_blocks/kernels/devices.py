@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -32,8 +31,6 @@ class Devices:
         """Lets go of memory that is kept between contractions."""
         self._cpu.workspace = Workspace()
 
-    @contextmanager
-    def step(self) -> Iterator[Arena | None]:
+    def step(self) -> AbstractContextManager[Arena | None]:
         """Memory for the rows of one step; ``None`` if another step in this thread has it."""
-        with self._cpu.workspace.arena.borrowed() as arena:
-            yield arena
+        return self._cpu.workspace.arena.borrowed()

@@ -34,7 +34,7 @@ class Workspace(threading.local):
         self.arena = Arena()
         self._scratch: dict[tuple[Purpose, torch.dtype], Tensor] = {}
 
-    def scratch(self, purpose: Purpose, shape: Sequence[int], like: Tensor) -> Tensor:
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose) -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
         elements = prod(shape)
         memory = self._scratch.get((purpose, like.dtype))
@@ -53,7 +53,7 @@ class Arena:
     def __init__(self) -> None:
         self._is_borrowed = False
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._taken = self._wanted = 0
+        self._taken = 0
 
     @contextmanager
     def borrowed(self) -> Iterator[Arena | None]:
@@ -66,17 +66,17 @@ class Arena:
             return
         self._is_borrowed = True
         try:
-            if not self._wanted <= len(self._memory) <= 2 * self._wanted:
+            if not self._taken <= len(self._memory) <= 2 * self._taken:
                 self._memory = self._memory.new_empty(0)  # frees it before the new one is there
-                self._memory = self._memory.new_empty(self._wanted)
-            self._taken = self._wanted = 0
+                self._memory = self._memory.new_empty(self._taken)
+            self._taken = 0
             yield self
         finally:
             self._is_borrowed = False
 
     def restart(self) -> None:
         """Takes everything back: the step begins again."""
-        self._taken = self._wanted = 0
+        self._taken = 0
 
     def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """A contiguous tensor with undefined content, of the dtype and device of ``like``."""
@@ -84,7 +84,6 @@ class Arena:
             return like.new_empty(shape)
         start = -(-self._taken // _ALIGNMENT) * _ALIGNMENT
         self._taken = start + prod(shape) * like.dtype.itemsize
-        self._wanted = max(self._wanted, self._taken)
         if self._taken > len(self._memory):
             return like.new_empty(shape)
         # Not a view: all views of one tensor count their changes together.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Devices, Layout, Piece, Placement, Region
+from autogram._blocks import Block, Columns, Devices, Layout, Placement, Region, pieces
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import Summary
@@ -150,8 +150,7 @@ class Assembly:
             run.unseen.append(use)
         if run.check is not None:
             run.check.see_use(use, cotangent)
-        pieces = (Piece(None, None, cotangent),) if layout is None else layout.pieces(cotangent)
-        for subset, within, part in pieces:
+        for subset, within, part in pieces(layout, cotangent):
             for found in self._contributions(use, within, saved, part):
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)

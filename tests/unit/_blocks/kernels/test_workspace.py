@@ -112,19 +112,19 @@ def test_not_for_another_device() -> None:
 
 def test_scratch_memory_is_used_again_and_grows() -> None:
     workspace = Workspace()
-    first = workspace.scratch("rows", (3, 5), LIKE)
-    assert workspace.scratch("rows", (5, 2), LIKE).data_ptr() == first.data_ptr()
-    assert workspace.scratch("first", (3, 5), LIKE).data_ptr() != first.data_ptr()
-    assert workspace.scratch("rows", (40, 5), LIKE).shape == (40, 5)
+    first = workspace.scratch((3, 5), LIKE, "rows")
+    assert workspace.scratch((5, 2), LIKE, "rows").data_ptr() == first.data_ptr()
+    assert workspace.scratch((3, 5), LIKE, "first").data_ptr() != first.data_ptr()
+    assert workspace.scratch((40, 5), LIKE, "rows").shape == (40, 5)
 
 
 def test_each_thread_has_its_own() -> None:
     workspace = Workspace()
-    found = [workspace.scratch("rows", (3, 5), LIKE)]
+    found = [workspace.scratch((3, 5), LIKE, "rows")]
     arenas = [workspace.arena]
 
     def look() -> None:
-        found.append(workspace.scratch("rows", (3, 5), LIKE))
+        found.append(workspace.scratch((3, 5), LIKE, "rows"))
         arenas.append(workspace.arena)
 
     thread = threading.Thread(target=look)
