@@ -73,8 +73,8 @@ class GramianSum:
         if total is None:
             m = objectives.losses.numel()
             dtype = torch.promote_types(objectives.losses.dtype, torch.float32)
-            total = objectives.losses.new_zeros(m, m, dtype=dtype)
-        self.gramian = objectives.arrange_gramian(total)
+            total = objectives.losses.new_zeros(1, m, 1, m, dtype=dtype)
+        self.gramian = objectives.in_order(total.flatten(0, 1).flatten(1), 0, 1)
         if self._check is not None:
             self._check.gramian = self.gramian
 
