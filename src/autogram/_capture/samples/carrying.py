@@ -28,15 +28,19 @@ Shape = tuple[int, ...]
 
 
 class Edge(NamedTuple):
-    """How a node leads from one of its results to one of its inputs."""
+    """How a node leads from one of its results to one of its inputs.
+
+    Attributes:
+        node: The node.
+        position: The number of the input.
+        result: The shape of the result.
+        given: The shape of the input.
+    """
 
     node: Any
     position: int
-    """The number of the input."""
     result: Shape
-    """The shape of the result."""
     given: Shape
-    """The shape of the input."""
 
 
 # From an edge to the dimensions of the result that the node carries to the input.
@@ -57,16 +61,12 @@ def moves_nothing(edge: Edge) -> bool:
 
     Also if the node hides some of them, as a mask or a rectifier does.
     """
-    operation = kind_of_node(edge.node.__class__).operation
-    return edge.result == edge.given and _is_elementwise(operation)
+    is_alike = edge.result == edge.given
+    return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
 
 
 def is_packed(saved: Any) -> bool:
-    """Whether to read what was saved runs a hook, which may compute a part of the model again.
-
-    Args:
-        saved: What a field of a node that begins with ``_raw_saved`` has.
-    """
+    """Whether a hook, which may compute a part of the model again, runs to read a raw field."""
     entries = saved if isinstance(saved, (tuple, list)) else (saved,)
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
 
@@ -102,9 +102,8 @@ def _leading(but: int) -> Carries:
 
 def _stack(edge: Edge) -> Iterable[int]:
     """For functions of a stack of matrices: the dimensions in front of the matrices."""
-    result, given = edge.result, edge.given
-    rank = len(given) - 2
-    is_stack = rank <= len(result) <= rank + 2 and result[:rank] == given[:rank]
+    rank = len(edge.given) - 2
+    is_stack = rank <= len(edge.result) <= rank + 2 and edge.result[:rank] == edge.given[:rank]
     return range(rank if is_stack else 0)
 
 
@@ -113,16 +112,11 @@ def _batch(edge: Edge) -> Iterable[int]:
     return (0,) if edge.result[:1] == edge.given[:1] else ()
 
 
-def _batch_of_alike(edge: Edge) -> Iterable[int]:
-    """The first one, for inputs of as many dimensions."""
-    return _batch(edge) if len(edge.result) == len(edge.given) else ()
-
-
 def _but_own(edge: Edge) -> Iterable[int]:
     """All but those that the call was given as its ``dim``, or ``dims``."""
     node, rank = edge.node, len(edge.given)
-    dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
-    own = {_wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    dims = (node._saved_dim,) if hasattr(node, "_saved_dim") else node._saved_dims
+    own = {_wrapped(d, rank) for d in dims}
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 
@@ -138,8 +132,7 @@ def _joined(edge: Edge) -> Iterable[int]:
 def _windows(edge: Edge) -> Iterable[int]:
     """All but the one that was unfolded, and the new one behind the others."""
     rank = len(edge.result) - 1
-    own = _wrapped(edge.node._saved_dimension, rank)
-    return [d for d in range(rank) if d != own]
+    return {*range(rank)} - {_wrapped(edge.node._saved_dimension, rank)}
 
 
 def _normalized(edge: Edge) -> Iterable[int]:
@@ -153,11 +146,7 @@ def _by_channel(edge: Edge) -> Iterable[int]:
 
 
 def _matrices(first: int) -> Carries:
-    """For products of matrices: their stack, rows of the left one, columns of the right one.
-
-    Args:
-        first: The number of the input that is the left matrix.
-    """
+    """The stack, rows of the left matrix (which is input ``first``), columns of the right one."""
 
     def find(edge: Edge) -> Iterable[int]:
         if edge.position < first:  # what is added
@@ -255,12 +244,10 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_of_first(_normalized), "NativeLayerNorm FusedRmsNorm"),
     (_of_first(_by_channel), "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
     (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
-    (
-        _batch_of_alike,
-        "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell",
-    ),
-    # The samples are in one of the first two dimensions, and time is in the other.
-    (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
+    (_leading(4), "GridSampler3D"),
+    (_leading(3), "GridSampler2D CudnnGridSampler"),
+    # In layers, the samples are in one of the first two dimensions, and time is in the other.
+    (_leading(1), "ThnnFusedLstmCell ThnnFusedGruCell MkldnnRnnLayer CudnnRnn MiopenRnn"),
     (lambda edge: range(len(edge.result) - 1), "ViewAsReal"),
     (_windows, "Unfold"),
     (_restrided, "AsStrided"),
@@ -282,23 +269,12 @@ _FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
 
 @lru_cache(maxsize=4096)
 def _find(operation: str) -> Carries | None:
-    """What is known of an operation."""
-    known = _TABLE.get(operation)
-    if known is not None:
-        return known
-    if _is_elementwise(operation):
-        return _aligned
-    return next((find for name, find in _FAMILIES if name.fullmatch(operation)), None)
-
-
-@lru_cache(maxsize=4096)
-def _is_elementwise(operation: str) -> bool:
-    """Whether an operation works element by element, for which PyTorch has a tag."""
+    """What is known of an operation: from the table, by a tag of PyTorch's, or of its family."""
     if operation in _TABLE:
-        return _TABLE[operation] is _aligned
+        return _TABLE[operation]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation).lower()
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return False
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    overloads = [] if packet is None else [getattr(packet, x) for x in packet.overloads()]
+    if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+        return _aligned
+    return next((find for family, find in _FAMILIES if family.fullmatch(operation)), None)
