@@ -115,8 +115,8 @@ def _batch(edge: Edge) -> Iterable[int]:
 def _but_own(edge: Edge) -> Iterable[int]:
     """All but those that the call was given as its ``dim``, or ``dims``."""
     node, rank = edge.node, len(edge.given)
-    dims = (node._saved_dim,) if hasattr(node, "_saved_dim") else node._saved_dims
-    own = {_wrapped(d, rank) for d in dims}
+    dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
+    own = {_wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 

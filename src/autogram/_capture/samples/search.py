@@ -13,7 +13,13 @@ from autogram._blocks import Folded, Placement, agree
 from autogram._capture.samples.flag import Flag
 from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import Owners, Scales, owners_by_zeros, show_uses
+from autogram._capture.samples.owners import (
+    Owners,
+    Scales,
+    are_none,
+    owners_by_zeros,
+    show_uses,
+)
 from autogram._capture.samples.proof import Proof, Prover, Spot, shown
 from autogram._capture.samples.remembered import Known, Remembered
 from autogram._capture.samples.survey import Survey
@@ -215,7 +221,7 @@ class Search:
         """Finds the layouts of all uses, and what they depend on."""
         prover = Prover(self._survey)
         uses, spots = owners_by_zeros(self._remembered.channel, self._objectives, prover)
-        if wanted is not None and (wanted not in uses or uses[wanted].are_none):
+        if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             raise MixedSamplesError(
                 f"{describe(wanted)} has a cotangent for all samples together and none for parts "
                 "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
@@ -237,7 +243,7 @@ class Search:
         assert self._scales is not None
         assert self._found is not None
         owners = self._scales.owners(use, cotangent)
-        if owners.are_mixed:
+        if not owners:
             raise UnknownLayoutError(use)
         self._found[use] = self._fit(use, owners)
 
@@ -245,13 +251,13 @@ class Search:
         """The layouts that fit the owners of a use's places."""
         layouts = fitting_layouts(use, owners, self._objectives.is_finite)
         regular = {layout.dim for layout in layouts if isinstance(layout, Folded)}
-        along = [places for dim, places in owners.by_dim.items() if dim in regular]
+        along = [places for dim, places in owners.items() if dim in regular]
         self._has_gaps |= any(bool((places < 0).any()) for places in along)
         return layouts
 
     def _dims(self, spot: Spot, owners: Owners) -> set[int] | None:
         """The dimensions in which samples may lie, or ``None`` without a cotangent."""
-        if owners.are_none:
+        if are_none(owners):
             return None
         regular = regular_layouts(spot.shape, owners, self._objectives.is_finite)
         return {layout.dim for layout in regular}
