@@ -15,12 +15,11 @@ costs time, and no exactness.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from autogram._capture.samples.survey import kind_of_node
 
@@ -57,10 +56,7 @@ def carried(edge: Edge) -> set[int]:
 
 
 def moves_nothing(edge: Edge) -> bool:
-    """Whether every element of an input gets its cotangent from the result's element in its place.
-
-    Also if the node hides some of them, as a mask or a rectifier does.
-    """
+    """Whether elements of an input have their cotangents, or zero, from the result's in place."""
     is_alike = edge.result == edge.given
     return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
 
@@ -135,16 +131,6 @@ def _windows(edge: Edge) -> Iterable[int]:
     return {*range(rank)} - {_wrapped(edge.node._saved_dimension, rank)}
 
 
-def _normalized(edge: Edge) -> Iterable[int]:
-    """Those in front of the shape that was normalized."""
-    return range(len(edge.result) - len(edge.node._saved_normalized_shape))
-
-
-def _by_channel(edge: Edge) -> Iterable[int]:
-    """All dimensions in evaluation mode, and channels in training mode."""
-    return (1,) if edge.node._saved_training else _all(edge)
-
-
 def _matrices(first: int) -> Carries:
     """The stack, rows of the left matrix (which is input ``first``), columns of the right one."""
 
@@ -157,34 +143,23 @@ def _matrices(first: int) -> Carries:
     return find
 
 
-def _pairs(edge: Edge) -> Iterable[int]:
-    """For distances of all rows of one matrix to all of another."""
-    rank = len(edge.result)
-    return [*range(rank - 2), rank - 2 + edge.position] if rank == len(edge.given) else ()
-
-
-def _indexed(edge: Edge) -> Iterable[int]:
-    """For ``x[indices]``: the dimensions in front of those that are indexed."""
-    node = edge.node
-    return range(0 if is_packed(node._raw_saved_indices) else _in_front(node._saved_indices))
-
-
 def _put(edge: Edge) -> Iterable[int]:
     """For the ``y`` of ``x[indices] = y``: as if it had been taken out of ``x``."""
-    node, result, given = edge.node, edge.result, edge.given
-    if is_packed(node._raw_saved_indices):
+    result, given, front = edge.result, edge.given, _in_front(edge.node)
+    if not front:
         return ()
-    indices = node._saved_indices
-    taken = [x for x in indices if x is not None]
+    taken = [x for x in edge.node._saved_indices if x is not None]
     replaced = sum(x.dim() if x.dtype == torch.bool else 1 for x in taken)
     added = max(1 if x.dtype == torch.bool else x.dim() for x in taken)
     is_whole = len(given) == len(result) - replaced + added  # and not broadcast
-    return [d for d in range(_in_front(indices)) if is_whole and given[d] == result[d]]
+    return [d for d in range(front) if is_whole and given[d] == result[d]]
 
 
-def _in_front(indices: Sequence[Tensor | None]) -> int:
+def _in_front(node: Any) -> int:
     """How many dimensions are in front of indexed ones; 0 if these are apart, and come first."""
-    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    if is_packed(node._raw_saved_indices):
+        return 0
+    indexed = [dim for dim, index in enumerate(node._saved_indices) if index is not None]
     return indexed[0] if len(indexed) == indexed[-1] - indexed[0] + 1 else 0
 
 
@@ -241,8 +216,14 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_joined, "Cat"),
     (_of_first(_all, _but_own), "Scatter ScatterAdd IndexAdd IndexCopy"),
     (_of_first(_all), "IndexFill MaskedScatter"),
-    (_of_first(_normalized), "NativeLayerNorm FusedRmsNorm"),
-    (_of_first(_by_channel), "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
+    (
+        _of_first(lambda edge: range(len(edge.result) - len(edge.node._saved_normalized_shape))),
+        "NativeLayerNorm FusedRmsNorm",
+    ),
+    (
+        _of_first(lambda edge: (1,) if edge.node._saved_training else _all(edge)),  # the channels
+        "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
+    ),
     (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
     (_leading(4), "GridSampler3D"),
     (_leading(3), "GridSampler2D CudnnGridSampler"),
@@ -254,8 +235,9 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
-    (_pairs, "Cdist"),
-    (_indexed, "Index"),
+    # The distances of all rows of one matrix to all of another.
+    (lambda edge: [*_leading(2)(edge), len(edge.result) - 2 + edge.position], "Cdist"),
+    (lambda edge: range(_in_front(edge.node)), "Index"),
     (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
 ]

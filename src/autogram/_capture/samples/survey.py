@@ -76,11 +76,7 @@ def _indexed(node: Any) -> tuple[bool, ...]:
 
 
 class Survey:
-    """The autograd graph behind some losses. It lives as long as one call.
-
-    Args:
-        channel: The channel of an engine's taps.
-        losses: The objectives.
+    """The autograd graph behind some losses, for the taps of a channel. It lives for one call.
 
     Attributes:
         losses: The objectives.
@@ -147,7 +143,11 @@ class Survey:
                 else:
                     pending.append(node.next_functions)
                     if kind.arguments or kind.sizes:
-                        self._read(node, kind)
+                        read = [argument(node) for argument in kind.arguments]
+                        # Of a number with a fraction (a slope, a temperature), only whether it is
+                        # zero: it may change at each step of a training.
+                        structure += [x == 0 if x.__class__ is float else x for x in read]
+                        self._sizes += [size(node) for size in kind.sizes]
                     elif kind.operation == _SLICES:
                         self.may_hide_taps |= any(x == self._anchor for x, _ in pending[-1])
         return leaves
@@ -164,16 +164,6 @@ class Survey:
         self._structure.append(use.function)
         self._sizes.append(use.shape)
         return True
-
-    def _read(self, node: Any, kind: NodeKind) -> None:
-        """Notes what a node saved that is no tensor.
-
-        Of a number with a fraction (a slope, a temperature), only whether it is zero: it may change
-        at each step of a training.
-        """
-        found = [read(node) for read in kind.arguments]
-        self._structure += [x == 0 if x.__class__ is float else x for x in found]
-        self._sizes += [read(node) for read in kind.sizes]
 
 
 def _room(size: int, samples: int) -> int:
