@@ -19,11 +19,6 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     Where several are left, they agree on all places that have a cotangent now. None is left where
     nothing has a cotangent.
 
-    Args:
-        use: The use.
-        owners: The sample of each place.
-        is_finite: Whether all objectives of a sample are finite, ``(B,)``.
-
     Raises:
         MixedSamplesError: The use has elements that belong to several samples.
         NonFiniteError: Hidden places may belong to several samples.
@@ -66,16 +61,14 @@ def regular_layouts(
     shape: tuple[int, ...], owners: Owners, is_finite: Tensor
 ) -> tuple[Folded, ...]:
     """The regular layouts that fit the owners of a tensor's places, the likely ones first."""
-    dims = tuple(dim for dim in owners if dim != ELEMENTS)
-    found = candidates(shape, dims, len(is_finite))
-    return tuple(x for x in found if _fits(x, owners[x.dim], is_finite))
-
-
-def _fits(layout: Folded, owners: Tensor, is_finite: Tensor) -> bool:
-    """Whether a layout gives every place to its owner, and hidden ones to samples that hide."""
-    given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
-    fits = torch.where(owners == HIDDEN, ~is_finite[given], (owners == NONE) | (owners == given))
-    return bool(fits.all())
+    found = []
+    for layout in candidates(shape, tuple(d for d in owners if d != ELEMENTS), len(is_finite)):
+        places = owners[layout.dim]
+        given = layout.owners(places.new_empty((1,) * layout.dim + places.shape)).view(-1)
+        fits = torch.where(places == HIDDEN, ~is_finite[given], (places < 0) | (places == given))
+        if bool(fits.all()):
+            found.append(layout)
+    return tuple(found)
 
 
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:

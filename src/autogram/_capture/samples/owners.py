@@ -65,11 +65,6 @@ def owners_by_zeros(
     A sample whose objectives are not finite hides its own places: zero times infinity is no zero,
     so that they are seen in every pass. The others show the layout, if there are any.
 
-    Args:
-        channel: The channel of the taps.
-        objectives: The losses with their samples.
-        prover: What needs other cotangents in the graph.
-
     Raises:
         NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
             none is.
@@ -83,7 +78,9 @@ def owners_by_zeros(
                 show_uses(channel, objectives, samples >> digit & 1 == bit, zeros.see)
     uses = {use: zeros.owners(use) for use in zeros.counts}
     met = [use for use, owners in uses.items() if not owners]
-    mixed = [use for use in met if not zeros.may_be_apart(use)]
+    # Samples that meet along every dimension of a use may do so in no element.
+    most = {use: 0 if _is_by_element(use) else zeros.digits * prod(use.shape) for use in met}
+    mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
         channel.by_element.update([_name(use) for use in met])
         uses, spots = owners_by_zeros(channel, objectives, prover)
@@ -97,7 +94,7 @@ def owners_by_zeros(
 
 
 class _Zeros:
-    """Which places have a cotangent in passes for parts of the samples.
+    """Which places have a cotangent in passes for the samples with some bit of their number.
 
     Attributes:
         digits: How many binary digits the numbers of samples have.
@@ -124,10 +121,6 @@ class _Zeros:
             if is_apart and not self._is_finite[had[is_seen & is_hidden]].any():
                 found[dim] = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
         return found
-
-    def may_be_apart(self, use: Use) -> bool:
-        """Whether samples that meet along every dimension of a use may do so in no element."""
-        return not _is_by_element(use) and self.counts[use] <= self.digits * prod(use.shape)
 
     def see(self, use: Use, cotangent: Tensor) -> None:
         """Takes in the cotangent of a use."""
@@ -175,14 +168,10 @@ class Scales:
             unit *= _SCALES
 
     def owners(self, use: Use, cotangent: Tensor) -> Owners:
-        """The owners of a use's places.
+        """The owners of a use's places, from its cotangent where all samples have the weight one.
 
         A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
         numbers of extreme size, or where an operation adds up in a different order each time.
-
-        Args:
-            use: The use.
-            cotangent: Its cotangent where all samples have the weight one, ``(*output,)``.
         """
         owners = {}
         for dim, plain in _checksums(use, cotangent).items():
@@ -257,10 +246,7 @@ def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
 
 
 def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
-    """The digits by which places were multiplied, 0 for zeros.
-
-    A number above that of any sample where it was not by a power of two.
-    """
+    """The digits by which places were multiplied, 0 for zeros, `_BEYOND` if by no power of two."""
     is_zero = plain == 0
     exponents = torch.where(is_zero, _EXPONENTS[0], (scaled / plain).abs().log2().round())
     codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)

@@ -37,7 +37,7 @@ _LARGEST = 2**22
 
 
 class Spot(NamedTuple):
-    """A result or an input of a node, by their numbers, of which a pass shows the cotangent."""
+    """A result or an input of a node, by numbers, of which a pass shows the cotangent."""
 
     node: int
     position: int
@@ -121,14 +121,7 @@ class _Way(NamedTuple):
 
 
 class Prover:
-    """Proves what the places of samples depend on, from what a search by zeros shows.
-
-    Args:
-        survey: The graph.
-
-    Attributes:
-        spots: What to look at in the search.
-    """
+    """Proves what the places of samples depend on, from what a search by zeros shows of spots."""
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
@@ -146,11 +139,7 @@ class Prover:
                 self.spots += [way.arrival for way in ways if not way.moves_nothing]
 
     def proof(self, fitting: Mapping[Spot, set[int] | None]) -> Proof:
-        """What follows from the dimensions in which samples may lie.
-
-        Args:
-            fitting: Those of each spot that the search has reached; ``None`` if it was zero.
-        """
+        """What follows from the dimensions that fit each spot reached, ``None`` if it was zero."""
         constants: dict[Constant, None] = {}
         for spot, dims in fitting.items():
             if not spot.is_input and dims is not None:
