@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
@@ -46,11 +45,6 @@ class Search:
     Without a proof for graphs of this structure, the samples are sought by zeros. With one, and new
     sizes or constants, passes by scales come first, and the pass that asks for layouts is what they
     are compared with (with several objectives for a sample, another one is).
-
-    Args:
-        remembered: What the engine remembers.
-        objectives: The losses with their samples.
-        survey: The graph behind them.
 
     Attributes:
         has_sought: Whether there was anything to seek.
@@ -103,7 +97,7 @@ class Search:
             raise UnknownLayoutError
         if self._scales is not None and use not in self._found:
             self._measure(use, cotangent[0])
-        layouts: Sequence[Placement] = self._found.get(use, ())
+        layouts = self._found.get(use, ())
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
@@ -159,10 +153,7 @@ class Search:
             self._known.is_doubted = True
 
     def seek(self, use: Use | None = None) -> None:
-        """Looks for the samples, by passes of its own.
-
-        Args:
-            use: A use that needs a layout, where what is known has none for it.
+        """Looks for the samples, by passes of its own, where a use needs a layout that has none.
 
         Raises:
             MixedSamplesError: A use has elements that belong to several samples.

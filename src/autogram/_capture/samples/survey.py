@@ -116,11 +116,9 @@ class Survey:
         return _digest([[_room(size, samples) for size in shape] for shape in shapes])
 
     def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:
-        """Follows edges, and those found on the way, and gives the leaves not reached before.
+        """Follows edges, and those found on the way, but for those of taps, which it sets aside.
 
-        Args:
-            pending: The edges.
-            behind_taps: Where to add the edges of taps.
+        Gives the leaves that were not reached before.
         """
         leaves: list[Tensor] = []
         nodes, numbers, structure = self.nodes, self.numbers, self._structure
@@ -128,8 +126,7 @@ class Survey:
             structure.append(len(edges))
             for node, result in edges:
                 number = numbers.setdefault(node, len(nodes))
-                structure.append(number)
-                structure.append(result)
+                structure += number, result
                 if number < len(nodes):
                     continue
                 nodes.append(node)
@@ -180,12 +177,5 @@ def _digest(values: list[Any]) -> bytes:
     try:
         written = marshal.dumps(values, 2)
     except ValueError:  # there are objects among them, such as dtypes and symbolic sizes
-        written = marshal.dumps(_plain(values), 2)
+        written = repr(values).encode()
     return blake2b(written, digest_size=16).digest()
-
-
-def _plain(value: Any) -> Any:
-    """A value with the names of objects in their place."""
-    if isinstance(value, (tuple, list)):
-        return tuple([_plain(x) for x in value])
-    return value if isinstance(value, (int, str, bool, bytes, type(None))) else str(value)
