@@ -88,10 +88,8 @@ def _leading(but: int) -> Carries:
     """The first ones, but for some of the last, where both have them in equal sizes."""
 
     def find(edge: Edge) -> Iterable[int]:
-        result, given = edge.result, edge.given
-        if len(result) != len(given):
-            return ()
-        return [d for d in range(len(given) - but) if result[d] == given[d]]
+        count = len(edge.given) - but if len(edge.given) == len(edge.result) else 0
+        return [d for d in _aligned(edge) if d < count]
 
     return find
 
@@ -135,10 +133,9 @@ def _matrices(first: int) -> Carries:
     """The stack, rows of the left matrix (which is input ``first``), columns of the right one."""
 
     def find(edge: Edge) -> Iterable[int]:
-        if edge.position < first:  # what is added
-            return _aligned(edge)
-        rank = len(edge.result)
-        return [*range(rank - 2), rank - 2 if edge.position == first else rank - 1]
+        own = edge.position - first  # negative for what is added
+        stack = range(len(edge.result) - 2)
+        return [*stack, len(stack) + own] if own >= 0 else _aligned(edge)
 
     return find
 
@@ -209,8 +206,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         _but_own,
         """
         Gather Topk Sort Cummax Cummin Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp
-        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C
-        Flip Roll Rot90
+        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Roll Rot90
         """,
     ),
     (_joined, "Cat"),

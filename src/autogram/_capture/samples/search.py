@@ -236,10 +236,8 @@ class Search:
 
     def _dims(self, spot: Spot, owners: Owners) -> set[int] | None:
         """The dimensions in which samples may lie, or ``None`` without a cotangent."""
-        if are_none(owners):
-            return None
         regular = regular_layouts(spot.shape, owners, self._objectives.is_finite)
-        return {layout.dim for layout in regular}
+        return None if are_none(owners) else {layout.dim for layout in regular}
 
     def _remember(self, found: Layouts) -> None:
         """Keeps layouts for the next call, if nothing can change them that is not noticed."""
