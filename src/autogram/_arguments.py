@@ -177,11 +177,7 @@ def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
             f"The weights have shape {tuple(w.shape)}. For losses of shape "
             f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
         )
-    weights = w.detach().reshape(-1 if is_stack else 1, losses.numel())
-    if not objectives.is_in_order:
-        weights = weights[:, objectives.places.argsort().to(w.device)]
-    weights = weights.view(len(weights), objectives.per_sample, objectives.samples)
-    return weights if is_stack else weights[0]
+    return objectives.by_sample(w.detach().reshape((*w.shape[:is_stack], *losses.shape)))
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:

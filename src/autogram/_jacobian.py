@@ -138,7 +138,7 @@ class Jacobian:
         """
         with self._exact():
             parts = (columns.square_norms() for columns in self._columns.values())
-            return self._arranged(self._sum(parts, self._sizes)).sqrt()
+            return self._objectives.in_order(self._sum(parts, self._sizes).flatten(), 0).sqrt()
 
     @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ class Jacobian:
                 for parameter, columns in self._columns.items()
                 if parameter in by_parameter
             )
-            return self._arranged(self._sum(parts, self._sizes))
+            return self._objectives.in_order(self._sum(parts, self._sizes).flatten(), 0)
 
     @retried_with_less
     def cross_gramian(self, other: Jacobian) -> Tensor:
@@ -256,8 +256,7 @@ class Jacobian:
                 if parameter in other._columns
             )
             total = self._sum(parts, self._sizes + other._sizes).flatten(0, 1).flatten(1)
-            mine, others = (x._objectives.places.to(total.device) for x in (self, other))
-            return total[mine][:, others]
+            return other._objectives.in_order(self._objectives.in_order(total, 0), 1)
 
     def rows(
         self,
@@ -281,8 +280,8 @@ class Jacobian:
         for name in names or ():
             parameter_of(name, self._names)  # raises where there is none
         with self._exact():
-            index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
-            index = self._objectives.places.cpu()[index]  # among (k, b), flattened
+            among = self._objectives.in_order(torch.arange(self.shape[0]), 0)  # (k, b), flattened
+            index = among[objectives].flatten()  # raises an IndexError
             samples, b = torch.unique(index % self._sizes[1], return_inverse=True)
             k, dtype, gradients = index // self._sizes[1], self.dtype, {}
             for parameter, name in self._names.items():
@@ -319,7 +318,8 @@ class Jacobian:
     def _gramian(self, found: Iterable[Columns]) -> Tensor:
         """The Gramian of some columns, ``(m, m)``."""
         parts = (gram_of_bundle(bundle) for bundle in bundled(found))
-        return self._objectives.arrange_gramian(self._sum(parts, self._sizes * 2))
+        total = self._sum(parts, self._sizes * 2).flatten(0, 1).flatten(1)
+        return self._objectives.in_order(total, 0, 1)
 
     def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:
         """The sum of what parameters contribute, on the device of the losses."""
@@ -328,12 +328,6 @@ class Jacobian:
             if part is not None:
                 total += part.to(total.device)
         return total
-
-    def _arranged(self, values: Tensor) -> Tensor:
-        """``(k, b)`` as ``(m,)``, in the row-major order of the losses."""
-        if self._objectives.is_in_order:
-            return values.flatten()
-        return values.flatten()[self._objectives.places.to(values.device)]
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

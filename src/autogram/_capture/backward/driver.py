@@ -174,7 +174,7 @@ class Driver:
                 search.finish()
                 break
             except UnknownLayoutError as unknown:
-                search.seek(unknown)
+                search.seek(unknown.use)
         run.has_sought = search.has_sought
         try:
             self._confirm(run)

@@ -73,10 +73,10 @@ class Sink:
         for bundle in self._bundles.rest():
             self._add(self._gram(bundle))
         total, losses = self._total, self._objectives.losses
+        m = losses.numel()
         if total is None:
-            dtype = torch.promote_types(losses.dtype, torch.float32)
-            total = losses.new_zeros(losses.numel(), losses.numel(), dtype=dtype)
-        self.gramian = self._objectives.arrange_gramian(total)
+            total = losses.new_zeros(m, m, dtype=torch.promote_types(losses.dtype, torch.float32))
+        self.gramian = self._objectives.in_order(total.reshape(m, m), 0, 1)
 
     @retried_with_less
     def _keep(self, columns: Columns, form: Keep) -> int:

@@ -15,12 +15,11 @@ costs time, and no exactness.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from autogram._capture.samples.survey import kind_of_node
 
@@ -28,15 +27,19 @@ Shape = tuple[int, ...]
 
 
 class Edge(NamedTuple):
-    """How a node leads from one of its results to one of its inputs."""
+    """How a node leads from one of its results to one of its inputs.
+
+    Attributes:
+        node: The node.
+        position: The number of the input.
+        result: The shape of the result.
+        given: The shape of the input.
+    """
 
     node: Any
     position: int
-    """The number of the input."""
     result: Shape
-    """The shape of the result."""
     given: Shape
-    """The shape of the input."""
 
 
 # From an edge to the dimensions of the result that the node carries to the input.
@@ -53,20 +56,13 @@ def carried(edge: Edge) -> set[int]:
 
 
 def moves_nothing(edge: Edge) -> bool:
-    """Whether every element of an input gets its cotangent from the result's element in its place.
-
-    Also if the node hides some of them, as a mask or a rectifier does.
-    """
-    operation = kind_of_node(edge.node.__class__).operation
-    return edge.result == edge.given and _is_elementwise(operation)
+    """Whether elements of an input have their cotangents, or zero, from the result's in place."""
+    is_alike = edge.result == edge.given
+    return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
 
 
 def is_packed(saved: Any) -> bool:
-    """Whether to read what was saved runs a hook, which may compute a part of the model again.
-
-    Args:
-        saved: What a field of a node that begins with ``_raw_saved`` has.
-    """
+    """Whether a hook, which may compute a part of the model again, runs to read a raw field."""
     entries = saved if isinstance(saved, (tuple, list)) else (saved,)
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
 
@@ -92,30 +88,22 @@ def _leading(but: int) -> Carries:
     """The first ones, but for some of the last, where both have them in equal sizes."""
 
     def find(edge: Edge) -> Iterable[int]:
-        result, given = edge.result, edge.given
-        if len(result) != len(given):
-            return ()
-        return [d for d in range(len(given) - but) if result[d] == given[d]]
+        count = len(edge.given) - but if len(edge.given) == len(edge.result) else 0
+        return [d for d in _aligned(edge) if d < count]
 
     return find
 
 
 def _stack(edge: Edge) -> Iterable[int]:
     """For functions of a stack of matrices: the dimensions in front of the matrices."""
-    result, given = edge.result, edge.given
-    rank = len(given) - 2
-    is_stack = rank <= len(result) <= rank + 2 and result[:rank] == given[:rank]
+    rank = len(edge.given) - 2
+    is_stack = rank <= len(edge.result) <= rank + 2 and edge.result[:rank] == edge.given[:rank]
     return range(rank if is_stack else 0)
 
 
 def _batch(edge: Edge) -> Iterable[int]:
     """The first one."""
     return (0,) if edge.result[:1] == edge.given[:1] else ()
-
-
-def _batch_of_alike(edge: Edge) -> Iterable[int]:
-    """The first one, for inputs of as many dimensions."""
-    return _batch(edge) if len(edge.result) == len(edge.given) else ()
 
 
 def _but_own(edge: Edge) -> Iterable[int]:
@@ -138,64 +126,37 @@ def _joined(edge: Edge) -> Iterable[int]:
 def _windows(edge: Edge) -> Iterable[int]:
     """All but the one that was unfolded, and the new one behind the others."""
     rank = len(edge.result) - 1
-    own = _wrapped(edge.node._saved_dimension, rank)
-    return [d for d in range(rank) if d != own]
-
-
-def _normalized(edge: Edge) -> Iterable[int]:
-    """Those in front of the shape that was normalized."""
-    return range(len(edge.result) - len(edge.node._saved_normalized_shape))
-
-
-def _by_channel(edge: Edge) -> Iterable[int]:
-    """All dimensions in evaluation mode, and channels in training mode."""
-    return (1,) if edge.node._saved_training else _all(edge)
+    return {*range(rank)} - {_wrapped(edge.node._saved_dimension, rank)}
 
 
 def _matrices(first: int) -> Carries:
-    """For products of matrices: their stack, rows of the left one, columns of the right one.
-
-    Args:
-        first: The number of the input that is the left matrix.
-    """
+    """The stack, rows of the left matrix (which is input ``first``), columns of the right one."""
 
     def find(edge: Edge) -> Iterable[int]:
-        if edge.position < first:  # what is added
-            return _aligned(edge)
-        rank = len(edge.result)
-        return [*range(rank - 2), rank - 2 if edge.position == first else rank - 1]
+        own = edge.position - first  # negative for what is added
+        stack = range(len(edge.result) - 2)
+        return [*stack, len(stack) + own] if own >= 0 else _aligned(edge)
 
     return find
 
 
-def _pairs(edge: Edge) -> Iterable[int]:
-    """For distances of all rows of one matrix to all of another."""
-    rank = len(edge.result)
-    return [*range(rank - 2), rank - 2 + edge.position] if rank == len(edge.given) else ()
-
-
-def _indexed(edge: Edge) -> Iterable[int]:
-    """For ``x[indices]``: the dimensions in front of those that are indexed."""
-    node = edge.node
-    return range(0 if is_packed(node._raw_saved_indices) else _in_front(node._saved_indices))
-
-
 def _put(edge: Edge) -> Iterable[int]:
     """For the ``y`` of ``x[indices] = y``: as if it had been taken out of ``x``."""
-    node, result, given = edge.node, edge.result, edge.given
-    if is_packed(node._raw_saved_indices):
+    result, given, front = edge.result, edge.given, _in_front(edge.node)
+    if not front:
         return ()
-    indices = node._saved_indices
-    taken = [x for x in indices if x is not None]
+    taken = [x for x in edge.node._saved_indices if x is not None]
     replaced = sum(x.dim() if x.dtype == torch.bool else 1 for x in taken)
     added = max(1 if x.dtype == torch.bool else x.dim() for x in taken)
     is_whole = len(given) == len(result) - replaced + added  # and not broadcast
-    return [d for d in range(_in_front(indices)) if is_whole and given[d] == result[d]]
+    return [d for d in range(front) if is_whole and given[d] == result[d]]
 
 
-def _in_front(indices: Sequence[Tensor | None]) -> int:
+def _in_front(node: Any) -> int:
     """How many dimensions are in front of indexed ones; 0 if these are apart, and come first."""
-    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    if is_packed(node._raw_saved_indices):
+        return 0
+    indexed = [dim for dim, index in enumerate(node._saved_indices) if index is not None]
     return indexed[0] if len(indexed) == indexed[-1] - indexed[0] + 1 else 0
 
 
@@ -245,30 +206,34 @@ _KNOWN: list[tuple[Carries, str]] = [
         _but_own,
         """
         Gather Topk Sort Cummax Cummin Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp
-        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C
-        Flip Roll Rot90
+        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Roll Rot90
         """,
     ),
     (_joined, "Cat"),
     (_of_first(_all, _but_own), "Scatter ScatterAdd IndexAdd IndexCopy"),
     (_of_first(_all), "IndexFill MaskedScatter"),
-    (_of_first(_normalized), "NativeLayerNorm FusedRmsNorm"),
-    (_of_first(_by_channel), "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm"),
-    (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
     (
-        _batch_of_alike,
-        "GridSampler2D GridSampler3D CudnnGridSampler ThnnFusedLstmCell ThnnFusedGruCell",
+        _of_first(lambda edge: range(len(edge.result) - len(edge.node._saved_normalized_shape))),
+        "NativeLayerNorm FusedRmsNorm",
     ),
-    # The samples are in one of the first two dimensions, and time is in the other.
-    (_leading(1), "MkldnnRnnLayer CudnnRnn MiopenRnn"),
+    (
+        _of_first(lambda edge: (1,) if edge.node._saved_training else _all(edge)),  # the channels
+        "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
+    ),
+    (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
+    (_leading(4), "GridSampler3D"),
+    (_leading(3), "GridSampler2D CudnnGridSampler"),
+    # In layers, the samples are in one of the first two dimensions, and time is in the other.
+    (_leading(1), "ThnnFusedLstmCell ThnnFusedGruCell MkldnnRnnLayer CudnnRnn MiopenRnn"),
     (lambda edge: range(len(edge.result) - 1), "ViewAsReal"),
     (_windows, "Unfold"),
     (_restrided, "AsStrided"),
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
-    (_pairs, "Cdist"),
-    (_indexed, "Index"),
+    # The distances of all rows of one matrix to all of another.
+    (lambda edge: [*_leading(2)(edge), len(edge.result) - 2 + edge.position], "Cdist"),
+    (lambda edge: range(_in_front(edge.node)), "Index"),
     (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
 ]
@@ -282,23 +247,12 @@ _FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
 
 @lru_cache(maxsize=4096)
 def _find(operation: str) -> Carries | None:
-    """What is known of an operation."""
-    known = _TABLE.get(operation)
-    if known is not None:
-        return known
-    if _is_elementwise(operation):
-        return _aligned
-    return next((find for name, find in _FAMILIES if name.fullmatch(operation)), None)
-
-
-@lru_cache(maxsize=4096)
-def _is_elementwise(operation: str) -> bool:
-    """Whether an operation works element by element, for which PyTorch has a tag."""
+    """What is known of an operation: from the table, by a tag of PyTorch's, or of its family."""
     if operation in _TABLE:
-        return _TABLE[operation] is _aligned
+        return _TABLE[operation]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation).lower()
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return False
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    overloads = [] if packet is None else [getattr(packet, x) for x in packet.overloads()]
+    if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+        return _aligned
+    return next((find for family, find in _FAMILIES if family.fullmatch(operation)), None)

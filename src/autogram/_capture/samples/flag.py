@@ -9,13 +9,10 @@ from torch import Tensor
 
 
 class Flag:
-    """Whether any of some truth values is set.
+    """Whether any of some boolean tensors without dimensions, on any devices, is set.
 
     On a GPU, the values are copied behind the work that was launched before them. Reading the flag
     waits for this work alone, and not for what was launched since.
-
-    Args:
-        values: Boolean tensors without dimensions, on any devices.
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
@@ -26,9 +23,7 @@ class Flag:
             if value.is_cuda:
                 copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
                 value = copy.copy_(value, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
-                self._events.append(event)
+                self._events.append(torch.cuda.current_stream(device).record_event())
             self._values.append(value)
 
     @property

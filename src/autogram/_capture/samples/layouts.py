@@ -19,16 +19,11 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     Where several are left, they agree on all places that have a cotangent now. None is left where
     nothing has a cotangent.
 
-    Args:
-        use: The use.
-        owners: The sample of each place.
-        is_finite: Whether all objectives of a sample are finite, ``(B,)``.
-
     Raises:
         MixedSamplesError: The use has elements that belong to several samples.
         NonFiniteError: Hidden places may belong to several samples.
     """
-    if owners.are_mixed:
+    if not owners:
         raise MixedSamplesError(
             f"The samples are mixed before the result of {describe(use)} reaches the losses: "
             f"in this tensor of shape {use.shape}, they have no places of their own. Batch "
@@ -38,46 +33,42 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
             "losses, slower)."
         )
     batch = len(is_finite)
-    if owners.are_hidden:
+    if any(bool((places == HIDDEN).any()) for places in owners.values()):
         (bad,) = (~is_finite).nonzero(as_tuple=True)
         if len(bad) > 1:  # hidden places are those of some sample, which one layout may tell
             regular = regular_layouts(use.shape, owners, is_finite)
             if len(regular) != 1:
                 raise not_finite(use)
             return regular
-        owners = owners.map(lambda places: torch.where(places == HIDDEN, bad, places))
-    there = next(iter(owners.by_dim.values())).unique()
+        owners = {dim: torch.where(x == HIDDEN, bad, x) for dim, x in owners.items()}
+    there = next(iter(owners.values())).unique()
     there = there[there >= 0]
     if not len(there):
         return ()
-    if ELEMENTS in owners.by_dim:
-        elements = owners.by_dim[ELEMENTS].view(use.shape)
-        owners = Owners(_along_dims(elements, use.dims))
-        if not owners.by_dim and len(there) > 1:
+    if ELEMENTS in owners:
+        elements = owners[ELEMENTS].view(use.shape)
+        owners = _along_dims(elements, use.dims)
+        if not owners and len(there) > 1:
             return (Scattered(batch, elements),)
-    if len(there) == 1:
-        return (_of_one(owners, int(there), batch),)
-    regular = regular_layouts(use.shape, owners, is_finite)
-    if 2 * len(there) <= batch:
-        # Calls for few samples may look like those for all of them, with most places empty.
-        return (*regular, *_of_few(use, owners, there, batch))
-    return regular or (_routed(owners, batch),)
+    regular = regular_layouts(use.shape, owners, is_finite) if len(there) > 1 else ()
+    if len(there) > 1 and 2 * len(there) > batch:
+        return regular or (_routed(owners, batch),)
+    # Calls for few samples may look like those for all of them, with most places empty.
+    return (*regular, *_of_few(use, owners, there, batch))
 
 
 def regular_layouts(
     shape: tuple[int, ...], owners: Owners, is_finite: Tensor
 ) -> tuple[Folded, ...]:
     """The regular layouts that fit the owners of a tensor's places, the likely ones first."""
-    dims = tuple(dim for dim in owners.by_dim if dim != ELEMENTS)
-    found = candidates(shape, dims, len(is_finite))
-    return tuple(x for x in found if _fits(x, owners.by_dim[x.dim], is_finite))
-
-
-def _fits(layout: Folded, owners: Tensor, is_finite: Tensor) -> bool:
-    """Whether a layout gives every place to its owner, and hidden ones to samples that hide."""
-    given = layout.owners(owners.new_empty((1,) * layout.dim + owners.shape)).view(-1)
-    fits = torch.where(owners == HIDDEN, ~is_finite[given], (owners == NONE) | (owners == given))
-    return bool(fits.all())
+    found = []
+    for layout in candidates(shape, tuple(d for d in owners if d != ELEMENTS), len(is_finite)):
+        places = owners[layout.dim]
+        given = layout.owners(places.new_empty((1,) * layout.dim + places.shape)).view(-1)
+        fits = torch.where(places == HIDDEN, ~is_finite[given], (places < 0) | (places == given))
+        if bool(fits.all()):
+            found.append(layout)
+    return tuple(found)
 
 
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
@@ -93,20 +84,16 @@ def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
 
 def _routed(owners: Owners, batch: int) -> Routed:
     """The layout of samples in any places along a dimension."""
-    dim, places = next(iter(owners.by_dim.items()))
+    dim, places = next(iter(owners.items()))
     return Routed(dim, batch, places)
-
-
-def _of_one(owners: Owners, sample: int, batch: int) -> Partial:
-    """The layout of a use that is for one sample."""
-    own = owners.map(lambda places: places.clamp(max=0))
-    return Partial(Subset((sample,), batch), _routed(own, 1) if own.by_dim else None)
 
 
 def _of_few(use: Use, owners: Owners, there: Tensor, batch: int) -> tuple[Partial, ...]:
     """The layouts of a use that is for some samples."""
     count = len(there)
-    own = owners.map(lambda x: torch.where(x == NONE, NONE, torch.searchsorted(there, x)))
-    regular = regular_layouts(use.shape, own, torch.ones(count, dtype=torch.bool, device="cpu"))
     subset = Subset(tuple(there.tolist()), batch)
+    own = {d: torch.where(x < 0, NONE, torch.searchsorted(there, x)) for d, x in owners.items()}
+    if count == 1:
+        return (Partial(subset, _routed(own, 1) if own else None),)
+    regular = regular_layouts(use.shape, own, torch.ones(count, dtype=torch.bool, device="cpu"))
     return tuple(Partial(subset, x) for x in regular or (_routed(own, count),))

@@ -33,18 +33,15 @@ class Objectives:
         """K."""
         return self.losses.numel() // self.samples
 
+    @cached_property
+    def is_finite(self) -> Tensor:
+        """Whether all objectives of a sample are finite, ``(B,)``, on the CPU."""
+        return self.by_sample(self.losses.isfinite()).all(0).cpu()
+
     @property
     def are_finite(self) -> bool:
         """Whether all objectives are finite."""
         return bool(self.is_finite.all())
-
-    @cached_property
-    def is_finite(self) -> Tensor:
-        """Whether all objectives of a sample are finite, ``(B,)``, on the CPU."""
-        finite = self.losses.isfinite()
-        if self.batch_dim is None:
-            return finite.all().view(1).cpu()
-        return finite.movedim(self.batch_dim, 0).reshape(self.samples, -1).all(1).cpu()
 
     @property
     def layout(self) -> Folded | None:
@@ -59,54 +56,46 @@ class Objectives:
         All samples can go together because each has its own place in every activation.
         """
         k, b = self.per_sample, self.samples
-        if k == 1:
-            return self.losses.new_ones(1, *self.losses.shape)
         eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
-        return self._arrange(eye.unsqueeze(-1).expand(k, k, b))
-
-    def by_sample(self, values: Tensor) -> Tensor:
-        """Values of the shape of the losses as ``(k, b)``."""
-        if self.batch_dim is None:
-            return values.reshape(-1, 1)
-        return values.movedim(self.batch_dim, -1).reshape(-1, self.samples)
+        return self._by_loss(eye.unsqueeze(-1).repeat(1, 1, b))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """A weight for each sample, ``(b,)``, as a cotangent ``(1, *losses)``.
+        """A weight for each sample, ``(b,)``, as a cotangent of the losses.
 
         The objectives of a sample get different multiples of it: with equal ones, outputs that add
         up to a constant, such as probabilities, would have no gradient.
         """
-        k, b = self.per_sample, self.samples
-        cotangent = self.losses.new_zeros(1, k, b)
-        multiples = torch.linspace(1.0, 2.0, k, dtype=cotangent.dtype, device=cotangent.device)
-        cotangent[0] = multiples.unsqueeze(1) * weights.to(multiples)
-        return self._arrange(cotangent)
+        multiples = torch.linspace(1.0, 2.0, self.per_sample, device=self.losses.device)
+        multiples = multiples.to(self.losses.dtype)
+        return self._by_loss((multiples.unsqueeze(1) * weights.to(multiples)).unsqueeze(0))
 
-    def arrange_gramian(self, gramian: Tensor) -> Tensor:
-        """``(k, b, k, b)`` as ``(m, m)``, in the row-major order of the losses."""
-        m = self.losses.numel()
-        gramian = gramian.reshape(m, m)
-        if self.is_in_order:
-            return gramian
-        places = self.places.to(gramian.device)
-        return gramian[places][:, places]
+    def by_sample(self, values: Tensor) -> Tensor:
+        """``(*, *losses)`` as ``(*, k, b)``."""
+        stack = values.shape[: values.dim() - self.losses.dim()]
+        if self.batch_dim is not None:
+            values = values.movedim(len(stack) + self.batch_dim % self.losses.dim(), -1)
+        return values.reshape(*stack, self.per_sample, self.samples)
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether ``(k, b)``, flattened, is the row-major order of the losses."""
-        return 1 in (self.per_sample, self.samples)
+    def in_order(self, values: Tensor, *dims: int) -> Tensor:
+        """Values in the row-major order of the losses, which come by ``(k, b)``, flattened.
 
-    @property
-    def places(self) -> Tensor:
-        """Where each loss, in row-major order, is among ``(k, b)``, flattened: ``(m,)``."""
-        order = torch.arange(self.losses.numel(), device="cpu")
-        return self._arrange(order.view(1, self.per_sample, self.samples)).flatten()
+        Args:
+            values: Values for all objectives along some dimensions.
+            dims: These dimensions.
+        """
+        if 1 in (self.per_sample, self.samples):
+            return values
+        order = torch.arange(self.losses.numel(), device=values.device)
+        order = self._by_loss(order.view(1, self.per_sample, self.samples)).flatten()
+        for dim in dims:
+            values = values.index_select(dim, order)
+        return values
 
-    def _arrange(self, tensor: Tensor) -> Tensor:
+    def _by_loss(self, values: Tensor) -> Tensor:
         """``(n, k, b)`` as ``(n, *losses)``."""
-        if self.batch_dim is None:
-            return tensor.reshape(len(tensor), *self.losses.shape)
-        dim = self.batch_dim % self.losses.dim()
-        others = [n for d, n in enumerate(self.losses.shape) if d != dim]
-        by_loss: Tensor = tensor.unflatten(1, others or [1])
-        return by_loss.movedim(-1, dim + 1).reshape(-1, *self.losses.shape)
+        shape = list(self.losses.shape)
+        if self.batch_dim is not None:
+            dim = self.batch_dim % len(shape)
+            del shape[dim]
+            values = values.reshape(-1, *shape, self.samples).movedim(-1, dim + 1)
+        return values.reshape(-1, *self.losses.shape)

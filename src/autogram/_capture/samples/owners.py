@@ -20,7 +20,6 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -46,38 +45,16 @@ _DIGITS = _EXPONENTS.argsort()
 _BEYOND = 2**40
 
 
-@dataclass(frozen=True)
-class Owners:
-    """The sample of each place of one tensor, on the CPU.
+# The sample of each place of one tensor, on the CPU, by each dimension in which samples can lie
+# and do not meet: `NONE` where the cotangent is zero, `HIDDEN` where it is not finite, and belongs
+# to one of the samples whose objectives are not finite. By `ELEMENTS`, the samples of all elements
+# in a row, where each was looked at and has one owner. Empty if samples meet in some element.
+Owners = dict[int, Tensor]
 
-    ``NONE`` where the cotangent is zero, ``HIDDEN`` where it is not finite, and belongs to one of
-    the samples whose objectives are not finite.
 
-    Attributes:
-        by_dim: By each dimension in which samples can lie and do not meet. Where each element was
-            looked at, and has one owner, the owners of all elements in a row, by ``ELEMENTS``.
-    """
-
-    by_dim: dict[int, Tensor]
-
-    @property
-    def are_mixed(self) -> bool:
-        """Whether several samples meet in some element, as far as it was looked at."""
-        return not self.by_dim
-
-    @property
-    def are_none(self) -> bool:
-        """Whether the whole cotangent is zero."""
-        return any(bool((places == NONE).all()) for places in self.by_dim.values())
-
-    @property
-    def are_hidden(self) -> bool:
-        """Whether some places are hidden."""
-        return any(bool((places == HIDDEN).any()) for places in self.by_dim.values())
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Owners:
-        """The owners, with the samples changed."""
-        return Owners({dim: change(places) for dim, places in self.by_dim.items()})
+def are_none(owners: Owners) -> bool:
+    """Whether the whole cotangent is zero."""
+    return any(bool((places == NONE).all()) for places in owners.values())
 
 
 def owners_by_zeros(
@@ -87,11 +64,6 @@ def owners_by_zeros(
 
     A sample whose objectives are not finite hides its own places: zero times infinity is no zero,
     so that they are seen in every pass. The others show the layout, if there are any.
-
-    Args:
-        channel: The channel of the taps.
-        objectives: The losses with their samples.
-        prover: What needs other cotangents in the graph.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
@@ -105,23 +77,24 @@ def owners_by_zeros(
                 zeros.digit, zeros.bit = digit, bit
                 show_uses(channel, objectives, samples >> digit & 1 == bit, zeros.see)
     uses = {use: zeros.owners(use) for use in zeros.counts}
-    spots = {spot: zeros.owners(spot) for spot in prover.spots if spot in zeros.marks}
-    met = [use for use, owners in uses.items() if owners.are_mixed]
-    mixed = [use for use in met if not zeros.may_be_apart(use)]
+    met = [use for use, owners in uses.items() if not owners]
+    # Samples that meet along every dimension of a use may do so in no element.
+    most = {use: 0 if _is_by_element(use) else zeros.digits * prod(use.shape) for use in met}
+    mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
         channel.by_element.update([_name(use) for use in met])
         uses, spots = owners_by_zeros(channel, objectives, prover)
-        still = [_name(use) for use, owners in uses.items() if owners.are_mixed]
-        channel.by_element.difference_update(still)
+        channel.by_element.difference_update([_name(use) for use in uses if not uses[use]])
         return uses, spots
     for use in mixed:
         if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
             raise not_finite(use)
+    spots = {spot: zeros.owners(spot) for spot in prover.spots if spot in zeros.marks}
     return {**{use: uses[use] for use in mixed}, **uses}, spots  # first what is mixed for certain
 
 
 class _Zeros:
-    """Which places have a cotangent in passes for parts of the samples.
+    """Which places have a cotangent in passes for the samples with some bit of their number.
 
     Attributes:
         digits: How many binary digits the numbers of samples have.
@@ -147,11 +120,7 @@ class _Zeros:
             is_apart = bool(((had ^ lacked)[is_seen] == (1 << self.digits) - 1).all())
             if is_apart and not self._is_finite[had[is_seen & is_hidden]].any():
                 found[dim] = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
-        return Owners(found)
-
-    def may_be_apart(self, use: Use) -> bool:
-        """Whether samples that meet along every dimension of a use may do so in no element."""
-        return not _is_by_element(use) and self.counts[use] <= self.digits * prod(use.shape)
+        return found
 
     def see(self, use: Use, cotangent: Tensor) -> None:
         """Takes in the cotangent of a use."""
@@ -199,14 +168,10 @@ class Scales:
             unit *= _SCALES
 
     def owners(self, use: Use, cotangent: Tensor) -> Owners:
-        """The owners of a use's places.
+        """The owners of a use's places, from its cotangent where all samples have the weight one.
 
         A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
         numbers of extreme size, or where an operation adds up in a different order each time.
-
-        Args:
-            use: The use.
-            cotangent: Its cotangent where all samples have the weight one, ``(*output,)``.
         """
         owners = {}
         for dim, plain in _checksums(use, cotangent).items():
@@ -216,7 +181,7 @@ class Scales:
                 places += unit * _digits(plain, scaled)
             if int(places.max()) < self._samples:
                 owners[dim] = places
-        return Owners(owners)
+        return owners
 
     def _see(self, unit: int, use: Use, cotangent: Tensor) -> None:
         """Takes in the cotangent of a use in one of the passes."""
@@ -274,18 +239,14 @@ def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
     """One number for each place that no part of it is missing from, on the CPU, by dimension."""
     found = {}
     for dim, by_place in _by_place(use, cotangent):
-        is_complex = by_place.is_complex()
-        parts = torch.view_as_real(by_place).flatten(1) if is_complex else by_place
+        parts = torch.view_as_real(by_place).flatten(1) if by_place.is_complex() else by_place
         factors = torch.arange(1, parts.shape[1] + 1, device=parts.device).double().sin()
         found[dim] = (parts.double() * factors).sum(1).cpu()
     return found
 
 
 def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
-    """The digits by which places were multiplied, 0 for zeros.
-
-    A number above that of any sample where it was not by a power of two.
-    """
+    """The digits by which places were multiplied, 0 for zeros, `_BEYOND` if by no power of two."""
     is_zero = plain == 0
     exponents = torch.where(is_zero, _EXPONENTS[0], (scaled / plain).abs().log2().round())
     codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)

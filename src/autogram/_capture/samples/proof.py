@@ -19,7 +19,7 @@ shows nothing, and moves nothing as long as it is zero, which is looked at in ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,12 +37,10 @@ _LARGEST = 2**22
 
 
 class Spot(NamedTuple):
-    """A result or an input of a node, of which a pass shows the cotangent."""
+    """A result or an input of a node, by numbers, of which a pass shows the cotangent."""
 
     node: int
-    """The number of the node in the survey."""
     position: int
-    """The number of the result, or of the input."""
     is_input: bool
     shape: Shape
 
@@ -53,13 +51,17 @@ class Spot(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A tensor that a node saved, which requires no gradient, and whose values decide."""
+    """A tensor that a node saved, which requires no gradient, and whose values decide.
+
+    Attributes:
+        node: The number of the node in the survey.
+        field: Where the node has it.
+        entry: Which of them, where the field holds several.
+    """
 
     node: int
-    """The number of the node in the survey."""
     field: str
-    entry: int | None
-    """Which of them, where the field holds several."""
+    entry: int | None = None
 
     def value(self, survey: Survey) -> Tensor:
         """The tensor, in a graph with an equal survey."""
@@ -78,9 +80,9 @@ class Proof:
         is_for_one_call: Whether other values decide, too.
     """
 
-    constants: tuple[Constant, ...]
-    silent: tuple[Spot, ...]
-    is_for_one_call: bool
+    constants: tuple[Constant, ...] = ()
+    silent: tuple[Spot, ...] = ()
+    is_for_one_call: bool = False
 
 
 @contextmanager
@@ -88,78 +90,79 @@ def shown(
     survey: Survey, spots: Iterable[Spot], observe: Callable[[Spot, Tensor], None]
 ) -> Iterator[None]:
     """Shows the cotangents of some spots in the passes of an engine inside of a block."""
-    handles = []
-    try:
+
+    def show(spot: Spot, *cotangents: tuple[Tensor | None, ...]) -> None:
+        current = running_pass()
+        if current is None or current.is_blocked:
+            return  # only passes past the taps show where the samples of the losses are
+        cotangent = cotangents[not spot.is_input][spot.position]
+        if cotangent is not None and cotangent.numel():
+            observe(spot, in_dense(cotangent))
+
+    with ExitStack() as stack:
         for spot in spots:
-            hook = partial(_show, spot, observe)
-            handles.append(survey.nodes[spot.node].register_hook(hook))
+            handle = survey.nodes[spot.node].register_hook(partial(show, spot))
+            stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _show(
-    spot: Spot,
-    observe: Callable[[Spot, Tensor], None],
-    inputs: tuple[Tensor | None, ...],
-    results: tuple[Tensor | None, ...],
-) -> None:
-    """A hook on the node of a spot."""
-    current = running_pass()
-    if current is None or current.is_blocked:
-        return  # only passes past the taps show where the samples of the losses are
-    cotangent = (inputs if spot.is_input else results)[spot.position]
-    if cotangent is not None and cotangent.numel():
-        observe(spot, in_dense(cotangent))
 
 
 class _Way(NamedTuple):
-    """How a node leads to another that has taps behind it."""
+    """How a node leads to another that has taps behind it.
+
+    Attributes:
+        arrival: The input of the node.
+        target: The result of the other node, whose cotangent is the sum of all that arrives there.
+        moves_nothing: Whether each element has its cotangent from the element in its place.
+    """
 
     arrival: Spot
-    """The input of the node."""
     target: Spot
-    """The result of the other node, whose cotangent is the sum of all that arrives there."""
     moves_nothing: bool
-    """Whether each element has its cotangent from the element in its place."""
 
 
 class Prover:
-    """Proves what the places of samples depend on, from what a search by zeros shows.
-
-    Args:
-        survey: The graph.
-
-    Attributes:
-        spots: What to look at in the search.
-    """
+    """Proves what the places of samples depend on, from what a search by zeros shows of spots."""
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self._ways = _ways_to_taps(survey)
         self.spots: list[Spot] = []
-        for number, ways in self._ways.items():
-            self.spots += _results(survey, survey.nodes[number])
-            self.spots += [way.arrival for way in ways if not way.moves_nothing]
+        self._ways: dict[int, list[_Way]] = {}  # of each tap, and each node that leads to one
+        reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
+        for number, node in enumerate(survey.nodes):
+            if node in reaching:
+                ways = self._ways[number] = [
+                    self._way(node, position, self._results(following)[result])
+                    for position, (following, result) in enumerate(node.next_functions)
+                    if following in reaching
+                ]
+                self.spots += self._results(node)
+                self.spots += [way.arrival for way in ways if not way.moves_nothing]
 
     def proof(self, fitting: Mapping[Spot, set[int] | None]) -> Proof:
-        """What follows from the dimensions in which samples may lie.
-
-        Args:
-            fitting: Those of each spot that the search has reached; ``None`` if it was zero.
-        """
+        """What follows from the dimensions that fit each spot reached, ``None`` if it was zero."""
         constants: dict[Constant, None] = {}
-        is_for_one_call = False
         for spot, dims in fitting.items():
             if not spot.is_input and dims is not None:
                 decided_by = self._deciding(spot, dims, fitting)
-                constants.update(dict.fromkeys(decided_by or ()))
-                is_for_one_call |= decided_by is None
-        if is_for_one_call:
-            return Proof((), (), is_for_one_call)
-        silent = sorted(spot for spot, dims in fitting.items() if dims is None)
-        return Proof(tuple(constants), tuple(silent), is_for_one_call)
+                if decided_by is None:
+                    return Proof(is_for_one_call=True)
+                constants.update(dict.fromkeys(decided_by))
+        return Proof(
+            tuple(constants), tuple(spot for spot, dims in fitting.items() if dims is None)
+        )
+
+    def _results(self, node: Any) -> list[Spot]:
+        """The results of a node."""
+        shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
+        number = self.survey.numbers[node]
+        return [Spot(number, position, False, shape) for position, shape in enumerate(shapes)]
+
+    def _way(self, node: Any, position: int, target: Spot) -> _Way:
+        """The way from an input of a node to another node."""
+        edge = Edge(node, position, target.shape, target.shape)
+        is_alike = {spot.shape for spot in self._results(node)} == {target.shape}
+        stays = is_alike and (is_any_tap(node) or moves_nothing(edge))
+        return _Way(Spot(self.survey.numbers[node], position, True, target.shape), target, stays)
 
     def _deciding(
         self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int] | None]
@@ -196,59 +199,23 @@ class Prover:
         for field in fields:
             found = getattr(node, field)
             if isinstance(found, Tensor):
-                constants.append(Constant(number, field, None))
+                constants.append(Constant(number, field))
             elif found is not None:
                 entries = [Constant(number, field, i) for i, x in enumerate(found) if x is not None]
-                constants += entries[: _count_of_deciding(found, dims, given)]
-        values = [constant.value(self.survey) for constant in constants]
-        return constants if all(_can_be_compared(x) for x in values) else None
+                decides_alone = dims == {0} and _runs_through(found, given[0])
+                constants += entries[: 1 if decides_alone else None]
+        for value in (constant.value(self.survey) for constant in constants):
+            is_plain = value.layout == torch.strided and not value.is_nested
+            if not is_plain or value.requires_grad or value.numel() > _LARGEST:
+                return None
+        return constants
 
 
-def _ways_to_taps(survey: Survey) -> dict[int, list[_Way]]:
-    """For each tap, and each node that leads to one, its ways to other such nodes."""
-    reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
-    return {
-        survey.numbers[node]: [
-            _way(survey, node, position, _results(survey, following)[result])
-            for position, (following, result) in enumerate(node.next_functions)
-            if following in reaching
-        ]
-        for node in survey.nodes
-        if node in reaching
-    }
-
-
-def _results(survey: Survey, node: Any) -> list[Spot]:
-    """The results of a node."""
-    shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
-    number = survey.numbers[node]
-    return [Spot(number, position, False, shape) for position, shape in enumerate(shapes)]
-
-
-def _way(survey: Survey, node: Any, position: int, target: Spot) -> _Way:
-    """The way from an input of a node to another node."""
-    is_alike = {spot.shape for spot in _results(survey, node)} == {target.shape}
-    edge = Edge(node, position, target.shape, target.shape)
-    stays = is_alike and (is_any_tap(node) or moves_nothing(edge))
-    return _Way(Spot(survey.numbers[node], position, True, target.shape), target, stays)
-
-
-def _count_of_deciding(indices: tuple[Tensor | None, ...], dims: set[int], given: Shape) -> int:
-    """How many of the entries of an index decide: with ``x[arange, y]``, only the first."""
-    present = [x for x in indices if x is not None]
+def _runs_through(indices: tuple[Tensor | None, ...], size: int) -> bool:
+    """Whether the first of several indices keeps rows in order, as in ``x[arange, y]``."""
     first = indices[0]
-    runs = first is not None and _is_in_order(first, given[0])
-    return 1 if runs and dims == {0} and all(x.dim() == 1 for x in present) else len(present)
-
-
-def _is_in_order(index: Tensor, size: int) -> bool:
-    """Whether an index runs through a dimension from its first place to its last."""
-    if index.dim() != 1 or len(index) != size or index.is_floating_point():
+    if any(x is not None and x.dim() != 1 for x in indices):
         return False
-    return torch.equal(index.long(), torch.arange(size, device=index.device))
-
-
-def _can_be_compared(value: Tensor) -> bool:
-    """Whether it is worth to compare a tensor with that of an earlier step."""
-    is_plain = value.layout == torch.strided and not value.is_nested
-    return is_plain and not value.requires_grad and value.numel() <= _LARGEST
+    if first is None or len(first) != size or first.is_floating_point():
+        return False
+    return torch.equal(first.long(), torch.arange(size, device=first.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -35,16 +35,19 @@ class Latest(dict[K, T]):
 
 @dataclass
 class Known:
-    """The layouts that were found for one graph."""
+    """The layouts that were found for one graph.
+
+    Attributes:
+        layouts: Of each use, by the number of its tap in the survey.
+        constants: The constants that they depend on, with the values that they were found with.
+        silent: The spots that had no cotangent.
+        is_doubted: Whether to look again before they are used.
+    """
 
     layouts: dict[int, tuple[Placement, ...]]
-    """Of each use, by the number of its tap in the survey."""
     constants: tuple[tuple[Constant, Tensor], ...]
-    """What they depend on, beside the graph, with the values that they were found with."""
     silent: tuple[Spot, ...]
-    """The spots that had no cotangent."""
     is_doubted: bool = False
-    """Whether to look again before they are used."""
 
     def has_changed(self, survey: Survey) -> Flag:
         """Whether constants have other values now."""
@@ -55,26 +58,18 @@ class Known:
         return {use: self.layouts.get(number, ()) for use, number in survey.uses.items()}
 
 
+@dataclass(frozen=True)
 class Remembered:
     """What an engine remembers of graphs. It holds no tensor of a pass but constants.
 
-    Layouts and refusals are for graphs with an equal survey, and for one dimension of the losses.
-    Proofs are for graphs of an equal structure; the search says for which sizes.
-
-    Args:
-        channel: The channel of the engine's taps.
-
-    Attributes:
-        layouts: What was found.
-        refusals: Why the samples are taken to be mixed.
-        proofs: What layouts depend on.
+    Layouts, and why the samples are taken to be mixed, are by a survey's key and the dimension of
+    the losses. Proofs are for graphs of an equal structure; the search says for which sizes.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.layouts = Latest[tuple[bytes, int | None], Known]()
-        self.refusals = Latest[tuple[bytes, int | None], str]()
-        self.proofs = Latest[tuple[bytes, int | None, bytes], Proof]()
+    channel: Channel
+    layouts: Latest[tuple[bytes, int | None], Known] = field(default_factory=Latest)
+    refusals: Latest[tuple[bytes, int | None], str] = field(default_factory=Latest)
+    proofs: Latest[tuple[bytes, int | None, bytes], Proof] = field(default_factory=Latest)
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

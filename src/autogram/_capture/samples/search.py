@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
@@ -13,7 +12,13 @@ from autogram._blocks import Folded, Placement, agree
 from autogram._capture.samples.flag import Flag
 from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import Owners, Scales, owners_by_zeros, show_uses
+from autogram._capture.samples.owners import (
+    Owners,
+    Scales,
+    are_none,
+    owners_by_zeros,
+    show_uses,
+)
 from autogram._capture.samples.proof import Proof, Prover, Spot, shown
 from autogram._capture.samples.remembered import Known, Remembered
 from autogram._capture.samples.survey import Survey
@@ -29,8 +34,8 @@ class UnknownLayoutError(Exception):
             to need one.
     """
 
-    def __init__(self, use: Use | None) -> None:
-        super().__init__(use and use.function)
+    def __init__(self, use: Use | None = None) -> None:
+        super().__init__()
         self.use = use
 
 
@@ -41,11 +46,6 @@ class Search:
     sizes or constants, passes by scales come first, and the pass that asks for layouts is what they
     are compared with (with several objectives for a sample, another one is).
 
-    Args:
-        remembered: What the engine remembers.
-        objectives: The losses with their samples.
-        survey: The graph behind them.
-
     Attributes:
         has_sought: Whether there was anything to seek.
     """
@@ -55,14 +55,35 @@ class Search:
         self._objectives = objectives
         self._survey = survey
         self._key = survey.key, objectives.batch_dim
+        self._needed: set[Use] = set()
+        self._forget()
+        self.has_sought = False
+
+    def _forget(self) -> None:
+        """Begins with nothing found."""
         self._found: Layouts | None = None
-        self._has_changed: Flag | None = None
+        self._has_changed = Flag([])
         self._silent: tuple[Spot, ...] = ()
         self._heard: list[Tensor] = []
         self._scales: Scales | None = None
-        self._needed: set[Use] = set()
         self._has_gaps = False
-        self.has_sought = False
+
+    def begin(self) -> None:
+        """Recalls where the samples were, or looks for them.
+
+        Raises:
+            MixedSamplesError: As :meth:`seek`, or it is remembered that the samples are mixed.
+        """
+        reason = self._remembered.refusals.get(self._key)
+        if reason is not None:
+            raise MixedSamplesError(reason)
+        known = self._known
+        if known is not None and not known.is_doubted:
+            self._has_changed = known.has_changed(self._survey)
+            if not (self._has_changed.is_ready and self._has_changed.read()):
+                self._found, self._silent = known.of_uses(self._survey), known.silent
+        if self._found is None and self._survey.uses:
+            self.seek()
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero.
@@ -73,10 +94,10 @@ class Search:
         if not cotangent.numel():
             return None  # an expert without tokens, say
         if self._found is None:
-            raise UnknownLayoutError(None)
+            raise UnknownLayoutError
         if self._scales is not None and use not in self._found:
             self._measure(use, cotangent[0])
-        layouts: Sequence[Placement] = self._found.get(use, ())
+        layouts = self._found.get(use, ())
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
@@ -91,47 +112,16 @@ class Search:
     @property
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
-        found = self._found
-        must_wait = self._has_changed is not None and not self._has_changed.is_ready
-        if found is None or must_wait or self._scales is not None or self._silent:
+        if self._found is None or self._scales is not None or self._silent:
             return False
-        each = [found.get(use, ()) for use in self._survey.uses]
+        each = [self._found.get(use, ()) for use in self._survey.uses]
         is_known = all(len(x) == 1 and isinstance(x[0], Folded) for x in each)
-        return is_known and not self._survey.may_hide_taps
-
-    def refuse(self, reason: str) -> None:
-        """Remembers that the samples are mixed in this graph."""
-        self._remembered.refusals[self._key] = reason
-
-    def doubt(self) -> None:
-        """Lets the next call for this graph look again."""
-        known = self._remembered.layouts.get(self._key)
-        if known is not None:
-            known.is_doubted = True
-
-    def begin(self) -> None:
-        """Recalls where the samples were, or looks for them.
-
-        Raises:
-            MixedSamplesError: As :meth:`seek`, or it is remembered that the samples are mixed.
-        """
-        reason = self._remembered.refusals.get(self._key)
-        if reason is not None:
-            raise MixedSamplesError(reason)
-        known = self._remembered.layouts.get(self._key)
-        if known is not None and not known.is_doubted:
-            self._has_changed = known.has_changed(self._survey) if known.constants else None
-            if not (self._has_changed and self._has_changed.is_ready and self._has_changed.read()):
-                self._found, self._silent = known.of_uses(self._survey), known.silent
-        if self._found is None and self._survey.uses:
-            self.seek(UnknownLayoutError(None))
+        return is_known and self._has_changed.is_ready and not self._survey.may_hide_taps
 
     def watched(self) -> AbstractContextManager[None]:
         """Watches, in the pass inside of a block, what had no cotangent when it was proven."""
-        if not self._silent:
-            return nullcontext()
-        self._heard = []
-        return shown(self._survey, self._silent, self._listen)
+        self._heard = heard = []
+        return shown(self._survey, self._silent, lambda _, x: heard.append((x != 0).any()))
 
     def finish(self) -> None:
         """Remembers what the pass has shown.
@@ -139,83 +129,84 @@ class Search:
         Raises:
             UnknownLayoutError: It has not shown all of it.
         """
-        if self._has_changed is not None and self._has_changed.read():
-            raise UnknownLayoutError(None)
-        if self._heard and Flag(self._heard).read():
+        if self._has_changed.read():
+            raise UnknownLayoutError
+        if Flag(self._heard).read():
             self._remembered.layouts.pop(self._key, None)
             for key in self._proof_keys:
                 self._remembered.proofs.pop(key, None)
             if not self.has_sought:
-                raise UnknownLayoutError(None)
-        if self._scales is None or self._found is None:
-            return
-        for use in self._scales.uses:
-            if use not in self._found:
-                raise UnknownLayoutError(use)  # all samples add up to zero
-        self._remember(self._found)
+                raise UnknownLayoutError
+        if self._scales is not None and self._found is not None:
+            for use in self._scales.uses:
+                if use not in self._found:
+                    raise UnknownLayoutError(use)  # all samples add up to zero
+            self._remember(self._found)
 
-    def seek(self, unknown: UnknownLayoutError) -> None:
-        """Looks for the samples, by passes of its own.
+    def refuse(self, reason: str) -> None:
+        """Remembers that the samples are mixed in this graph."""
+        self._remembered.refusals[self._key] = reason
+
+    def doubt(self) -> None:
+        """Lets the next call for this graph look again."""
+        if self._known is not None:
+            self._known.is_doubted = True
+
+    def seek(self, use: Use | None = None) -> None:
+        """Looks for the samples, by passes of its own, where a use needs a layout that has none.
 
         Raises:
             MixedSamplesError: A use has elements that belong to several samples.
             NonFiniteError: A cotangent is infinite or not a number.
         """
         self.has_sought = True
-        self._scales = self._has_changed = None
-        self._silent, self._heard, self._has_gaps = (), [], False
-        use, proof = unknown.use, self._proof
-        if use is not None:
-            self._need(use)
-        try:
-            if use is None and proof is not None and self._objectives.are_finite:
-                self._seek_by_scales(proof)
-            else:
-                self._seek_by_zeros(use)
-        except NonFiniteError:
-            known = self._remembered.layouts.get(self._key)
-            if known is None or known.has_changed(self._survey).read():
-                raise
-            self._found = known.of_uses(self._survey)
-
-    def _need(self, use: Use) -> None:
-        """Notes that a use needs a layout, and what is remembered has none for it."""
+        self._forget()
         if use in self._needed:
             raise MixedSamplesError(
                 f"{describe(use)} has a cotangent for single objectives where it has none for some "
                 "of them together, so that it cannot be seen where the samples lie. Pass "
                 "`batch_dim=None` to `Engine`."
             )
-        self._needed.add(use)
-        self._remembered.layouts.pop(self._key, None)
+        if use is not None:
+            self._needed.add(use)
+            self._remembered.layouts.pop(self._key, None)
+        try:
+            if use is not None or not self._seek_by_scales():
+                self._seek_by_zeros(use)
+        except NonFiniteError:
+            known = self._known
+            if known is None or known.has_changed(self._survey).read():
+                raise
+            self._found = known.of_uses(self._survey)
 
-    def _seek_by_scales(self, proof: Proof) -> None:
-        """Has the next pass compared with passes by scales, if their numbers are not too large."""
-        channel, objectives = self._remembered.channel, self._objectives
+    def _seek_by_scales(self) -> bool:
+        """Has the next pass compared with passes by scales, where there is a proof."""
+        channel, objectives, proof = self._remembered.channel, self._objectives, self._proof
+        if proof is None or not objectives.are_finite:
+            return False
         try:
             self._scales, self._found = Scales(channel, objectives), {}
-        except NonFiniteError:
-            self._seek_by_zeros(None)
-            return
+        except NonFiniteError:  # the numbers are too large
+            return False
         self._silent = proof.silent
-        if objectives.per_sample == 1:
-            return
-        # The pass that comes next has a cotangent for each objective, so that another is compared.
-        equal = torch.ones(objectives.samples, device="cpu")
-        try:
-            with self.watched():
-                show_uses(channel, objectives, equal, self._measure)
-            self.finish()
-        except UnknownLayoutError as unknown:
-            self.seek(unknown)
-        else:
-            self._scales, self._silent, self._heard = None, (), []
+        if objectives.per_sample > 1:
+            # The next pass has a cotangent for each objective, so that another is compared.
+            equal = torch.ones(objectives.samples, device="cpu")
+            try:
+                with self.watched():
+                    show_uses(channel, objectives, equal, self._measure)
+                self.finish()
+            except UnknownLayoutError as unknown:
+                self.seek(unknown.use)
+            else:
+                self._scales, self._silent, self._heard = None, (), []
+        return True
 
     def _seek_by_zeros(self, wanted: Use | None) -> None:
         """Finds the layouts of all uses, and what they depend on."""
         prover = Prover(self._survey)
         uses, spots = owners_by_zeros(self._remembered.channel, self._objectives, prover)
-        if wanted is not None and (wanted not in uses or uses[wanted].are_none):
+        if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             raise MixedSamplesError(
                 f"{describe(wanted)} has a cotangent for all samples together and none for parts "
                 "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
@@ -227,17 +218,12 @@ class Search:
             self._remembered.proofs[whatever_sizes if proof.is_for_one_call else these] = proof
             self._remember(self._found)
 
-    def _listen(self, spot: Spot, cotangent: Tensor) -> None:
-        """Notes whether a spot has a cotangent that had none."""
-        del spot
-        self._heard.append((cotangent != 0).any())
-
     def _measure(self, use: Use, cotangent: Tensor) -> None:
         """Finds the layouts of a use that this pass and those by scales show together."""
         assert self._scales is not None
         assert self._found is not None
         owners = self._scales.owners(use, cotangent)
-        if owners.are_mixed:
+        if not owners:
             raise UnknownLayoutError(use)
         self._found[use] = self._fit(use, owners)
 
@@ -245,16 +231,13 @@ class Search:
         """The layouts that fit the owners of a use's places."""
         layouts = fitting_layouts(use, owners, self._objectives.is_finite)
         regular = {layout.dim for layout in layouts if isinstance(layout, Folded)}
-        along = [places for dim, places in owners.by_dim.items() if dim in regular]
-        self._has_gaps |= any(bool((places < 0).any()) for places in along)
+        self._has_gaps |= any(bool((owners[dim] < 0).any()) for dim in regular & owners.keys())
         return layouts
 
     def _dims(self, spot: Spot, owners: Owners) -> set[int] | None:
         """The dimensions in which samples may lie, or ``None`` without a cotangent."""
-        if owners.are_none:
-            return None
         regular = regular_layouts(spot.shape, owners, self._objectives.is_finite)
-        return {layout.dim for layout in regular}
+        return None if are_none(owners) else {layout.dim for layout in regular}
 
     def _remember(self, found: Layouts) -> None:
         """Keeps layouts for the next call, if nothing can change them that is not noticed."""
@@ -271,6 +254,11 @@ class Search:
         self._remembered.layouts[self._key] = Known(by_number, constants, proof.silent)
 
     @property
+    def _known(self) -> Known | None:
+        """What is remembered of this graph."""
+        return self._remembered.layouts.get(self._key)
+
+    @property
     def _proof(self) -> Proof | None:
         """What the layouts depend on, if a graph of this structure was looked at."""
         whatever_sizes, these = (self._remembered.proofs.get(key) for key in self._proof_keys)
@@ -282,6 +270,6 @@ class Search:
 
         At other sizes, samples may lie along other dimensions, which nodes may not carry.
         """
-        structure, batch_dim = self._survey.structure, self._objectives.batch_dim
         pattern = self._survey.pattern(self._objectives.samples)
-        return (structure, batch_dim, b""), (structure, batch_dim, pattern)
+        key = self._survey.structure, self._objectives.batch_dim
+        return (*key, b""), (*key, pattern)

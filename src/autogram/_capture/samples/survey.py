@@ -28,52 +28,45 @@ _LEAF = "AccumulateGrad"
 _SLICES = "CopySlices"
 # How one node leads to others: each of these, and the number of the result of it that is meant.
 _Edges = tuple[tuple[Any, int], ...]
+Reader = Callable[[Any], Any]
 
 
 class NodeKind(NamedTuple):
-    """What all nodes of one class have in common."""
+    """What all nodes of one class have in common.
 
-    name: str
-    """Of the class, as in ``MulBackward0``."""
-    operation: str
-    """What it differentiates, as in ``Mul``. Empty for a Function in Python, whatever its name."""
+    Attributes:
+        number: The number of the class, among all that were seen.
+        operation: What the class differentiates: ``Mul`` for ``MulBackward0``. Empty for a Function
+            in Python, whatever its name.
+        tensors: The fields of the tensors that a node saved.
+        arguments: Read what a node saved that is no tensor: dimensions, shifts, orders.
+        sizes: Read the sizes and strides that a node saved.
+    """
+
     number: int
-    """Of the class, among all that were seen."""
-    is_function: bool
-    """Whether it is an autograd Function in Python."""
-    is_read: bool
-    """Whether a survey reads anything from nodes of it."""
-    tensors: tuple[str, ...]
-    """The fields of the tensors that a node saved."""
-    arguments: tuple[Callable[[Any], Any], ...]
-    """Read what a node saved that is no tensor: dimensions, shifts, orders."""
-    sizes: tuple[Callable[[Any], Any], ...]
-    """Read the sizes and strides that a node saved."""
+    operation: str
+    tensors: tuple[str, ...] = ()
+    arguments: tuple[Reader, ...] = ()
+    sizes: tuple[Reader, ...] = ()
 
 
 @lru_cache(maxsize=4096)
 def kind_of_node(node: Any) -> NodeKind:
     """What all nodes of a class have in common."""
-    name, number, is_function = node.__name__, next(_NUMBERS), issubclass(node, BackwardCFunction)
-    if is_function:
-        return NodeKind(name, "", number, True, False, (), (), ())
+    if issubclass(node, BackwardCFunction):
+        return NodeKind(next(_NUMBERS), "")
     fields = [field for field in dir(node) if field.startswith("_saved_")]
     tensors = tuple(field for field in fields if hasattr(node, f"_raw{field}"))
-    others = [field for field in fields if field not in tensors]
-    sizes = [field for field in others if "size" in field or "stride" in field]
-    arguments = [getattr(node, field).__get__ for field in others if field not in sizes]
+    arguments: list[Reader] = []
+    sizes: list[Reader] = []
+    for field in fields:
+        if field not in tensors:
+            readers = sizes if "size" in field or "stride" in field else arguments
+            readers.append(getattr(node, field).__get__)
     if "_saved_indices" in tensors:
         arguments.append(_indexed)
-    return NodeKind(
-        name,
-        name.rstrip("0123456789").removesuffix("Backward"),
-        number,
-        False,
-        bool(arguments or sizes) or name == _SLICES,
-        tensors,
-        tuple(arguments),
-        tuple(getattr(node, field).__get__ for field in sizes),
-    )
+    operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
+    return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
 
 
 def _indexed(node: Any) -> tuple[bool, ...]:
@@ -83,13 +76,7 @@ def _indexed(node: Any) -> tuple[bool, ...]:
 
 
 class Survey:
-    """The autograd graph behind some losses. It lives as long as one call.
-
-    Making one goes through the graph, each node once: less than about a microsecond for each.
-
-    Args:
-        channel: The channel of an engine's taps.
-        losses: The objectives.
+    """The autograd graph behind some losses, for the taps of a channel. It lives for one call.
 
     Attributes:
         losses: The objectives.
@@ -124,19 +111,14 @@ class Survey:
 
     def pattern(self, samples: int) -> bytes:
         """Along which dimensions of the nodes' results so many samples could lie, as a digest."""
-        inside = [node for node in self.nodes if kind_of_node(node.__class__).name != _LEAF]
+        inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
         shapes = [metadata.shape for node in inside for metadata in node._input_metadata]
         return _digest([[_room(size, samples) for size in shape] for shape in shapes])
 
     def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:
-        """Follows edges to their ends, or to taps.
+        """Follows edges, and those found on the way, but for those of taps, which it sets aside.
 
-        Args:
-            pending: The edges. What is found behind other nodes than taps is added.
-            behind_taps: Where to add what is found behind taps.
-
-        Returns:
-            The leaves that were not reached before.
+        Gives the leaves that were not reached before.
         """
         leaves: list[Tensor] = []
         nodes, numbers, structure = self.nodes, self.numbers, self._structure
@@ -144,22 +126,27 @@ class Survey:
             structure.append(len(edges))
             for node, result in edges:
                 number = numbers.setdefault(node, len(nodes))
-                structure.append(number)
-                structure.append(result)
+                structure += number, result
                 if number < len(nodes):
                     continue
                 nodes.append(node)
                 kind = kind_of_node(node.__class__)
                 structure.append(kind.number)
-                if kind.name == _LEAF:
+                if kind.operation == _LEAF:
                     if node not in self._anchors:
                         leaves.append(node.variable)
-                elif kind.is_function and self._is_tap(node):
+                elif not kind.operation and self._is_tap(node):
                     behind_taps.append(node.next_functions)
                 else:
-                    if kind.is_read:
-                        self._read(node, kind)
                     pending.append(node.next_functions)
+                    if kind.arguments or kind.sizes:
+                        read = [argument(node) for argument in kind.arguments]
+                        # Of a number with a fraction (a slope, a temperature), only whether it is
+                        # zero: it may change at each step of a training.
+                        structure += [x == 0 if x.__class__ is float else x for x in read]
+                        self._sizes += [size(node) for size in kind.sizes]
+                    elif kind.operation == _SLICES:
+                        self.may_hide_taps |= any(x == self._anchor for x, _ in pending[-1])
         return leaves
 
     def _is_tap(self, node: Any) -> bool:
@@ -174,18 +161,6 @@ class Survey:
         self._structure.append(use.function)
         self._sizes.append(use.shape)
         return True
-
-    def _read(self, node: Any, kind: NodeKind) -> None:
-        """Notes what a node saved that is no tensor.
-
-        Of a number with a fraction (a slope, a temperature), only whether it is zero: it may change
-        at each step of a training.
-        """
-        found = [read(node) for read in kind.arguments]
-        self._structure += [x == 0 if x.__class__ is float else x for x in found]
-        self._sizes += [read(node) for read in kind.sizes]
-        if kind.name == _SLICES:
-            self.may_hide_taps |= any(x == self._anchor for x, _ in node.next_functions)
 
 
 def _room(size: int, samples: int) -> int:
@@ -202,12 +177,5 @@ def _digest(values: list[Any]) -> bytes:
     try:
         written = marshal.dumps(values, 2)
     except ValueError:  # there are objects among them, such as dtypes and symbolic sizes
-        written = marshal.dumps(_plain(values), 2)
+        written = repr(values).encode()
     return blake2b(written, digest_size=16).digest()
-
-
-def _plain(value: Any) -> Any:
-    """A value with the names of objects in their place."""
-    if isinstance(value, (tuple, list)):
-        return tuple([_plain(x) for x in value])
-    return value if isinstance(value, (int, str, bool, bytes, type(None))) else str(value)

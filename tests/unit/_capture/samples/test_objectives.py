@@ -42,9 +42,8 @@ def test_gramian_is_arranged_like_the_losses(
     objectives = Objectives(batch(*shape), batch_dim)
     rows = objectives.cotangents().unsqueeze(1) * one_each(shape, batch_dim, samples)
     rows = rows.reshape(each * samples, -1)  # where each (objective, sample) stands in the losses
-    gramian = batch(each, samples, each, samples)
-    flat = gramian.reshape(each * samples, each * samples)
-    assert torch.equal(objectives.arrange_gramian(gramian), rows.T @ flat @ rows)
+    gramian = batch(each * samples, each * samples)
+    assert torch.equal(objectives.in_order(gramian, 0, 1), rows.T @ gramian @ rows)
 
 
 def of_samples(cotangent: Tensor, batch_dim: int | None) -> Tensor:

@@ -51,7 +51,7 @@ def owners(find: Find, of: Callable[[Tensor], Tensor], samples: int) -> dict[Use
 def the_only(found: dict[Use, Owners]) -> dict[int, Tensor]:
     """The owners along each dimension of the only use."""
     (owners,) = found.values()
-    return owners.by_dim
+    return owners
 
 
 @pytest.mark.parametrize("find", METHODS)
