@@ -2,6 +2,7 @@
 
 import gc
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,8 +13,9 @@ def live_tensors() -> int:
 
 def live_bytes() -> int:
     """How large the storages of all tensors on CPUs are together, each counted once."""
-    tensors = [x for x in _tensors() if type(x) in (Tensor, nn.Parameter)]
-    storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # which has no storage
+    plain = [x for x in _tensors() if type(x) in (Tensor, nn.Parameter) and not is_wrapped(x)]
+    storages = [x.untyped_storage() for x in plain if x.device.type == "cpu"]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
