@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -83,13 +84,13 @@ def reordered(equation: str, order: tuple[int, ...]) -> str:
     return f"{inputs}->kb{''.join(output[2 + dim] for dim in order)}"
 
 
-class Kept:
+class Kept(ABC):
     """Something that keeps tensors, which nobody may change in place."""
 
     @property
+    @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that is kept."""
-        raise NotImplementedError
 
     @cached_property
     def versions(self) -> list[int]:
