@@ -67,3 +67,16 @@ def trained(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.normal_()
     return module
+
+
+class Recurrent(nn.Module):
+    """One cell, many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = self.cell(x).tanh()
+        return x

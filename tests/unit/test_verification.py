@@ -19,6 +19,7 @@ from autogram import (
 from autogram.rules import Recipe, find_rule, product, register_rule, unregister_rule
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
+from tests.unit.networks import Recurrent
 
 # How many random vectors right answers are verified with; `make fuzz` takes more.
 DRAWS = int(os.environ.get("AUTOGRAM_FUZZ_EXAMPLES", "200"))
@@ -36,19 +37,6 @@ class Language(nn.Module):
         x = self.embedding(tokens)
         x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
         return x @ self.embedding.weight.T
-
-
-class Recurrent(nn.Module):
-    """One cell, many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(12):
-            x = self.cell(x).tanh()
-        return x
 
 
 class Bias(nn.Module):

@@ -16,19 +16,7 @@ from autogram._capture.samples import search
 from autogram._capture.uses import Use
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
-
-
-class Recurrent(nn.Module):
-    """One cell, many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(12):
-            x = self.cell(x).tanh()
-        return x
+from tests.unit.networks import Recurrent
 
 
 def dropping(monkeypatch: pytest.MonkeyPatch, is_dropped: Callable[[Use], bool]) -> None:
