@@ -167,15 +167,17 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
     return weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
 
 
-def weights_of(w: Tensor, objectives: Objectives) -> Tensor:
-    """Weights as ``(k, b)``, or as ``(s, k, b)`` if several vectors were given."""
+def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False) -> Tensor:
+    """Weights as ``(k, b)``, or as ``(s, k, b)`` if several vectors were given, and can be."""
     losses = objectives.losses
     shapes = [(losses.numel(),), tuple(losses.shape)]
     is_stack = tuple(w.shape) not in shapes
-    if is_stack and (w.dim() == 0 or tuple(w.shape[1:]) not in shapes):
+    fits = can_be_stack and w.dim() > 0 and tuple(w.shape[1:]) in shapes
+    if is_stack and not fits:
         raise InvalidOperandError(
-            f"The weights have shape {tuple(w.shape)}. For losses of shape "
-            f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape, or a stack of such."
+            f"A vector of shape {tuple(w.shape)} was given. For losses of shape "
+            f"{tuple(losses.shape)}, pass {shapes[0]} or the losses' shape"
+            + (", or a stack of such." if can_be_stack else ". Stacks of vectors are for `vjp`.")
         )
     return objectives.by_sample(w.detach().reshape((*w.shape[:is_stack], *losses.shape)))
 

@@ -40,6 +40,7 @@ from autogram._capture.forward.session import hook_all, take_off
 from autogram._errors import RemovedEngineError
 from autogram._jacobian import Jacobian
 from autogram._report import Report, make_report
+from autogram.hooks import HookManager
 
 
 class Engine:
@@ -109,15 +110,18 @@ class Engine:
         refuse_shards(modules)
         self._batch_dim = batch_dim
         references = tuple(weakref.ref(module) for module in modules)
-        self._channel = channel = Channel(Parameters(references))
+        hooks = HookManager()
+        parameters = Parameters(references, hooks)
+        self._channel = channel = Channel(parameters, parameters.left_out)
         self._limit = Limit.of_bytes(memory_limit_bytes)
         self._session = session = Session(channel, references)
         self._devices = devices = Devices(self._limit)
         self._drivers = Drivers(
             partial(Driver, channel, batch_dim, self._limit, devices, verify, unseen)
         )
-        self._hooks = hook_all(modules, session)
-        self._remove = weakref.finalize(self, take_off, self._hooks, session)
+        self._hooks = hooks
+        hook_all(session, hooks)
+        self._remove = weakref.finalize(self, take_off, hooks, session)
 
     def compute_gramian(self, losses: Tensor) -> Tensor:
         """The Gramian of the Jacobian of the losses.
@@ -176,12 +180,12 @@ class Engine:
         """
         self._check(losses)
         if not losses.numel():
-            return Jacobian(Objectives(losses, None), {}, self._channel.names({}), self._limit)
+            names = self._channel.names({}, self._channel.left_out_now())
+            return Jacobian(Objectives(losses, None), {}, names, self._limit)
         with self._drivers.one() as driver:
-            objectives, columns = driver.columns(losses, keep)
-        names = self._channel.names(columns)
+            kept = driver.columns(losses, keep)
         exchanged = is_exchanged(self._channel, losses)
-        return Jacobian(objectives, columns, names, self._limit, is_exchanged=exchanged)
+        return Jacobian(*kept, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -254,13 +258,12 @@ class Engine:
             refuse_gradients("engine.backward")
         with self._devices.step() as arena:
             with self._drivers.one() as driver:
-                objectives, columns, gramian, outside = driver.step(
+                kept, gramian, outside = driver.step(
                     losses, "rows", arena, retain_graph=retain_graph
                 )
             weights = weights_by(weighting, gramian)
-            names = self._channel.names(columns)
-            Jacobian(objectives, columns, names, self._limit).accumulate_grad(weights)
-            del columns  # before another step may write where its rows are
+            Jacobian(*kept, self._limit).accumulate_grad(weights)
+            del kept  # before another step may write where its rows are
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
             torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
@@ -306,7 +309,23 @@ class Engine:
 
         Losses of forward passes from before the block may be used inside.
         """
-        return self._hooks.inactive()
+        return self._session.paused()
+
+    @property
+    def hooks(self) -> HookManager:
+        """The hooks of the engine on its modules, of the kind ``"around"``.
+
+        A module whose hook is inactive keeps the parameters of all modules inside of it out of J,
+        from the next forward pass on, unless another module has them too. To J they are constants,
+        and :meth:`backward` gives them their gradient like other leaves.
+
+        Example:
+            >>> from torch import nn
+            >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+            >>> engine = Engine(model)
+            >>> engine.hooks.deactivate(module=model[0])  # J is of `1.weight` and `1.bias` now
+        """
+        return self._hooks
 
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
@@ -321,7 +340,7 @@ class Engine:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         check_losses(losses, self._batch_dim, self._channel.told)
-        refuse_pass(self._channel, self._session.modules, losses)
+        refuse_pass(self._channel, self._session.roots.values(), losses)
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

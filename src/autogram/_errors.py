@@ -93,6 +93,10 @@ class VerificationError(AutogramError, ArithmeticError):
         )
 
 
+class HookError(AutogramError, ValueError):
+    """A hook is registered twice, cannot be called as its kind is, or does not exist."""
+
+
 class RuleError(AutogramError, ValueError):
     """A rule is registered twice, or its recipe does not fit the call."""
 

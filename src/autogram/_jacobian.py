@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -15,15 +14,14 @@ from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
 from autogram._capture import (
     Limit,
     Objectives,
+    add_to_grad,
     exact,
     refuse_gradients,
     retried_with_less,
     running_pass,
 )
 from autogram._errors import InvalidOperandError, UnsupportedError
-
-# Of two threads that find no gradient, one is the first.
-_FIRST = threading.Lock()
+from autogram._solve import damped_solution
 
 
 class Jacobian:
@@ -161,7 +159,7 @@ class Jacobian:
             Cost, 2022, arXiv:2210.00038.
         """
         with self._exact():
-            weights = weights_of(w, self._objectives)
+            weights = weights_of(w, self._objectives, can_be_stack=True)
             found = dict(weighted_sums(self._columns, weights))
             shape, dtype = weights.shape[:-2], self.dtype
             gradients = {}
@@ -196,14 +194,9 @@ class Jacobian:
             )
         with self._exact():
             weights = weights_of(w, self._objectives)
-            if weights.dim() == 3:
-                raise InvalidOperandError(
-                    f"The weights have shape {tuple(w.shape)}, a stack of vectors, and `.grad` "
-                    "takes one. Pass one vector, or use `vjp`."
-                )
             gradients = self._gradients(weights)
             while gradients:
-                _accumulate(*gradients.popitem())
+                add_to_grad(*gradients.popitem())
 
     @retried_with_less
     def _gradients(self, weights: Tensor) -> dict[Tensor, Tensor]:
@@ -232,6 +225,33 @@ class Jacobian:
                 if parameter in by_parameter
             )
             return self._objectives.in_order(self._sum(parts, self._sizes).flatten(), 0)
+
+    def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
+        """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.
+
+        With it, |r - J d|² + damping |d|² is least. The system has the size of the objectives, and
+        is solved in float64, without directions of J Jᵀ that are zero to rounding.
+
+        Args:
+            residuals: r, of shape ``(m,)`` or of the losses' shape.
+            damping: Not negative, in the units of J Jᵀ.
+
+        Returns:
+            For each parameter's name, a tensor of its shape. Costs :meth:`gramian`, a solution of
+            the (m, m) system, and :meth:`vjp`.
+
+        Raises:
+            InvalidOperandError: ``residuals`` has another shape, or ``damping`` is negative.
+            NonFiniteError: The Gramian or the residuals are not finite.
+
+        References:
+            Marquardt 1963; Müller and Zeinhofer 2023, arXiv:2302.13163 (energy natural gradients);
+            Chen and Heyl 2024, arXiv:2302.01941 (minSR, the system of the samples).
+        """
+        if not damping >= 0:
+            raise InvalidOperandError(f"The damping is {damping}. Pass zero, or a positive number.")
+        weights_of(residuals, self._objectives)  # raises if the shape does not fit
+        return self.vjp(damped_solution(self.gramian(), residuals.detach().flatten(), damping))
 
     @retried_with_less
     def cross_gramian(self, other: Jacobian) -> Tensor:
@@ -328,14 +348,3 @@ class Jacobian:
             if part is not None:
                 total += part.to(total.device)
         return total
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds to a parameter's gradient, of which it becomes the owner if there was none."""
-    # Hooks are to be called with the gradient.
-    if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-        with _FIRST:
-            if parameter.grad is None:
-                parameter.grad = gradient  # autograd would copy it, as others might hold it too
-                return
-    torch.autograd.backward([parameter], [gradient])

@@ -104,6 +104,14 @@ class Report:
         return "\n".join(lines)
 
 
+# Why a parameter has no part in the Gramian, by whether it is trainable, `None` if it is left out.
+_UNCOVERED = {
+    True: "has no use with a gradient from the losses: its columns of J are zero.",
+    False: "does not require a gradient.",
+    None: "is left out of J: the engine's hook on a module around it is inactive.",
+}
+
+
 def make_report(summary: Summary) -> Report:
     """The report on what one pass did."""
     by_name: dict[str, list[BlockSummary]] = {name: [] for name in summary.names}
@@ -116,13 +124,7 @@ def make_report(summary: Summary) -> Report:
         summary.samples,
         summary.per_sample,
         tuple(replace(part, share=part.flops / total) for part in parts),
-        {
-            name: "has no use with a gradient from the losses: its columns of J are zero."
-            if summary.names[name]
-            else "does not require a gradient."
-            for name, blocks in by_name.items()
-            if not blocks
-        },
+        {name: _UNCOVERED[summary.names[name]] for name, blocks in by_name.items() if not blocks},
     )
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from autogram._blocks import Columns, Folded, Kernels, Layout, Region, Routed
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.forward.calls import kind_of
-from autogram._capture.forward.containers import map_tensors, tensors_in
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.limit import Limit
 from autogram._capture.recording import Channel
 from autogram._capture.uses import RuleUse, Use, one_sample_each
+from autogram._containers import map_tensors, tensors_in
 from autogram._errors import RuleCheckError
 from autogram.rules import find_rule
 

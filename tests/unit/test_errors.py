@@ -36,6 +36,7 @@ BUILTINS = {
     "NonFiniteError": ArithmeticError,
     "FreedGraphError": RuntimeError,
     "UnsupportedError": NotImplementedError,
+    "HookError": ValueError,
     "RuleError": ValueError,
     "RuleCheckError": AssertionError,
     "InvalidOptionError": ValueError,

@@ -28,6 +28,7 @@ SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "__main__" in pa
 def test_short_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    torch.set_default_dtype(torch.float32)  # as a user runs it
     monkeypatch.setattr("sys.argv", [name, "--short"])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert any(character.isdigit() for character in capsys.readouterr().out)

@@ -265,7 +265,7 @@ def test_a_step_inside_of_a_weighting() -> None:
 def test_weights_of_another_shape() -> None:
     model = mlp()
     engine = Engine(model)
-    with pytest.raises(InvalidOperandError, match="The weights have shape"):
+    with pytest.raises(InvalidOperandError, match="A vector of shape"):
         engine.backward(per_sample(model(batch(4, 3))), lambda gramian: gramian[:2])
 
 

@@ -1,6 +1,7 @@
 """Capture: records the uses of parameters, and shows their cotangents. See README.md here."""
 
 from autogram._capture.autograd.exact import exact, without_autocast
+from autogram._capture.autograd.grad import add_to_grad
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
 from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
@@ -31,6 +32,7 @@ __all__ = [
     "Unseen",
     "UseReport",
     "Verify",
+    "add_to_grad",
     "exact",
     "is_exchanged",
     "refuse_gradients",

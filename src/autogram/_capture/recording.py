@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +26,7 @@ class Channel:
 
     Attributes:
         parameters_now: Gives the parameters of the engine's modules, with their names.
+        left_out_now: Gives those that modules with inactive hooks keep out of J.
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to it visits exactly the taps that the losses depend on.
         by_element: Uses, by their number and their function, whose samples once had no places along
@@ -33,8 +34,13 @@ class Channel:
         told: The warnings that the user was given, of which each comes once.
     """
 
-    def __init__(self, parameters_now: Callable[[], dict[Tensor, str]] = dict) -> None:
+    def __init__(
+        self,
+        parameters_now: Callable[[], dict[Tensor, str]] = dict,
+        left_out_now: Callable[[], dict[Tensor, str]] = dict,
+    ) -> None:
         self.parameters_now = parameters_now
+        self.left_out_now = left_out_now
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._recordings: WeakSet[Recording] = WeakSet()
         self._lock = threading.RLock()  # several threads may record
@@ -74,13 +80,16 @@ class Channel:
             names = {**self.parameters_now(), **names}
         return names
 
-    def names(self, reached: Mapping[Tensor, object]) -> dict[Tensor, str]:
+    def names(
+        self, reached: Mapping[Tensor, object], left_out: Collection[Tensor] = ()
+    ) -> dict[Tensor, str]:
         """The trainable parameters of the engine's modules, in order, with unique names.
 
-        Where `functional_call` puts other tensors in the place of parameters, one name may belong
-        to several. Those that are ``reached`` are all listed, and others only if a name is free.
+        Those ``left_out`` are missing. Where `functional_call` puts other tensors in the place of
+        parameters, one name may belong to several. Those that are ``reached`` are all listed, and
+        others only if a name is free.
         """
-        found = self.parameters(reached)
+        found = {p: name for p, name in self.parameters(reached).items() if p not in left_out}
         of_reached = {name for parameter, name in found.items() if parameter in reached}
         seen: Counter[str] = Counter()
         names: dict[Tensor, str] = {}
@@ -99,6 +108,8 @@ class Recording:
     channel: Channel
     names: dict[Tensor, str]
     """The parameters of the modules, by tensor."""
+    left_out: dict[Tensor, str] = field(default_factory=dict)
+    """Those that modules with inactive hooks keep out of J."""
     sizes: frozenset[int] = frozenset()
     """Those of the inputs of the outermost module, in dimensions in which the samples may lie."""
     count: int = 0

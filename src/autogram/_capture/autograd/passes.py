@@ -16,6 +16,7 @@ from torch.autograd.variable import Variable
 from autogram._capture.autograd.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.recording import Channel, Receiver, Recording
 from autogram._errors import UnsupportedError, listed
+from autogram.hooks.backward import SILENT_PASSES
 
 # By the number that PyTorch gives to each pass.
 _RUNNING: dict[int, Pass] = {}
@@ -98,6 +99,7 @@ class Pass:
             handle.remove()
             if self._number is not None:
                 del _RUNNING[self._number]
+                SILENT_PASSES.discard(self._number)
             self._error = None  # its traceback leads back to here
             self._put_back()
             for recording, tensor, gradient in retained:
@@ -156,6 +158,7 @@ class Pass:
         if self._number is None:
             self._number = torch._C._current_graph_task_id()
             _RUNNING[self._number] = self
+            SILENT_PASSES.add(self._number)
 
     def _finish(self) -> None:
         """Raises what was found out on the way."""

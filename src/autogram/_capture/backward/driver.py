@@ -33,6 +33,9 @@ from autogram._errors import (
 
 BatchDim = int | Literal["auto"] | None
 
+Kept = tuple[Objectives, Mapping[Tensor, Columns], Mapping[Tensor, str]]
+"""The objectives, the columns of each parameter that they reach, and the names of all."""
+
 
 class Driver:
     """Runs backward passes for one engine, and remembers the layouts that it found.
@@ -82,18 +85,18 @@ class Driver:
             return run.sink.gramian
 
     @retried_with_less
-    def columns(self, losses: Tensor, form: Keep) -> tuple[Objectives, Mapping[Tensor, Columns]]:
-        """The columns of J, kept, and the objectives that their rows belong to."""
+    def columns(self, losses: Tensor, form: Keep) -> Kept:
+        """The columns of J, kept, the objectives of their rows, and the names of the parameters."""
         with exact(losses.device):
             run = self._begin(losses, Sink(self._limit, form, is_summed=False))
             self._collect(run)
-            return run.objectives, run.sink.columns
+            return self._kept(run)
 
     @retried_with_less
     def step(
         self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
-    ) -> tuple[Objectives, Mapping[Tensor, Columns], Tensor, list[Tensor]]:
-        """The objectives, the columns of J, the Gramian, and the leaves that are no parameters.
+    ) -> tuple[Kept, Tensor, list[Tensor]]:
+        """What :meth:`columns` gives, the Gramian, and the leaves that are no part of J.
 
         Args:
             losses: The losses.
@@ -106,11 +109,16 @@ class Driver:
             run = self._begin(losses, Sink(self._limit, form, arena))
             run.is_step = True
             leaves = run.survey.leaves
-            inside = self._channel.parameters(leaves)
-            outside = [leaf for leaf in leaves if leaf not in inside]
+            inside, left_out = self._channel.parameters(leaves), run.survey.left_out
+            outside = [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
             run.retain_graph = retain_graph or bool(outside) or run.check is not None
             self._collect(run)
-            return run.objectives, run.sink.columns, run.sink.gramian, outside
+            return self._kept(run), run.sink.gramian, outside
+
+    def _kept(self, run: Run) -> Kept:
+        """What a call leaves for a Jacobian."""
+        columns = run.sink.columns
+        return run.objectives, columns, self._channel.names(columns, run.survey.left_out)
 
     def _begin(self, losses: Tensor, sink: Sink, *, must_verify: bool = False) -> Run:
         """One call, before its first pass."""
@@ -140,6 +148,8 @@ class Driver:
             for recording in self._channel.recordings:
                 for parameter, name in recording.names.items():
                     self.summary.names[name] = parameter.requires_grad
+            for name in run.survey.left_out.values():
+                self.summary.names[name] = None
         self.summary.has_sought = run.has_sought
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)

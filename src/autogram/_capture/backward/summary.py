@@ -64,8 +64,8 @@ class Summary:
     samples: int = 0
     per_sample: int = 0
     blocks: list[BlockSummary] = field(default_factory=list)
-    names: dict[str, bool] = field(default_factory=dict)
-    """The parameters of the modules, and whether they are trainable."""
+    names: dict[str, bool | None] = field(default_factory=dict)
+    """The parameters of the modules: whether they are trainable, ``None`` if they are left out."""
     has_sought: bool = False
     """Whether the samples were sought in the last call, or their layouts remembered."""
 

@@ -28,7 +28,8 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
         return None
     losses = survey.losses
     names = channel.parameters(survey.leaves_of_tail)
-    reads = tuple(track_parameter(p) for p in survey.leaves_of_tail if p in names)
+    inside = [p for p in survey.leaves_of_tail if p in names and p not in survey.left_out]
+    reads = tuple(track_parameter(p) for p in inside)
     if not reads:
         return None
     recording = Recording(channel, names)

@@ -73,7 +73,7 @@ class Check:
         self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
         dtypes = dtypes_of(survey.losses, survey.nodes)
         self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
-        self._leaves = survey.leaves
+        self._leaves, self._left_out = survey.leaves, survey.left_out
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
@@ -119,9 +119,9 @@ class Check:
     def compare(self, channel: Channel) -> list[Comparison]:
         """Does the ordinary backward pass: a comparison for each trainable parameter."""
         names = channel.parameters(self.comparisons)
-        parameters = [p for p in names if p.requires_grad]
+        parameters = [p for p in names if p.requires_grad and p not in self._left_out]
         # Also of what is none of the engine's: a pass inside of this one shows itself there.
-        others = [leaf for leaf in self._leaves if leaf not in names]
+        others = [x for x in self._leaves if x not in names or x in self._left_out]
         leaves = parameters + others
         with _without_hooks(leaves):
             gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autogram._capture.forward.calls import first_of, kind_of, results_of
-from autogram._capture.forward.containers import exchange, tensors_in
 from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
 from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import (
@@ -22,6 +21,7 @@ from autogram._capture.forward.tapping import (
 )
 from autogram._capture.recording import Channel, ModuleCall, Recording
 from autogram._capture.tracked import BATCHED, Tracked, as_of_now, track_derived
+from autogram._containers import exchange, tensors_in
 from autogram._errors import UnsupportedError
 
 # The hooks that saved tensors go through, or `None`. A checkpoint sets some of its own.
@@ -37,8 +37,10 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
         super().__init__()
+        left_out = channel.left_out_now()
+        parameters = {p: name for p, name in parameters.items() if p not in left_out}
         _refuse_complex(parameters)
-        self.recording = Recording(channel, parameters)
+        self.recording = Recording(channel, parameters, left_out)
         self._statuses = Statuses(self.recording)
         self._hooks_at_entry = [_hooks_now(True)]  # of each module that is open
         channel.add(self.recording)

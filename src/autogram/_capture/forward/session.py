@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -21,8 +22,9 @@ from autogram.hooks import HookManager
 class Parameters:
     """Gives the parameters of an engine's modules with their names, and keeps none alive."""
 
-    def __init__(self, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
+    def __init__(self, modules: tuple[weakref.ref[nn.Module], ...], hooks: HookManager) -> None:
         self._modules = modules
+        self._hooks = hooks
         self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
 
     def __call__(self) -> dict[Tensor, str]:
@@ -37,19 +39,39 @@ class Parameters:
                 names.setdefault(parameter, name)
         return names
 
+    def left_out(self) -> dict[Tensor, str]:
+        """The parameters that no module has which is active, with all around it."""
+        if self._hooks.is_active:
+            return {}
+        handles = self._hooks.handles(kind="around")
+        inactive = {id(handle.module) for handle in handles if not handle.is_active}
+        pending = [module for root in self._modules if (module := root()) is not None]
+        kept: set[Tensor] = set()
+        while pending:
+            module = pending.pop()
+            if id(module) not in inactive:
+                kept.update(module.parameters(recurse=False))
+                pending.extend(module.children())
+        return {p: name for p, name in self._names().items() if p not in kept}
+
     def _names(self) -> dict[Tensor, str]:
         """The parameters of the modules as they are now, with their qualified names."""
         names: dict[Tensor, str] = {}
-        for i, root in enumerate(self._modules):
-            if (module := root()) is not None:
-                prefix = f"{i}" if len(self._modules) > 1 else ""
-                for name, parameter in module.named_parameters(prefix=prefix):
-                    names.setdefault(parameter, name)
+        for prefix, module in _roots(self._modules).items():
+            for name, parameter in module.named_parameters(prefix=prefix):
+                names.setdefault(parameter, name)
         return names
 
 
+def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:
+    """The modules of an engine that are alive, by what begins the names of all inside of them."""
+    several = len(modules) > 1
+    pairs = ((f"{i}" if several else "", root()) for i, root in enumerate(modules))
+    return {prefix: module for prefix, module in pairs if module is not None}
+
+
 class Session(threading.local):
-    """The recording that is open, one for each thread.
+    """What is around the modules of an engine: the recording that is open, one for each thread.
 
     The first module that is entered opens it, and closes it when it is left. With gradients
     disabled nothing is opened, and nothing inside of a `torch.func` transform or `torch.jit.trace`.
@@ -64,6 +86,16 @@ class Session(threading.local):
         self._depth = 0
         self._outermost: nn.Module | None = None
         self._frame: FrameType | None = None
+        self.is_off = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets modules run in a block, and in this thread, as if nothing was around them."""
+        before, self.is_off = self.is_off, True
+        try:
+            yield
+        finally:
+            self.is_off = before
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enters a module."""
@@ -120,24 +152,24 @@ class Session(threading.local):
         return frame is None
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of the engine that are alive."""
-        return [module for root in self._modules if (module := root()) is not None]
+    def roots(self) -> dict[str, nn.Module]:
+        """The modules of the engine that are alive, by the beginning of the names inside."""
+        return _roots(self._modules)
 
 
-def hook_all(modules: Iterable[nn.Module], session: Session) -> HookManager:
+def hook_all(session: Session, hooks: HookManager) -> None:
     """Lets modules, and all inside of them that have parameters, open and close recordings.
 
     Every module, as activation checkpointing runs some of them again in the backward pass, where
     the same taps must appear. Scripted ones are left out: Python does not run their forward.
     """
-    hooks = HookManager()
-    for root in modules:
-        for module in root.modules():
+    found: dict[str, nn.Module] = {}
+    for prefix, root in session.roots.items():
+        for name, module in root.named_modules(prefix=prefix):
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if module is root or (not is_scripted and any(True for _ in module.parameters())):
-                hooks.hook(module, session.begin, session.end, only_with_gradients=True)
-    return hooks
+                found[name] = module
+    hooks.register(session, found, kind="around", name="autogram")
 
 
 def take_off(hooks: HookManager, session: Session) -> None:

@@ -10,12 +10,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.autograd.graph import is_any_tap, nodes_behind
 from autogram._capture.forward.calls import Kind, first_of, results_of
-from autogram._capture.forward.containers import exchange, map_tensors
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
+from autogram._containers import exchange, map_tensors
 from autogram._errors import RuleError
 from autogram.rules import positions, product
 

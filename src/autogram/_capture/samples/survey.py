@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from autogram._capture.autograd.graph import use_of
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
+from autogram._errors import UnsupportedError, listed
 
 _NUMBERS = count()
 _LEAF = "AccumulateGrad"
@@ -87,6 +88,7 @@ class Survey:
             node of its own.
         leaves: All leaves but the anchors of engines.
         leaves_of_tail: Those that the losses reach past every tap, as parameters in a penalty.
+        left_out: The parameters that inactive hooks kept out of J when the losses were computed.
         key: A digest of all that decides where the samples lie, but for values of tensors.
         structure: The same without sizes.
     """
@@ -106,6 +108,7 @@ class Survey:
         edges = ((losses.grad_fn, losses.output_nr),)
         self.leaves_of_tail = self._follow([edges], behind_taps)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
+        self.left_out = self._find_left_out()
         self.structure = _digest(self._structure)
         self.key = _digest([self.structure, self._sizes])
 
@@ -114,6 +117,25 @@ class Survey:
         inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
         shapes = [metadata.shape for node in inside for metadata in node._input_metadata]
         return _digest([[_room(size, samples) for size in shape] for shape in shapes])
+
+    def _find_left_out(self) -> dict[Tensor, str]:
+        """The parameters that are no part of J.
+
+        Raises:
+            UnsupportedError: They are, in another of the forward passes behind the losses.
+        """
+        recordings = {use.recording for use in self.uses}
+        if not recordings:
+            return self._channel.left_out_now()
+        found = {p: name for of in recordings for p, name in of.left_out.items()}
+        read = {p for use in self.uses if found for tracked in use.reads for p in tracked.sources}
+        if names := [f"`{name}`" for p, name in found.items() if p in read]:
+            raise UnsupportedError(
+                "The losses depend on several forward passes, and the engine's hooks on a module "
+                f"were switched in between: J has no single meaning for {listed(names)}. Compute "
+                "the losses anew, with the hooks as they are now."
+            )
+        return found
 
     def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:
         """Follows edges, and those found on the way, but for those of taps, which it sets aside.

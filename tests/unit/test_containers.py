@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram._capture.forward.containers import exchange, tensors_in
+from autogram._containers import exchange, tensors_in
 
 OLD, NEW, OTHER = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 

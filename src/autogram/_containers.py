@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _OPAQUE = (str, bytes, int, float, bool, complex, type(None), nn.Module, type, types.FunctionType)
@@ -44,16 +45,44 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         items = [map_tensors(item, function) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    is_mapping = isinstance(value, Mapping)
-    members = value if is_mapping else vars(value)
+        return _sequence(value, items)
+    members = value if isinstance(value, Mapping) else vars(value)
     changed = {name: map_tensors(item, function) for name, item in members.items()}
     if all(changed[name] is members[name] for name in members):
         return value
+    return _with_members(value, changed)
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of nested lists, tuples, mappings and dataclasses, with ``function`` of each leaf.
+
+    Everything else is a leaf: a tensor, a number, ``None``, another object.
+    """
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return _sequence(value, [map_leaves(item, function) for item in value])
+    if isinstance(value, Mapping):
+        return _with_members(value, {key: map_leaves(x, function) for key, x in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _with_members(value, {key: map_leaves(x, function) for key, x in members.items()})
+    return function(value)
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    """A list or a tuple of the same type with other items."""
+    if hasattr(like, "_fields"):  # a class of its own may take other arguments
+        return tuple.__new__(type(like), items)
+    return type(like)(items)
+
+
+def _with_members(value: Any, members: Mapping[Any, Any]) -> Any:
+    """A shallow copy of a mapping or an object with other members."""
     copied = copy.copy(value)
-    target = copied if is_mapping else vars(copied)
-    for name, item in changed.items():  # a mapping may refuse `update`
-        target[name] = item
+    for name, item in members.items():
+        if isinstance(value, Mapping):  # which may refuse `update`
+            copied[name] = item
+        else:
+            object.__setattr__(copied, name, item)  # also where the class is frozen, or has slots
     return copied
 
 

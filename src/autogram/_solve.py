@@ -1,0 +1,30 @@
+"""Linear systems with a Gramian."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autogram._errors import NonFiniteError
+
+
+def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:
+    """The solution w of (G + damping I) w = v, ``(m,)``, of least norm if there are several."""
+    matrix, right = gramian.double(), values.to(gramian.device).double()
+    if not bool(matrix.isfinite().all() & right.isfinite().all()):
+        raise NonFiniteError(
+            "The system of the residuals has entries that are infinite or not a number. Look for a "
+            "division by zero or an overflow in the objectives; "
+            "`torch.autograd.detect_anomaly()` finds it."
+        )
+    if damping:
+        damped = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1).to(values.dtype)
+    eigenvalues, vectors = torch.linalg.eigh(matrix)
+    # Rounding of the Gramian, in the dtype in which it was added up, leaves eigenvalues like these.
+    rounding = len(matrix) * torch.finfo(gramian.dtype).eps * eigenvalues.abs().amax()
+    inverse = torch.where(eigenvalues > rounding, 1 / (eigenvalues + damping), 0)
+    found: Tensor = vectors @ (inverse * (vectors.mT @ right))
+    return found.to(values.dtype)

@@ -1,0 +1,151 @@
+"""Calls of a module between the beginning and the end of something, for as little as can be.
+
+PyTorch's hooks cost each call of a module one to two microseconds, also if the hooks do nothing.
+What is put around a module here costs half of that where gradients are disabled, and its end is
+reached whatever happens inside.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from sys import getrefcount
+from typing import Any, Protocol
+
+from torch import is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
+
+
+class Around(Protocol):
+    """What is put around the calls of a module while gradients are enabled."""
+
+    is_off: bool
+    """Whether calls that begin now are left alone."""
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Is called before the module."""
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """Is called with the output of the module, or with ``None`` if its forward raised.
+
+        What is returned replaces the output, unless it is ``None``.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class _Hooked:
+    """A module with something around it."""
+
+    module: Callable[[], nn.Module | None]
+    entrance: weakref.ref[_Entrance] = field(init=False)
+    around: tuple[tuple[int, Around], ...] = ()
+    """From the outermost to the innermost, with the order of registration."""
+
+    def set(self, around: tuple[tuple[int, Around], ...]) -> None:
+        """Replaces what is around. Without any, the module is as it was before the first."""
+        self.around = around
+        module = self.module()
+        if not around:
+            if module is not None and _hooked(module) is self:
+                del vars(module)[_NAME]
+            self.module = lambda: None  # only a shallow copy of the module still comes here
+
+
+def put_around(module: nn.Module, around: Around, order: int) -> Callable[[], None]:
+    """Puts something around a module, inside of what has a lower order.
+
+    What is around a compiled module does nothing: `torch.compile` calls the module without it.
+
+    Returns:
+        Takes it off again.
+    """
+    hooked = _hooked(module)
+    if hooked is None:
+        if vars(module).get(_NAME) is not None:
+            return lambda: None
+        hooked = _attach(module, _enter)
+    entry = (order, around)
+    hooked.set(tuple(sorted((*hooked.around, entry), key=lambda x: x[0])))
+    return lambda: hooked.set(tuple(x for x in hooked.around if x is not entry))
+
+
+# PyTorch calls what a module has under this name instead of the forward and of the hooks that
+# PyTorch knows. `nn.Module.compile` puts what it compiles there. Copies and pickles leave it out.
+_NAME = "_compiled_call_impl"
+_CALLER = nn.Module._wrapped_call_impl.__code__  # the code of PyTorch that calls it
+
+
+class _Entrance(partial[Any]):
+    """Calls a module with what is around it. In C, because each call of the module comes here."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # for modules that are copied with all that they have
+
+
+def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
+    """Lets a function be called instead of a module, with what is around the module in front."""
+    hooked = _Hooked(weakref.ref(module))
+    vars(module)[_NAME] = entrance = _Entrance(function, hooked)
+    hooked.entrance = weakref.ref(entrance)
+    return hooked
+
+
+def _hooked(module: nn.Module) -> _Hooked | None:
+    """What is around a module, if anything is."""
+    entrance = vars(module).get(_NAME)
+    return entrance.args[0] if isinstance(entrance, _Entrance) else None
+
+
+def _count_references() -> int:
+    """How many references an entrance has while it is called, if its module alone has it."""
+    module = nn.Identity()
+    _attach(module, lambda hooked: getrefcount(hooked.entrance()))
+    references: int = module()
+    return references
+
+
+_REFERENCES = _count_references()
+
+
+def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module, with what is around it if gradients are enabled."""
+    module: Any = hooked.module()
+    if is_dynamo_compiling():
+        return module._call_impl(*args, **kwargs)
+    if module is None or getrefcount(hooked.entrance()) > _REFERENCES:
+        # Another object has the entrance too: perhaps a shallow copy, as `nn.DataParallel` makes.
+        # To ask the caller each time would take as long as all the rest.
+        frame = sys._getframe(1)
+        if frame.f_code is _CALLER:
+            module = frame.f_locals["self"]
+    if is_grad_enabled():
+        for _, around in hooked.around:
+            if not around.is_off:
+                return _run(module, hooked.around, args, kwargs)
+    return module._call_impl(*args, **kwargs)
+
+
+def _run(
+    module: nn.Module,
+    all_around: tuple[tuple[int, Around], ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a module inside of what is around it."""
+    entered: list[Around] = []
+    output, is_done = None, False
+    try:
+        for around in [around for _, around in all_around if not around.is_off]:
+            entered.append(around)
+            around.begin(module, args, kwargs)
+        output = module._call_impl(*args, **kwargs)
+        is_done = True
+    finally:
+        while entered:
+            replaced = entered.pop().end(module, output)
+            if is_done and replaced is not None:
+                output = replaced
+    return output

@@ -1,0 +1,306 @@
+"""Gradients of the inputs and outputs of each call of a module.
+
+The tensors that enter a call, and those that leave it, go through a *gate* each: one node of
+autograd's graph, the identity, for all of them together. In a backward pass, the gates see the
+gradients of this call alone, whatever else the tensors are used for, however many nodes the call
+consists of, and whatever its containers are.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+from autogram._containers import map_leaves
+from autogram._errors import HookError
+
+Gradients = tuple[Tensor | None, ...]
+
+BackwardHook = Callable[[nn.Module, Gradients, Gradients], Any]
+
+_Form = tuple[int, tuple[int, ...]]
+"""How many leaves a value has, and which of them go through a gate."""
+
+SILENT_PASSES: set[int] = set()
+"""Backward passes that no hook is to see, by the number that PyTorch gives to each."""
+
+
+class Observer(Protocol):
+    """Who is shown the gradients of one call of a module.
+
+    Gradients have an entry for each leaf of the arguments, or of the output: ``None`` for what is
+    no tensor, and where no gradient flows. A number says which pass they are of.
+    """
+
+    def end(self, output: Any) -> None:
+        """Is shown the output, which is ``None`` if the forward raised."""
+
+    def see_output(self, number: int, gradients: Gradients) -> None:
+        """Is shown the gradients of the output, where some of them flow."""
+
+    def see_input(self, number: int, gradients: Gradients, outputs: int) -> Any:
+        """Is shown the gradients of the arguments, and may return others in their place.
+
+        Called last in each pass that reaches one of the gates: at its end, where the pass does not
+        go on to the arguments. ``outputs`` is the number of leaves of the output.
+        """
+
+
+class Gates:
+    """Puts gates around the calls of modules, by a pair of PyTorch's hooks.
+
+    Args:
+        observe: Makes the observer of a call from its module and arguments, or returns ``None``.
+        has_gradients: Whether there are gates, or the observer sees the forward alone.
+    """
+
+    def __init__(
+        self,
+        observe: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Observer | None],
+        *,
+        has_gradients: bool = True,
+    ) -> None:
+        self._observe = observe
+        self._has_gradients = has_gradients
+        self._open = _Open()
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments behind a gate: a forward pre-hook with keyword arguments."""
+        observer = self._observe(module, args, kwargs)
+        call = None if observer is None else _Call(observer)
+        self._open.calls[id(module)].append(call)
+        is_seen = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+        if call is None or not (is_seen and self._has_gradients):
+            return None
+        gated: tuple[tuple[Any, ...], dict[str, Any]] = call.enter((args, kwargs))
+        return gated
+
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """The output behind a gate: a forward hook that is also called if the forward raised."""
+        del args, kwargs
+        calls = self._open.calls[id(module)]
+        call = calls.pop() if calls else None  # none if the hooks were put on during the call
+        if not calls:
+            del self._open.calls[id(module)]
+        return None if call is None else call.leave(output)
+
+
+class _Open(threading.local):
+    """The calls that run in this thread, by the ``id`` of their module, the innermost last."""
+
+    def __init__(self) -> None:
+        self.calls: defaultdict[int, list[_Call | None]] = defaultdict(list)
+
+
+class _Gate(torch.autograd.Function):
+    """Identity of several tensors. An observer sees their gradients together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, see: Callable[[Gradients], Any], are_views: Sequence[bool], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.see = see
+        ctx.set_materialize_grads(False)
+        # Of the same storage, and no view to autograd: it may be changed in place behind the gate.
+        # A view where that would change another tensor of the user's, so that PyTorch refuses it.
+        pairs = zip(tensors, are_views, strict=True)
+        return tuple([x.view_as(x) if is_view else x.detach() for x, is_view in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        replaced = ctx.see(gradients)
+        return (None, None, *(gradients if replaced is None else replaced))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+        del ctx
+        return tuple([None if x is None else x.view_as(x) for x in tangents[2:]])
+
+
+class _Moved(torch.autograd.Function):
+    """A tensor that was changed in place through its alias, from which its graph goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
+        del alias
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        del ctx
+        return torch.zeros_like(gradient), gradient
+
+
+class _Call:
+    """One call of a module, between its gates. The gates keep it, and it keeps no tensor.
+
+    Between the two gates of a pass, it keeps that they belong together.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._pending: set[int] = set()  # passes that have reached the output, and not the input
+        self._of_input: _Form = (0, ())
+        self._of_output: _Form = (0, ())
+        self._has_entered = self._has_input_gate = False
+        self._entered: list[tuple[Tensor, Tensor, Any]] = []
+
+    def enter(self, arguments: Any) -> Any:
+        """The arguments with their tensors behind a gate."""
+        self._has_entered = True
+        gated, self._of_input, pairs = self._gated(arguments, self._see_input, set())
+        self._has_input_gate = bool(pairs)
+        # The gate of an alias that is changed in place inside the call is not its node any more.
+        self._entered = [(tensor, alias, alias.grad_fn) for tensor, alias in pairs]
+        return gated
+
+    def leave(self, output: Any) -> Any:
+        """The output with its tensors behind a gate, or ``None`` where there are none."""
+        self._observer.end(output)
+        if not self._has_entered:
+            return None
+        entered, self._entered = self._entered, []
+        changed = [(x, alias) for x, alias, gate in entered if alias.grad_fn is not gate]
+        moved = {id(alias) for _, alias in changed}
+        places = {_place(alias) for _, alias, _ in entered}
+        gated, self._of_output, pairs = self._gated(output, self._see_output, places, moved)
+        behind = {id(tensor): alias for tensor, alias in pairs}
+        returned: dict[int, Tensor] = {}
+        for tensor, alias in changed:
+            if sum(x is tensor for x, _, _ in entered) > 1:
+                raise HookError(
+                    "A module with a backward hook was given a tensor twice, and changed it in "
+                    "place: what each of the two arguments contributes cannot be told. Pass a "
+                    "clone of it, or let the module compute a new tensor."
+                )
+            own = behind.get(id(alias))
+            # The values are those that the call saved of its own result.
+            with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # as exported
+                _Moved.apply(tensor, alias if own is None else own)  # type: ignore[no-untyped-call]  # as typed in torch
+            if own is not None:
+                returned[id(own)] = tensor  # the call has returned what it was given
+        if not returned:
+            return gated
+        return map_leaves(gated, lambda x: returned.get(id(x), x))
+
+    def _gated(
+        self,
+        value: Any,
+        see: Callable[[Gradients], Any],
+        places: set[int],
+        moved: set[int] | frozenset[int] = frozenset(),
+    ) -> tuple[Any, _Form, list[tuple[Tensor, Tensor]]]:
+        """A value with its tensors behind a gate, which leaves they are, and both of each pair."""
+        leaves: list[Any] = []
+        map_leaves(value, leaves.append)
+        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        form = len(leaves), tuple(found)
+        if not found:
+            return value, form, []
+        tensors = [leaves[i] for i in found]
+        are_views = [_place(x) in places and id(x) not in moved for x in tensors]
+        aliases = _Gate.apply(see, are_views, *tensors)  # type: ignore[no-untyped-call]  # as typed in torch
+        for i, alias in zip(found, aliases, strict=True):
+            leaves[i] = alias
+        rest = iter(leaves)
+        pairs = list(zip(tensors, aliases, strict=True))
+        return map_leaves(value, lambda _: next(rest)), form, pairs
+
+    def _see_output(self, gradients: Gradients) -> None:
+        """The gate of the output: it runs first."""
+        number = torch._C._current_graph_task_id()
+        if number in SILENT_PASSES:
+            return
+        self._observer.see_output(number, _at_leaves(gradients, *self._of_output))
+        if not self._has_input_gate:
+            self._finish(number, ())
+            return
+        self._pending.add(number)
+        # Where the pass ends before the input, as that of parameters alone does.
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(lambda: self._end(number))
+
+    def _see_input(self, gradients: Gradients) -> Gradients | None:
+        """The gate of the arguments: everything between the gates has run."""
+        number = torch._C._current_graph_task_id()
+        if number in SILENT_PASSES:
+            return None
+        self._pending.discard(number)
+        replaced = self._finish(number, gradients)
+        size, found = self._of_input
+        if replaced is None:
+            return None
+        chosen = (replaced,) if isinstance(replaced, Tensor) else tuple(replaced)
+        if len(chosen) != size:
+            raise HookError(
+                f"A backward hook returned {len(chosen)} gradients for the {size} arguments of its "
+                "module. Return one for each of `grad_input`, or `None` to leave them as they are."
+            )
+        return tuple([chosen[i] for i in found])
+
+    def _finish(self, number: int, gradients: Gradients) -> Any:
+        """Shows the observer the gradients of the arguments, and that there are no more."""
+        size, found = self._of_input
+        of_input = _at_leaves(gradients or (None,) * len(found), size, found)
+        return self._observer.see_input(number, of_input, self._of_output[0])
+
+    def _end(self, number: int) -> None:
+        """The pass is over."""
+        if number in self._pending:
+            self._pending.discard(number)
+            self._finish(number, ())
+
+
+def _place(tensor: Tensor) -> int:
+    """A number that all tensors have in common which share their memory."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return id(tensor)
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _at_leaves(gradients: Gradients, size: int, found: tuple[int, ...]) -> Gradients:
+    """Gradients of some leaves, and ``None`` for the others."""
+    entries: list[Tensor | None] = [None] * size
+    for i, gradient in zip(found, gradients, strict=True):
+        entries[i] = gradient
+    return tuple(entries)
+
+
+class _Shown:
+    """Calls the user's hook with both gradients of one call of a module."""
+
+    def __init__(self, hook: BackwardHook, module: nn.Module) -> None:
+        self._hook = hook
+        self._module = weakref.ref(module)
+        self._of_output: dict[int, Gradients] = {}
+
+    def end(self, output: Any) -> None:
+        """The forward is of no interest."""
+
+    def see_output(self, number: int, gradients: Gradients) -> None:
+        """Keeps the gradients of the output until those of the arguments are there."""
+        self._of_output[number] = gradients
+
+    def see_input(self, number: int, gradients: Gradients, outputs: int) -> Any:
+        """Calls the hook."""
+        of_output = self._of_output.pop(number, (None,) * outputs)
+        module = self._module()
+        return None if module is None else self._hook(module, gradients, of_output)
+
+
+def gates_of(hook: BackwardHook) -> Gates:
+    """The gates that show a user's hook the gradients of each call."""
+    return Gates(lambda module, _args, _kwargs: _Shown(hook, module))

@@ -1,0 +1,306 @@
+"""Capture: what goes into each call of some modules, what comes out, and the gradients of both."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autogram._containers import map_leaves
+from autogram._errors import ChangedTensorError, HookError
+from autogram.hooks.backward import Gates, Gradients
+from autogram.hooks.registry import HookManager, Where, select
+
+Keep = Callable[["Call"], Any]
+
+
+class Call:
+    """One call of a module. What was not asked for, or is not there yet, is ``None``.
+
+    Attributes:
+        module: The module.
+        name: Its qualified name.
+        index: The number of its calls before this one.
+    """
+
+    def __init__(self, module: nn.Module, name: str, index: int) -> None:
+        self.module = module
+        self.name = name
+        self.index = index
+        self._values: dict[str, _Value] = {}
+
+    @property
+    def args(self) -> Any:
+        """The positional arguments."""
+        return self._get("args")
+
+    @property
+    def kwargs(self) -> Any:
+        """The keyword arguments."""
+        return self._get("kwargs")
+
+    @property
+    def output(self) -> Any:
+        """The output."""
+        return self._get("output")
+
+    @property
+    def grad_args(self) -> Any:
+        """The gradients of the positional arguments, nested as these are.
+
+        ``None`` stands for what is no tensor, and where no gradient flows. If several backward
+        passes reach the call, the gradients are those of the last.
+        """
+        return self._get("grad_args")
+
+    @property
+    def grad_kwargs(self) -> Any:
+        """The gradients of the keyword arguments, nested as these are."""
+        return self._get("grad_kwargs")
+
+    @property
+    def grad_output(self) -> Any:
+        """The gradients of the output, nested as the output is."""
+        return self._get("grad_output")
+
+    def __repr__(self) -> str:
+        return f"Call({self.name!r}, index={self.index}, {', '.join(self._values) or 'empty'})"
+
+    def _get(self, field: str) -> Any:
+        """A field, once it is there for the CPU to read.
+
+        Raises:
+            ChangedTensorError: A tensor in it was changed in place.
+        """
+        value = self._values.get(field)
+        if value is None:
+            return None
+        for event in value.events:
+            event.synchronize()
+        if value.versions != _versions(value.content):
+            raise ChangedTensorError(
+                f"A tensor in `{field}` of call {self.index} of `{self.name}` was changed in place "
+                "after it was captured. Pass `copy=True` to `capture`, which keeps copies."
+            )
+        return value.content
+
+
+class _Value:
+    """A captured value: nested tensors, their versions, and when copies of them are complete."""
+
+    def __init__(self, content: Any, events: list[torch.cuda.Event]) -> None:
+        self.content = content
+        self.events = events
+        self.versions = _versions(content)
+
+
+def _versions(value: Any) -> list[int]:
+    """The versions of the tensors in a nested value."""
+    found: list[int] = []
+    map_leaves(value, lambda x: found.append(x._version) if isinstance(x, Tensor) else None)
+    return found
+
+
+@contextmanager
+def capture(
+    model: nn.Module,
+    *,
+    where: Where | None = None,
+    inputs: bool = True,
+    outputs: bool = True,
+    gradients: bool = True,
+    detach: bool = True,
+    copy: bool = False,
+    device: torch.device | str | None = None,
+    limit: int | None = None,
+    keep: Keep | None = None,
+) -> Iterator[Mapping[str, list[Any]]]:
+    """Records each call of some modules inside of a block.
+
+    A call keeps what is its own: of a module that is shared, or called with several shapes, or in
+    several forward passes, each call has its arguments, its output and its gradients, in whatever
+    order a backward pass goes. Gradients come in when the backward pass runs, in the block or
+    behind it, and keep no activation alive. Where a checkpoint (`use_reentrant=False`) runs a part
+    of the model again, no call is recorded a second time. Passes of an engine are not seen. What
+    is captured lives as long as the mapping, or the calls in it.
+
+    Args:
+        model: The module whose inner modules are chosen.
+        where: Which of them, as for :meth:`HookManager.register`; all, if ``None``.
+        inputs: Whether to keep arguments and, with ``gradients``, their gradients.
+        outputs: Whether to keep the output and, with ``gradients``, its gradients.
+        gradients: Whether to keep gradients.
+        detach: Whether to keep tensors without their graph.
+        copy: Whether to keep copies. Otherwise a tensor shares its memory with the network's; if
+            that changes it in place, reading it raises an error.
+        device: Where to keep tensors. From a GPU to the CPU, they are copied into pinned memory,
+            and nothing waits until a copy is read.
+        limit: How many calls to keep of each module: the last ones. All, if ``None``.
+        keep: What to keep instead of a call: the result of this function of it. It is called when
+            the call is complete: at the end of the forward, or, with ``gradients``, when those are
+            there; at the end of the block for calls that no backward pass has reached.
+
+    Yields:
+        For the name of each chosen module, the list of its calls, in the order of the forwards.
+
+    Raises:
+        InvalidModulesError: No module is chosen, or a scripted one.
+        HookError: ``limit`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from autogram.hooks import capture
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        >>> with capture(model, where=nn.Tanh) as calls:
+        ...     model(torch.randn(5, 3)).sum().backward()
+        >>> calls["1"][0].grad_output.shape
+        torch.Size([5, 4])
+    """
+    if limit is not None and limit < 1:
+        raise HookError(f"`limit` is {limit}. Pass how many calls to keep, at least 1, or `None`.")
+    modules = select(model, (lambda _name, _module: True) if where is None else where)
+    captured = _Captured(modules, _Take(detach=detach, copy=copy, device=device), limit, keep)
+    captured.inputs, captured.outputs, captured.gradients = inputs, outputs, gradients
+    with HookManager() as manager:
+        gates = Gates(captured.begin, has_gradients=gradients)
+        manager.register(gates, modules, kind="backward", name="capture")
+        try:
+            yield captured.by_name
+        finally:
+            captured.close()
+
+
+class _Take:
+    """How to keep a value."""
+
+    def __init__(self, *, detach: bool, copy: bool, device: torch.device | str | None) -> None:
+        self._detach = detach
+        self._copy = copy
+        self._device = None if device is None else torch.device(device)
+
+    def __call__(self, value: Any) -> _Value:
+        """A value as it is kept."""
+        events: list[torch.cuda.Event] = []
+
+        def take(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensor = leaf.detach() if self._detach else leaf
+            if self._device is None or tensor.device.type == self._device.type:
+                return tensor.clone() if self._copy else tensor
+            if not tensor.is_cuda or self._device.type != "cpu":
+                return tensor.to(self._device)
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            pinned = pinned.copy_(tensor, non_blocking=True)
+            events.append(torch.cuda.current_stream(tensor.device).record_event())
+            return pinned
+
+        return _Value(map_leaves(value, take), events)
+
+
+class _Captured:
+    """The calls that are captured, by the name of their module."""
+
+    def __init__(
+        self, modules: dict[str, nn.Module], take: _Take, limit: int | None, keep: Keep | None
+    ) -> None:
+        self.by_name: dict[str, list[Any]] = {name: [] for name in modules}
+        self.take = take
+        self.inputs = self.outputs = self.gradients = True
+        self._names = {id(module): name for name, module in modules.items()}
+        self._counts = dict.fromkeys(modules, 0)
+        self._limit = limit
+        self._keep = keep
+        self._lock = threading.Lock()
+
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Watch | None:
+        """A call begins, unless a checkpoint runs it again inside of a backward pass."""
+        name = self._names.get(id(module))
+        if name is None or torch._C._current_graph_task_id() >= 0:
+            return None
+        with self._lock:
+            call = Call(module, name, self._counts[name])
+            self._counts[name] += 1
+            calls = self.by_name.setdefault(name, [])
+            calls.append(call)
+            if self._limit is not None and len(calls) > self._limit:
+                del calls[0]
+        return _Watch(self, call, args, kwargs)
+
+    def complete(self, call: Call) -> None:
+        """Exchanges a call for what is to be kept of it."""
+        calls: list[Any] = self.by_name.get(call.name, [])
+        if self._keep is None or not any(other is call for other in calls):
+            return
+        kept = self._keep(call)
+        calls[:] = [kept if other is call else other for other in calls]
+
+    def close(self) -> None:
+        """The block is over: nothing that is captured stays alive here."""
+        for call in [x for calls in self.by_name.values() for x in calls if isinstance(x, Call)]:
+            self.complete(call)
+        self.by_name = {}
+
+
+class _Watch:
+    """The observer of one call. It keeps no tensor, and not the call."""
+
+    def __init__(
+        self, captured: _Captured, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._captured = captured
+        self._call = weakref.ref(call)
+        self._arguments = _skeleton((args, kwargs))
+        self._output: Any = None
+        if captured.inputs:
+            call._values["args"] = captured.take(args)
+            call._values["kwargs"] = captured.take(kwargs)
+
+    def end(self, output: Any) -> None:
+        """Takes in the output."""
+        call, captured = self._call(), self._captured
+        self._output = _skeleton(output)
+        if call is None:
+            return
+        if captured.outputs:
+            call._values["output"] = captured.take(output)
+        if not captured.gradients:
+            captured.complete(call)
+
+    def see_output(self, number: int, gradients: Gradients) -> None:
+        """Takes in the gradients of the output."""
+        del number
+        call = self._call()
+        if call is not None and self._captured.outputs:
+            call._values["grad_output"] = self._captured.take(_filled(self._output, gradients))
+
+    def see_input(self, number: int, gradients: Gradients, outputs: int) -> None:
+        """Takes in the gradients of the arguments, which come last."""
+        del number, outputs
+        call = self._call()
+        if call is None:
+            return
+        if self._captured.inputs:
+            args, kwargs = _filled(self._arguments, gradients)
+            call._values["grad_args"] = self._captured.take(args)
+            call._values["grad_kwargs"] = self._captured.take(kwargs)
+        self._captured.complete(call)
+
+
+def _skeleton(value: Any) -> Any:
+    """A nested value without its leaves."""
+    return map_leaves(value, lambda _: None)
+
+
+def _filled(skeleton: Any, leaves: Gradients) -> Any:
+    """A nested value with other leaves."""
+    rest = iter(leaves)
+    return map_leaves(skeleton, lambda _: next(rest))

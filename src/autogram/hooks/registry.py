@@ -1,0 +1,391 @@
+"""The registry of hooks: which function is on which module, found and switched by filters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Self, get_args
+
+import torch
+from torch import nn
+
+from autogram._errors import HookError, InvalidModulesError
+from autogram.hooks.backward import Gates
+from autogram.hooks.switch import Kind, Switch
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Where = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+
+# What a function of each kind is called with, without keyword arguments.
+_SIGNATURES = {
+    "forward_pre": ("module", "args"),
+    "forward": ("module", "args", "output"),
+    "backward": ("module", "grad_input", "grad_output"),
+}
+
+
+class Handle:
+    """One function on one module. It holds the module weakly.
+
+    Attributes:
+        id: The names of the function and of the module, as in ``"my_hook[encoder.layer.0]"``.
+        name: The name of the function, or that which was given when it was registered.
+        function: The function.
+        kind: When it is called.
+    """
+
+    def __init__(
+        self, id: str, name: str, function: Any, kind: Kind, switch: Switch, manager: HookManager
+    ) -> None:
+        self.id = id
+        self.name = name
+        self.function = function
+        self.kind: Kind = kind
+        self._switch = switch
+        self._manager = manager
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or ``None`` if nobody else holds it any more."""
+        return self._switch.module()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the function is called."""
+        return self._switch.is_on
+
+    def remove(self) -> None:
+        """Takes the function off the module for good."""
+        self._switch.set(is_on=False)
+        self._manager._forget(self)
+
+    def __repr__(self) -> str:
+        state = "active" if self.is_active else "inactive"
+        return f"Handle({self.id!r}, kind={self.kind!r}, {state})"
+
+
+class HookManager:
+    """Functions that are called with modules: registered, found, switched and removed together.
+
+    The functions have the signatures of PyTorch's hooks, and what they return replaces what it
+    would replace there. PyTorch's own registration does the work: a function that is inactive is
+    not registered with PyTorch, and costs nothing. When it is active again, it has its first place
+    in the order of the hooks of its module. Copies and pickles of a module have no hooks of a
+    manager. Switching holds for all threads.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from autogram.hooks import HookManager
+        >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+        >>> shapes = []
+        >>> def note(module, args, output):
+        ...     shapes.append(tuple(output.shape))
+        >>> with HookManager() as manager:
+        ...     handles = manager.register(note, model, where=nn.Linear)
+        ...     _ = model(torch.zeros(5, 3))
+        ...     with manager.inactive(function=note):
+        ...         _ = model(torch.zeros(6, 3))
+        >>> _ = model(torch.zeros(7, 3))
+        >>> handles[0].id, shapes
+        ('note[0]', [(5, 2)])
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Handle] = {}
+        self._are_active: bool | None = True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether all hooks are active."""
+        if self._are_active is None:
+            self._are_active = all(handle.is_active for handle in self)
+        return self._are_active
+
+    def register(
+        self,
+        function: Any,
+        modules: Modules,
+        *,
+        where: Where | None = None,
+        kind: Kind = "forward",
+        name: str | None = None,
+        active: bool = True,
+        with_kwargs: bool = False,
+    ) -> list[Handle]:
+        """Registers a function on modules.
+
+        Args:
+            function: What to call, as ``function(module, args)`` for ``"forward_pre"``, as
+                ``function(module, args, output)`` for ``"forward"``, and as
+                ``function(module, grad_input, grad_output)`` for ``"backward"``. For ``"around"``,
+                an object with the methods ``begin(module, args, kwargs)`` and
+                ``end(module, output)``, which is also called if the forward raises, with ``None``.
+                Both are left out while gradients are disabled, or its attribute ``is_off`` is true.
+            modules: One module, several in a list, or in a dict by names of theirs.
+            where: Which modules inside of the one that is given, that one included: a type or a
+                tuple of types, a pattern of qualified names such as ``"encoder.*.attn"`` (``*``
+                stands for any text), or a function of the name and the module.
+            kind: When to call the function. ``"backward"`` shows the gradients of each call of a
+                module, once for each backward pass that reaches it, with an entry for each leaf of
+                the nested arguments, then of the keyword arguments, and of the output: ``None``
+                for what is no tensor, and where no gradient flows. A returned tuple replaces the
+                gradients of the arguments.
+            name: A name for the function, by default its own.
+            active: Whether it is active from now on.
+            with_kwargs: Whether to pass keyword arguments too, behind ``args``.
+
+        Returns:
+            A handle for each module.
+
+        Raises:
+            InvalidModulesError: What was given is no module, or scripted, or none is chosen.
+            HookError: The function is already on a module in this kind, takes other arguments, or
+                ``kind`` is unknown. Nothing is registered then.
+        """
+        _check_kind(kind)
+        chosen = select(modules, where)
+        _check_function(function, kind, with_kwargs=with_kwargs)
+        name = name or _name_of(function)
+        known = {(id(h.module), h.kind): h for h in self if h.function == function}
+        for module in chosen.values():
+            if (handle := known.get((id(module), kind))) is not None:
+                raise HookError(
+                    f"`{handle.id}` is already registered as a {kind} hook. Register it once, "
+                    "and use `activate`; or remove that one: `manager.handles` finds it."
+                )
+        made = []
+        for label, module in chosen.items():
+            switch = Switch(function, module, kind, with_kwargs=with_kwargs)
+            label = label or type(module).__name__
+            handle = Handle(self._free_id(f"{name}[{label}]"), name, function, kind, switch, self)
+            self._handles[handle.id] = handle
+            made.append(handle)
+        self._switch(made, is_on=active)
+        return made
+
+    def handles(
+        self,
+        *,
+        module: nn.Module | None = None,
+        function: Any = None,
+        kind: Kind | None = None,
+        name: str | None = None,
+    ) -> list[Handle]:
+        """The handles with a module, a function, a kind and a name, as far as these are given."""
+        if kind is not None:
+            _check_kind(kind)
+        return [
+            handle
+            for handle in self
+            if (module is None or handle.module is module)
+            and (function is None or handle.function == function)
+            and (kind is None or handle.kind == kind)
+            and (name is None or handle.name == name)
+        ]
+
+    def activate(self, **filters: Any) -> None:
+        """Lets hooks be called: all, or those that :meth:`handles` finds by the same filters."""
+        self._switch(self.handles(**filters), is_on=True)
+
+    def deactivate(self, **filters: Any) -> None:
+        """Lets modules run as if these hooks were not there."""
+        self._switch(self.handles(**filters), is_on=False)
+
+    @contextmanager
+    def active(self, **filters: Any) -> Iterator[None]:
+        """Activates hooks inside of a block. At its end, they are as they were before."""
+        with self._switched(is_on=True, **filters):
+            yield
+
+    @contextmanager
+    def inactive(self, **filters: Any) -> Iterator[None]:
+        """Deactivates hooks inside of a block. At its end, they are as they were before."""
+        with self._switched(is_on=False, **filters):
+            yield
+
+    def remove(self, **filters: Any) -> None:
+        """Takes hooks off their modules for good."""
+        for handle in self.handles(**filters):
+            handle.remove()
+
+    @contextmanager
+    def _switched(self, *, is_on: bool, **filters: Any) -> Iterator[None]:
+        """Switches hooks, and puts them back. Those registered meanwhile stay as they are."""
+        found = self.handles(**filters)
+        changed = [handle for handle in found if handle.is_active != is_on]
+        same = [handle for handle in found if handle.is_active == is_on]
+        self._switch(changed, is_on=is_on)
+        try:
+            yield
+        finally:
+            self._switch(changed, is_on=not is_on)
+            self._switch(same, is_on=is_on)
+
+    def _switch(self, handles: Iterable[Handle], *, is_on: bool) -> None:
+        """Switches hooks, but for those that were removed."""
+        self._are_active = None
+        for handle in handles:
+            if self._handles.get(handle.id) is handle:
+                handle._switch.set(is_on=is_on)
+
+    def _forget(self, handle: Handle) -> None:
+        """Takes a handle out of the registry."""
+        self._are_active = None
+        if self._handles.get(handle.id) is handle:
+            del self._handles[handle.id]
+
+    def _free_id(self, wanted: str) -> str:
+        """An id that no other handle has."""
+        number, free = 1, wanted
+        while free in self._handles:
+            number += 1
+            free = f"{wanted}#{number}"
+        return free
+
+    def __getitem__(self, id: str) -> Handle:
+        for handle in self:
+            if handle.id == id:
+                return handle
+        some = ", ".join(f"`{known}`" for known in [*self._handles][:8])
+        known = f"There are {some}" if some else "None is registered"
+        raise HookError(f"There is no hook `{id}`. {known}. Pass the `id` of a handle.")
+
+    def __iter__(self) -> Iterator[Handle]:
+        for handle in [*self._handles.values()]:
+            if handle.module is None:
+                self._forget(handle)
+            else:
+                yield handle
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __str__(self) -> str:
+        lines = [("hook", "module", "kind", "")]
+        for handle in self:
+            state = "active" if handle.is_active else "inactive"
+            lines.append((handle.id, type(handle.module).__name__, handle.kind, state))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = (
+            "  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+        return "\n".join(padded) if len(lines) > 1 else "No hooks are registered."
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
+    """The modules that are meant, by name.
+
+    Raises:
+        InvalidModulesError: There is none, or something that is no module, or a scripted one.
+    """
+    found: dict[str, Any]
+    if isinstance(modules, nn.Module):
+        named = modules.named_modules()
+        found = {"": modules} if where is None else {n: m for n, m in named if _fits(where, n, m)}
+    elif where is not None:
+        raise InvalidModulesError(
+            "`where` chooses among the modules inside of one module. Pass that module, or a list "
+            "of modules without `where`."
+        )
+    elif isinstance(modules, Mapping):
+        found = dict(modules)
+    else:
+        several = modules if hasattr(modules, "__iter__") else (modules,)
+        found = {str(i): module for i, module in enumerate(several)}
+    for name, module in found.items():
+        if not isinstance(module, nn.Module):
+            raise InvalidModulesError(
+                f"A {type(module).__name__} was given where a module is needed"
+                + (f", under the name `{name}`." if name else ".")
+                + " Pass a module, a list of modules, or a dict of them."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidModulesError(
+                f"`{name or type(module).__name__}` is scripted, and its hooks are compiled with "
+                "it. Pass the module that it was scripted from."
+            )
+    if not found:
+        some = "" if where is None else _names_in(modules)
+        raise InvalidModulesError(
+            f"No module is chosen by {where!r}.{some} Pass a type, a pattern or a function that "
+            "fits at least one."
+        )
+    return found
+
+
+def _names_in(modules: Any) -> str:
+    """Some names to choose from."""
+    names = [f"`{name}`" for name, _ in modules.named_modules() if name]
+    return " There are " + ", ".join(names[:8]) + ", ..." * (len(names) > 8) + "." if names else ""
+
+
+def _fits(where: Where, name: str, module: nn.Module) -> bool:
+    """Whether a module is chosen."""
+    if isinstance(where, str):
+        return fnmatchcase(name, where)
+    if isinstance(where, (type, tuple)):
+        return isinstance(module, where)
+    if not callable(where):
+        raise InvalidModulesError(
+            f"`where` is a {type(where).__name__}. Pass a type, a pattern of names, or a function "
+            "of a name and a module."
+        )
+    return bool(where(name, module))
+
+
+def _check_kind(kind: str) -> None:
+    """Refuses a kind that does not exist."""
+    if kind not in get_args(Kind):
+        kinds = ", ".join(f'"{known}"' for known in get_args(Kind))
+        raise HookError(f"The kind of the hook is {kind!r}. Pass one of {kinds}.")
+
+
+def _check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
+    """Refuses a function that cannot be called as its kind is."""
+    if kind == "around":
+        if not all(hasattr(function, name) for name in ("begin", "end", "is_off")):
+            raise HookError(
+                f"A {type(function).__name__} was given as an around hook. Pass an object with "
+                "`begin(module, args, kwargs)`, `end(module, output)`, and an attribute `is_off`."
+            )
+        return
+    if kind == "backward" and isinstance(function, Gates):
+        return
+    if not callable(function):
+        raise HookError(f"A {type(function).__name__} was given as a hook. Pass a function.")
+    if kind == "backward" and with_kwargs:
+        raise HookError(
+            "A backward hook is given gradients, those of keyword arguments behind the others in "
+            "`grad_input`. Leave out `with_kwargs`."
+        )
+    wanted = _SIGNATURES[kind]
+    if with_kwargs:
+        wanted = (*wanted[:2], "kwargs", *wanted[2:])
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions in C, nothing is known
+        return
+    try:
+        signature.bind(*wanted)
+    except TypeError as error:
+        raise HookError(
+            f"`{_name_of(function)}` has the signature `{signature}`, and a {kind} hook"
+            f"{' with keyword arguments' if with_kwargs else ''} is called with "
+            f"`({', '.join(wanted)})`. Let it take these arguments."
+        ) from error
+
+
+def _name_of(function: Any) -> str:
+    """What a function is called in ids."""
+    function = getattr(function, "func", function)  # of a partial one
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,120 @@
+"""Puts one hook on one module, by PyTorch's own registration, and takes it off again."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from math import inf
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autogram.hooks.around import put_around
+from autogram.hooks.backward import Gates, gates_of
+
+Kind = Literal["forward_pre", "forward", "backward", "around"]
+
+
+class Switch:
+    """One function on one module, which is on or off. It holds the module weakly.
+
+    While it is off, PyTorch does not know of the function. When it is on again, it has its first
+    place among the hooks of the module.
+
+    Args:
+        function: What is called, with the signature of its kind.
+        module: The module.
+        kind: When it is called.
+        with_kwargs: Whether it is given keyword arguments.
+    """
+
+    def __init__(
+        self, function: Any, module: nn.Module, kind: Kind, *, with_kwargs: bool = False
+    ) -> None:
+        self.module = weakref.ref(module)
+        self._kind = kind
+        self._function = function
+        self._options = {"with_kwargs": with_kwargs}
+        self._gates: Gates | None = None
+        if kind == "backward":
+            self._gates = function if isinstance(function, Gates) else gates_of(function)
+        self._order = RemovableHandle(OrderedDict()).id  # the next number of PyTorch's own
+        self._off: list[Callable[[], None]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the function is on the module."""
+        return bool(self._off)
+
+    def set(self, *, is_on: bool) -> None:
+        """Puts the function on the module, or takes it off."""
+        if not is_on:
+            while self._off:
+                self._off.pop()()
+        elif not self._off and (module := self.module()) is not None:
+            self._off = self._put_on(module)
+
+    def _put_on(self, module: nn.Module) -> list[Callable[[], None]]:
+        """Puts the function on the module, and returns what takes it off."""
+        if self._kind == "around":
+            return [put_around(module, self._function, self._order)]
+        put_pre, put = module.register_forward_pre_hook, module.register_forward_hook
+        if self._gates is None:
+            register = put_pre if self._kind == "forward_pre" else put
+            return [self._registered(register, self._function, **self._options)]
+        before = self._registered(put_pre, self._gates.before, with_kwargs=True)
+        options = {"with_kwargs": True, "always_call": True}
+        return [before, self._registered(put, self._gates.after, **options)]
+
+    def _registered(
+        self, register: Callable[..., RemovableHandle], function: Any, **options: bool
+    ) -> Callable[[], None]:
+        """Registers a function in its first place, and returns what takes it off."""
+        entry = _Entry(function, self._order)
+        handle = register(entry, **options)
+        hooks: Any = handle.hooks_dict_ref()
+        later, order = [], inf
+        for key in [*hooks][-2::-1]:
+            # Those in front with a higher number were put there on purpose (`prepend=True`).
+            if not self._order < getattr(hooks[key], "order", key) < order:
+                break
+            order = getattr(hooks[key], "order", key)
+            later.append(key)
+        for key in reversed(later):
+            hooks.move_to_end(key)
+
+        def take_off() -> None:
+            entry.is_on = False
+            handle.remove()
+
+        return take_off
+
+
+class _Entry:
+    """What PyTorch calls. A copy or a pickle of the module has none.
+
+    PyTorch goes on with the hooks that a module had when the call began. One that another hook has
+    taken off meanwhile is not called any more.
+    """
+
+    __slots__ = ("function", "is_on", "order")
+
+    def __init__(self, function: Any, order: int) -> None:
+        self.function, self.order, self.is_on = function, order, True
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args) if self.is_on else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Gone, ()
+
+
+class _Gone:
+    """What a hook becomes in a copy of its module: it takes itself off at the first call."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
