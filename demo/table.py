@@ -47,7 +47,7 @@ def make_notes(n_samples: int, n_epochs: int) -> str:
         f"each epoch.\n"
         "(2) The mean loss has weights 1/m, which add up to 1. UPGrad's add up to more where "
         "gradients conflict, so at an equal learning rate its steps are longer.\n"
-        "(3) UPGrad solves one quadratic program per sample, with an external solver. Every "
+        "(3) UPGrad solves one quadratic program per sample, all of them together. Every "
         "aggregator has its own price here; the rest of the step is the engine's."
     )
 

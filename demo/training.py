@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchjd.aggregation import UPGradWeighting
 from typing_extensions import override
 
 from autogram import Engine
+from autogram.weightings import UPGrad
 from demo.digits import Images
 
 
@@ -87,7 +87,7 @@ class JacobianDescent(Training):
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         super().__init__(model, learning_rate)
         self.engine = Engine(self.model, batch_dim=0)
-        self.weighting = UPGradWeighting()
+        self.weighting = UPGrad()
 
     @override
     def backward(self, losses: Tensor) -> Backward:

@@ -125,6 +125,10 @@ class UnverifiedWarning(UserWarning):
     """The Gramian could not be verified, because some gradients are not finite."""
 
 
+class InexactWeightsWarning(UserWarning):
+    """The weights of a step fulfil their optimality conditions only roughly."""
+
+
 def listed(texts: Sequence[str]) -> str:
     """Some texts in a message, of which there may be many."""
     return ", ".join(texts[:8]) + f" and {len(texts) - 8} others" * (len(texts) > 8)

@@ -18,6 +18,7 @@ from .measure import gramian_error
 from .process import TrainingProcess, time_launches
 from .report import Line, Outcome, describe_machine, make_table
 from .training import BASELINE, ENGINES, Trainer
+from .weightings import SIZES, print_tables
 from .workloads import WORKLOADS, Workload
 
 
@@ -33,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{describe_machine()}\n\n{make_table_of_trees(found)}")
         _write(options.json, found)
         return
+    if options.weightings:
+        print(f"{describe_machine()}\n")
+        print_tables(options.device, options.largest)
+        return
     engines = [name for name in ENGINES if options.torchjd or name != "torchjd"]
     lines = [
         compare(model, engines, options.launches, options.rounds, options.threads)
@@ -44,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for model in models:
             print(f"\n{explain(model)}")
     _write(options.json, lines)
+    if options.model is None:
+        print()
+        print_tables(options.device, options.largest)
 
 
 def _write(path: Path | None, lines: Sequence[Any]) -> None:
@@ -123,6 +131,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="SRC",
         help="compare with the package `autogram` in this folder, and with nothing else",
+    )
+    parser.add_argument(
+        "--weightings",
+        action="store_true",
+        help="time weightings and whole steps, and nothing else",
+    )
+    parser.add_argument("--device", default="cpu", help="where weightings are timed")
+    parser.add_argument(
+        "--largest", type=int, default=SIZES[-1], help="the most objectives of a weighting"
     )
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     parser.add_argument("--json", type=Path, help="file for the results, with both orders of run")

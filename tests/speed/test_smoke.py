@@ -1,6 +1,7 @@
 """The benchmark runs; run with `pytest tests/speed`, as the suite collects the unit tests only."""
 
 import json
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +30,19 @@ def test_benchmark_prints_a_table_and_writes_its_results(
     (line,) = json.loads(path.read_text())["lines"]
     assert line["outcomes"]["autogram"]["ratio"]["median"] > 0
     assert line["outcomes"]["autogram"]["error"] < 1e-10
+
+
+def test_weightings_and_whole_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each weighting has a time, but those that need another package."""
+    main(["--weightings", "--largest", "16"])
+    printed = capsys.readouterr().out
+    cells = dict(re.findall(r"^\| (\S+) .*\| ([\w.]+) \|$", printed, re.MULTILINE))
+    assert float(cells["`UPGrad`"]) > 0
+    assert float(cells["`UPGradWeighting`"]) > 0
+    steps = re.findall(r"^  (.+): ([\d.]+)$", printed, re.MULTILINE)
+    assert [name for name, _ in steps] == [
+        *("SGD", "autogram, separate", "autogram, fused", "torchjd")
+    ]
 
 
 # With a slower step than the present package's, of which the warm-up takes 17.

@@ -1,0 +1,7 @@
+"""Weightings: from a Gramian to the weights of a step. See README.md here."""
+
+from autogram.weightings.dual_cone import DualProj, UPGrad
+from autogram.weightings.projection import Certificate, Projector
+from autogram.weightings.surgery import GradVac, PCGrad
+
+__all__ = ["Certificate", "DualProj", "GradVac", "PCGrad", "Projector", "UPGrad"]

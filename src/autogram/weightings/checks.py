@@ -1,0 +1,50 @@
+"""What a weighting refuses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autogram._errors import InvalidOperandError, NonFiniteError
+
+# A Gramian is taken for symmetric if it differs from its transpose by this part of its trace.
+_ASYMMETRY = 1e-3
+
+
+def check_gramian(gramian: Tensor, vectors: Tensor | None = None) -> None:
+    """Refuses what is no Gramian, by one question to the device.
+
+    Args:
+        gramian: What should be ``(m, m)``.
+        vectors: Vectors of the same size, ``(*, m)``, which have to be finite as well.
+
+    Raises:
+        InvalidOperandError: It is not square, not symmetric, or has a negative diagonal.
+        NonFiniteError: An entry is infinite or not a number.
+    """
+    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
+        raise InvalidOperandError(
+            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
+        )
+    if not gramian.numel():
+        return
+    trace = gramian.diagonal().sum()
+    asymmetry = (gramian - gramian.mT).abs().amax() / trace.clamp(min=torch.finfo(trace.dtype).tiny)
+    is_finite = gramian.isfinite().all()
+    if vectors is not None:
+        is_finite = is_finite & vectors.isfinite().all()
+    least = gramian.diagonal().amin()
+    finite, apart, diagonal = torch.stack(
+        [is_finite.double(), asymmetry.double(), least.double()]
+    ).tolist()
+    if not finite:
+        raise NonFiniteError(
+            "The Gramian, or a vector to project, has entries that are infinite or not a number. "
+            "Look for a division by zero or an overflow in the losses."
+        )
+    if apart > _ASYMMETRY or diagonal < 0:
+        raise InvalidOperandError(
+            f"The matrix is no Gramian: it differs from its transpose by {apart:.1e} of its trace, "
+            f"and its least diagonal entry is {diagonal:.1e}. Pass `J @ J.T`, which is symmetric, "
+            "with squared norms on its diagonal."
+        )

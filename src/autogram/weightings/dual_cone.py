@@ -1,0 +1,111 @@
+"""Weightings by projection onto the dual cone of all gradients: UPGrad and DualProj."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autogram._errors import InvalidOperandError
+from autogram.weightings.projection import Certificate, Projector
+
+
+class _DualCone:
+    """What both weightings have in common.
+
+    Args:
+        pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
+        projector: How to project, with all that can be chosen there.
+    """
+
+    def __init__(
+        self, pref_vector: Tensor | None = None, projector: Projector | None = None
+    ) -> None:
+        if pref_vector is not None and pref_vector.dim() != 1:
+            raise InvalidOperandError(
+                f"`pref_vector` has shape {tuple(pref_vector.shape)}. Pass a vector, `(m,)`."
+            )
+        self.pref_vector = pref_vector
+        self.projector = Projector() if projector is None else projector
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """How well the last weights fulfil the optimality conditions."""
+        return self.projector.certificate
+
+    def _preferences(self, gramian: Tensor) -> Tensor:
+        """The preferences, ``(m,)``."""
+        m = len(gramian)
+        if self.pref_vector is None:
+            return torch.full((m,), 1 / max(m, 1), dtype=torch.float64, device=gramian.device)
+        return self.pref_vector.to(gramian.device, torch.float64)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(pref_vector={self.pref_vector!r})"
+
+
+class UPGrad(_DualCone):
+    """The weights of UPGrad: the gradient of each objective is projected, and all are added up.
+
+    The method and its parameters are those of torchjd's ``UPGradWeighting``. The solver is another:
+    all m quadratic programs are solved together, on the Gramian's device, by products of (m, m)
+    matrices. The combination of gradients with these weights conflicts with no gradient, but for
+    the regularisation.
+
+    Args:
+        pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
+        projector: How to project, with the normalisation, the regularisation and the tolerance.
+
+    Raises:
+        InvalidOperandError: ``pref_vector`` is no vector.
+
+    Example:
+        >>> import torch
+        >>> from autogram.weightings import UPGrad
+        >>> weighting = UPGrad()
+        >>> weighting(torch.tensor([[1.0, -0.5], [-0.5, 1.0]]))
+        tensor([0.7499, 0.7499])
+        >>> weighting.certificate.is_optimal
+        True
+
+    References:
+        Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024, arXiv:2406.16232.
+    """
+
+    def __call__(self, gramian: Tensor) -> Tensor:
+        """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
+
+        Cost: for up to about 100 objectives a few times m factorisations of (m, m); for more, some
+        ten to hundred products of (m, m) matrices.
+
+        Raises:
+            InvalidOperandError: It is no Gramian, or does not fit the preferences.
+            NonFiniteError: It has entries that are infinite or not a number.
+        """
+        return self.projector(torch.diag(self._preferences(gramian)), gramian).sum(0)
+
+
+class DualProj(_DualCone):
+    """The weights of DualProj: the mean gradient is projected.
+
+    The method and its parameters are those of torchjd's ``DualProjWeighting``, with another solver.
+
+    Args:
+        pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
+        projector: How to project, with the normalisation, the regularisation and the tolerance.
+
+    Raises:
+        InvalidOperandError: ``pref_vector`` is no vector.
+
+    References:
+        Lopez-Paz and Ranzato, Gradient Episodic Memory for Continual Learning, 2017,
+        arXiv:1706.08840, equation 11.
+    """
+
+    def __call__(self, gramian: Tensor) -> Tensor:
+        """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
+
+        Raises:
+            InvalidOperandError: It is no Gramian, or does not fit the preferences.
+            NonFiniteError: It has entries that are infinite or not a number.
+        """
+        return self.projector(self._preferences(gramian), gramian)

@@ -1,0 +1,69 @@
+"""Projections onto a dual cone by pivoting: exact, for few objectives.
+
+The program min v G v for v >= u is solved by its active set: the entries of v at their bounds. If
+the others were known, they would solve a linear system. Entries that turn out to be below their
+bounds, or at them where the gradient pulls away, change sides, all at once as long as that makes
+them fewer, and else the last of them alone, which ends for every positive definite G.
+
+Júdice and Pires, A Block Principal Pivoting Algorithm for Large-Scale Strictly Monotone Linear
+Complementarity Problems, 1994, doi:10.1016/0305-0548(94)90106-6.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# How often all entries change sides without becoming fewer, before they do so one by one.
+_PATIENCE = 3
+
+
+def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple[Tensor, int]:
+    """The minima of v G v for v >= u, for each row u of the bounds.
+
+    Args:
+        bounds: ``(s, m)``.
+        gramian: G, positive definite.
+        most: The number of steps after which to stop, solved or not.
+        is_bound: A guess of the entries at their bounds, ``(s, m)``.
+
+    Returns:
+        v ``(s, m)``, and the number of steps.
+    """
+    found = bounds.clone()
+    rows = torch.arange(len(bounds), device=bounds.device)  # those that are not solved
+    fewest = torch.full_like(rows, bounds.shape[1] + 1)
+    patience = torch.full_like(rows, _PATIENCE)
+    numbers = torch.arange(bounds.shape[1], device=bounds.device)
+    # Below this, a sign is rounding.
+    slack = torch.finfo(bounds.dtype).eps * gramian.shape[0]
+    for step in range(1, most + 1):
+        u = bounds[rows]
+        v = _solve(u, gramian, is_bound)
+        found[rows] = v
+        scale = (v.abs() @ gramian.abs()).amax(1, keepdim=True)
+        pulls_away = is_bound & (v @ gramian < -slack * scale)
+        is_below = ~is_bound & (v - u < -slack * v.abs().amax(1, keepdim=True))
+        changing = pulls_away | is_below
+        count = changing.sum(1)
+        is_open = count > 0
+        if not bool(is_open.any()):
+            return torch.maximum(found, bounds), step
+        is_fewer = count < fewest
+        fewest = torch.where(is_fewer, count, fewest)
+        patience = torch.where(is_fewer, _PATIENCE, patience - 1)
+        last = torch.where(changing, numbers, -1).amax(1, keepdim=True) == numbers
+        changing &= last | (patience >= 0).unsqueeze(1)
+        is_bound = (is_bound ^ changing)[is_open]
+        rows, fewest, patience = rows[is_open], fewest[is_open], patience[is_open]
+    return torch.maximum(found, bounds), most
+
+
+def _solve(u: Tensor, gramian: Tensor, is_bound: Tensor) -> Tensor:
+    """V with u where it is bound, and G v zero elsewhere."""
+    is_free = ~is_bound
+    both = is_free.unsqueeze(2) & is_free.unsqueeze(1)
+    matrix = torch.where(both, gramian, 0) + torch.diag_embed(is_bound.to(gramian.dtype))
+    fixed = torch.where(is_bound, u, 0)
+    right = torch.where(is_bound, u, -(fixed @ gramian))
+    return torch.cholesky_solve(right.unsqueeze(2), torch.linalg.cholesky(matrix)).squeeze(2)
