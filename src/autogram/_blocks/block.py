@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from string import ascii_letters
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Shapes, sizes_of
+from autogram._blocks.kernels import Kernels
+from autogram._blocks.kernels.contraction import Shapes, sizes_of, unused_labels
 from autogram._blocks.layout import Layout
 from autogram._errors import ChangedTensorError
 
@@ -32,17 +32,25 @@ class Adjoint:
     saved: tuple[Tensor, ...]
     labels: str
     """The index of each dimension of the gradient, as in the equation of the block."""
+    of_samples: Callable[..., Tensor] | None = None
+    """The gradient of each sample, ``(b, *gradient)``, from the same tensors, if there is a way."""
 
-    def __call__(self, weights: Tensor, parameter: str) -> Tensor:
+    def rows(self, parameter: str) -> Tensor:
+        """The explicit rows, ``(k, b, *parameter)``."""
+        assert self.of_samples is not None
+        found = torch.stack([self.of_samples(each, *self.saved) for each in self.cotangent])
+        return torch.einsum(f"KB{self.labels}->KB{parameter}", found)
+
+    def __call__(self, weights: Tensor, parameter: str, kernels: Kernels) -> Tensor:
         """The sum of the rows with weights ``(k, b)``, in the order of some indices."""
         shape = [1] * self.cotangent.dim()
         shape[0] = len(weights)
         if self.dim is not None:
             shape[self.dim + 1] = weights.shape[1]
-        weighted = weights.view(shape) * self.cotangent
+        weighted = kernels.weighed(self.cotangent, weights.view(shape))
         total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
         saved = [x.to(total.dtype) if x.is_floating_point() else x for x in self.saved]
-        gradient = self.function(total, *saved)
+        gradient = self.function(total, *saved).to(weights.dtype)
         return torch.einsum(f"{self.labels}->{parameter}", gradient)
 
 
@@ -266,9 +274,3 @@ def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str
     moved = "".join(renamed.get(label, label) for label in second_inputs)
     product = "kb" if is_diagonal else f"kb{renamed['k']}{renamed['b']}"
     return f"{first_inputs},{moved}->{product}"
-
-
-def unused_labels(*equations: str) -> Iterator[str]:
-    """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
-    used = set("kb").union(*equations)
-    return (letter for letter in reversed(ascii_letters) if letter not in used)

@@ -13,8 +13,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, unused_labels
+from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
+from autogram._blocks.kernels.contraction import unused_labels
 from autogram._blocks.products import products, weighted_sum
 from autogram._blocks.region import Region, from_storage
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed, reordered
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import Shapes, find_path, sizes_of
+from autogram._blocks.kernels.contraction import Prices, Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
 
@@ -77,8 +77,7 @@ class Plan:
             total = rows(ordered[: len(first)], kernels, scratch)
             flat = total.reshape(total.shape[0] * total.shape[1], -1)
             if self.kind == "norms":
-                norms = torch.linalg.vector_norm(flat, dim=1).square()
-                found.append(norms.view(total.shape[:2]))
+                found.append(kernels.square_norms(flat).view(total.shape[:2]))
             elif self.kind == "gram":
                 found.append(kernels.gram(flat).view(total.shape[:2] * 2))
             else:
@@ -120,7 +119,17 @@ class Plan:
 def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Tensor:
     """The explicit rows, ``(k, b, *tensor)``, in some memory if they are one matrix product."""
     memory = memory if len(blocks) == 1 else None
-    return reduce(torch.add, [kernels.einsum(x.equation, x.operands, memory) for x in blocks])
+    return reduce(torch.add, [_rows_of(block, kernels, memory) for block in blocks])
+
+
+def _rows_of(block: Block, kernels: Kernels, memory: Memory | None) -> Tensor:
+    """The explicit rows of one block."""
+    adjoint = block.adjoint
+    if adjoint is not None and adjoint.of_samples is not None:
+        patches = max(map(prod, block.shapes))
+        if kernels.prefers_adjoint(patches, block.elements_of_rows, block.sizes["i"]):
+            return adjoint.rows(block.parameter)
+    return kernels.rows(block.equation, block.operands, memory)
 
 
 def cross(
@@ -162,9 +171,10 @@ def plans(
     kernels: Kernels,
 ) -> tuple[Plan, ...]:
     """All ways that are considered to products of some blocks, the cheapest first."""
-    limit = kernels.most_elements(first[0].operands[0].dtype)
+    dtype = first[0].operands[0].dtype
+    limit, prices = kernels.most_elements(dtype), kernels.prices(dtype)
     signatures = (tuple([(x.equation, x.shapes) for x in blocks]) for blocks in (first, second))
-    return _find_plans(kind, *signatures, kernels.price_of_memory, limit)
+    return _find_plans(kind, *signatures, prices, limit)
 
 
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
@@ -174,17 +184,17 @@ def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
 
 @lru_cache(maxsize=4096)
 def _find_plans(
-    kind: Kind, first: Signature, second: Signature, price: int, limit: int
+    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int
 ) -> tuple[Plan, ...]:
     """The ways for blocks of some signatures, cut into pieces where results exceed the limit."""
-    by_rows = _plan_rows(kind, first, second, price, limit)
+    by_rows = _plan_rows(kind, first, second, prices, limit)
     if len(first) + len(second) > _MOST_BLOCKS_IN_PAIRS:
         return (by_rows,)
-    by_factors = _plan_factors(kind, first, second, price, limit)
+    by_factors = _plan_factors(kind, first, second, prices, limit)
     return (by_factors, by_rows) if by_factors.cost < by_rows.cost else (by_rows, by_factors)
 
 
-def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limit: int) -> Plan:
+def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int) -> Plan:
     """The plan that forms rows."""
     blocks = (*first, *second)
     equation, shapes = blocks[0]
@@ -195,9 +205,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     # Dimensions are in the order in which a matrix product leaves those of the first block.
     order = parsed(equation).order_of_factors
     paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
-    cost = m * n * columns + price * m * columns
+    cost = m * n * columns + prices.memory * m * columns + prices.call
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
-        cost += sum(path.cost(price) for path in paths) + price * m * n
+        cost += sum(path.cost(prices) for path in paths) + prices.memory * m * n
     work = sum(path.multiplications for path in paths) + m * n * columns
     factors = [
         factor for of, shapes in blocks for factor in zip(shapes, parsed(of).inputs, strict=True)
@@ -215,7 +225,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, price: int, limi
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 
 
-def _plan_factors(kind: Kind, first: Signature, second: Signature, price: int, limit: int) -> Plan:
+def _plan_factors(
+    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int
+) -> Plan:
     """The plan that contracts pairs of blocks without rows."""
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
     paths = [
@@ -225,7 +237,7 @@ def _plan_factors(kind: Kind, first: Signature, second: Signature, price: int, l
     ]
     largest = max(path.largest for path in paths)
     pieces = count_pieces(largest, limit, sizes_of(*(second or first)[0])["b"])
-    cost = sum(path.cost(price) for path in paths)
+    cost = sum(path.cost(prices) for path in paths)
     work = sum(path.multiplications for path in paths)
     return Plan(kind, "factors", "b", pieces, cost, work, -(-largest // pieces))
 

@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, parsed, unused_labels
+from autogram._blocks.block import Block, parsed
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import find_path
+from autogram._blocks.kernels.contraction import find_path, unused_labels
 from autogram._blocks.plan import Kind, count_pieces, plans, rows
 
 
@@ -47,15 +47,19 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
     """
     can_adjoin = len(weights) == 1
     parts = [
-        block.adjoint(weights[0], block.parameter).unsqueeze(0)
+        block.adjoint(weights[0], block.parameter, kernels).unsqueeze(0)
         for block in blocks
         if block.adjoint and can_adjoin
     ]
     for block in merge([block for block in blocks if not (block.adjoint and can_adjoin)]):
         inputs, output = block.equation.split("->")
         s = next(unused_labels(block.equation))
-        equation = f"{s}kb,{inputs}->{s}{output[2:]}"
-        parts.append(reduce(torch.add, _by_samples(equation, (weights, *block.operands), kernels)))
+        whole = Block(f"{s}kb,{inputs}->{s}{output[2:]}", (weights, *block.operands))
+        sums = [
+            kernels.weighted_sum(block.equation, part.operands[1:], part.operands[0])
+            for part in _by_samples(whole, kernels)
+        ]
+        parts.append(reduce(torch.add, sums))
     return reduce(torch.add, parts)
 
 
@@ -64,21 +68,19 @@ def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) ->
     total = []
     for block in merge(blocks):
         inputs, output = block.equation.split("->")
-        operands = (*block.operands, direction)
-        parts = _by_samples(f"{inputs},{output[2:]}->kb", operands, kernels)
-        total.append(torch.cat(list(parts), 1))
+        whole = Block(f"{inputs},{output[2:]}->kb", (*block.operands, direction))
+        parts = [kernels.einsum(x.equation, x.operands) for x in _by_samples(whole, kernels)]
+        total.append(torch.cat(parts, 1))
     return reduce(torch.add, total)
 
 
-def _by_samples(equation: str, operands: tuple[Tensor, ...], kernels: Kernels) -> Iterator[Tensor]:
+def _by_samples(whole: Block, kernels: Kernels) -> Iterator[Block]:
     """An einsum over samples, some of them at a time."""
-    whole = Block(equation, operands)
-    limit = kernels.most_elements(operands[0].dtype)
+    limit = kernels.most_elements(whole.operands[0].dtype)
     # Operands count too: patches of an image are a view that a matrix product must copy.
     shapes = whole.shapes
-    largest = max(find_path(equation, shapes).largest, *[prod(shape) for shape in shapes])
-    for part in whole.chunks("b", count_pieces(largest, limit, whole.sizes["b"])):
-        yield kernels.einsum(equation, part.operands)
+    largest = max(find_path(whole.equation, shapes).largest, *[prod(shape) for shape in shapes])
+    return whole.chunks("b", count_pieces(largest, limit, whole.sizes["b"]))
 
 
 def merge(blocks: Sequence[Block]) -> list[Block]:

@@ -114,7 +114,9 @@ class Convolution(NamedTuple):
         is_symmetric = all(before == behind for before, behind in self.padding)
         if is_symmetric and (layout is None or not (layout.has_before or layout.has_after)):
             dim = None if layout is None else layout.dim
-            adjoint = Adjoint(self._gradient, dim, cotangent, (input,), block.parameter)
+            of_samples = self._gradients if dim is not None and self._has_patches else None
+            sizes = (dim, cotangent, (input,), block.parameter, of_samples)
+            adjoint = Adjoint(self._gradient, *sizes)
             block = replace(block, adjoint=adjoint)
         return (block,)
 
@@ -143,6 +145,11 @@ class Convolution(NamedTuple):
         split: Tensor = tensor.unflatten(dim, (self.groups, -1))
         return split
 
+    @property
+    def _has_patches(self) -> bool:
+        """Whether the kernel sees more than one position at a time."""
+        return any(size > 1 for size in self.weight[2:])
+
     def _patches(self, input: Tensor) -> Tensor:
         """What the kernel sees of ``(n, channels, *space)``: ``(n, *l, *taps, q, i)``.
 
@@ -151,7 +158,10 @@ class Convolution(NamedTuple):
         """
         zeros = [zeros for both in reversed(self.padding) for zeros in both]
         input = input.movedim(1, -1)
-        input = F.pad(input, (0, 0, *zeros)) if any(zeros) else input.contiguous()
+        if any(zeros):
+            input = F.pad(input, (0, 0, *zeros))
+        elif self._has_patches:  # else products need no copy
+            input = input.contiguous()
         sizes = zip(self.weight[2:], self.stride, self.dilation, strict=True)
         for dim, (size, step, hole) in enumerate(sizes, start=1):
             input = input.unfold(dim, hole * (size - 1) + 1, step)[..., ::hole]
@@ -159,10 +169,23 @@ class Convolution(NamedTuple):
 
     def _gradient(self, cotangent: Tensor, input: Tensor) -> Tensor:
         """The gradient of the kernel, ``(q, o, i, *taps)``, by torch's kernel: without patches."""
+        return self._by_group(self._kernel(cotangent, input, 1), 0)
+
+    def _gradients(self, cotangent: Tensor, input: Tensor) -> Tensor:
+        """The gradient for each sample, ``(n, q, o, i, *taps)``, by samples as groups."""
+        n = len(input)
+        sides = [x.reshape(1, -1, *x.shape[2:]) for x in (cotangent, input)]
+        found = self._kernel(sides[0], sides[1], n)  # (n * q * o, i, *taps)
+        return found.view(n, self.groups, -1, *found.shape[1:])
+
+    def _kernel(self, cotangent: Tensor, input: Tensor, n: int) -> Tensor:
+        """The gradient of a kernel for n times as many groups."""
         function: Any = (conv1d_weight, conv2d_weight, conv3d_weight)[len(self.stride) - 1]
         zeros = tuple(before for before, _ in self.padding)
-        sizes = (self.stride, zeros, self.dilation, self.groups)
-        return self._by_group(function(input, self.weight, cotangent, *sizes), 0)
+        sizes = (self.stride, zeros, self.dilation, n * self.groups)
+        shape = (n * self.weight[0], *self.weight[1:])
+        found: Tensor = function(input, shape, cotangent, *sizes)
+        return found
 
 
 def _per_dimension(sizes: Sizes, n: int) -> tuple[int, ...]:

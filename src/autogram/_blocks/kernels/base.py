@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Hardware, find_contractions
+from autogram._blocks.kernels.contraction import Hardware, Prices, carry_out, unused_labels
 from autogram._blocks.kernels.workspace import Memory
 
 
@@ -30,11 +30,9 @@ class Kernels(Hardware):
         limit: The number of elements that one intermediate result may have.
 
     Attributes:
-        price_of_memory: What moving one element costs, in multiply-adds of a matrix product.
         tiny: Up to so many elements, copies of factors cost less than a call.
     """
 
-    price_of_memory = 16
     tiny = 2**17
 
     def __init__(self, limit: Limit) -> None:
@@ -44,6 +42,11 @@ class Kernels(Hardware):
         """How many elements one intermediate result should have."""
         del dtype
         return self.limit.elements
+
+    def prices(self, dtype: torch.dtype) -> Prices:
+        """What is compared with products of tensors of a dtype."""
+        del dtype
+        return Prices(memory=16)
 
     def accumulating(self, *dtypes: torch.dtype) -> torch.dtype:
         """The dtype of products and sums of tensors of some dtypes: at least float32."""
@@ -58,12 +61,41 @@ class Kernels(Hardware):
         """
         dtypes = {x.dtype for x in operands}
         dtype = self.accumulating(*dtypes)
-        stack = list(operands) if dtypes == {dtype} else [x.to(dtype) for x in operands]
-        shapes, strides = [x.shape for x in stack], [x.stride() for x in stack]
-        for positions, contract in find_contractions(equation, tuple(shapes), tuple(strides)):
-            taken = [stack.pop(position) for position in positions]
-            stack.append(contract(self, taken, None if stack else memory))
-        return stack[0]
+        wide = operands if dtypes == {dtype} else [x.to(dtype) for x in operands]
+        return carry_out(self, equation, wide, memory)
+
+    def rows(
+        self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
+    ) -> Tensor:
+        """Explicit rows from the equation and the factors of a block, as :meth:`einsum`."""
+        return self.einsum(equation, operands, memory)
+
+    def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
+        """Whether rows of a convolution come faster from its gradient, with samples as groups.
+
+        Args:
+            patches: Elements of what the kernel sees at all positions, which else is copied.
+            rows: Elements of the rows.
+            channels: Channels that the kernel reads.
+        """
+        del patches, rows, channels
+        return False
+
+    def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:
+        """A factor times weights of its samples, ready for products with other factors."""
+        return tensor * weights
+
+    def weighted_sum(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
+        """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``."""
+        inputs, output = equation.split("->")
+        s = next(unused_labels(equation))
+        return self.einsum(f"{s}kb,{inputs}->{s}{output[2:]}", (weights, *operands))
+
+    def square_norms(self, rows: Tensor) -> Tensor:
+        """The squared norm of each of some rows ``(m, n)``, in one read."""
+        dtype = self.accumulating(rows.dtype)
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+        return norms.square()
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``."""

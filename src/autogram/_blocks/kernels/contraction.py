@@ -7,11 +7,12 @@ operands: which product, which views, which copies. Carrying it out is a short l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from string import ascii_letters
+from typing import Literal, NamedTuple
 
 import opt_einsum
 import torch
@@ -21,6 +22,18 @@ from autogram._blocks.kernels.workspace import Memory, Purpose
 
 Shapes = tuple[tuple[int, ...], ...]
 _Kind = Literal["sum", "elementwise", "matrices", "other"]
+
+
+class Prices(NamedTuple):
+    """What something costs on some hardware, in multiply-adds of a matrix product.
+
+    Attributes:
+        memory: Writing one element, and reading it again.
+        call: Launching one operation, where that takes longer than the operation.
+    """
+
+    memory: int
+    call: int = 0
 
 
 class Hardware:
@@ -35,9 +48,21 @@ class Hardware:
         """A contiguous copy in scratch memory."""
         return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
 
+    def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """A tensor summed over some dimensions."""
+        return x.sum(summed)
+
     def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
         """The product of two tensors of equally many dimensions, summed over some of them."""
         return (x * y).sum(summed) if summed else x * y
+
+    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        """The product of two matrices, or of two batches of them, in some memory."""
+        return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
+
+    def other_product(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
+        """An einsum that is none of the above."""
+        return torch.einsum(equation, *operands)
 
 
 # Carries out a product or a sum, in some memory if it is a matrix product.
@@ -64,9 +89,9 @@ class Path:
     moved: int
     largest: int
 
-    def cost(self, price_of_memory: int) -> int:
+    def cost(self, prices: Prices) -> int:
         """One number to compare plans by, in multiply-adds."""
-        return self.multiplications + price_of_memory * self.moved
+        return self.multiplications + prices.memory * self.moved + prices.call * len(self.steps)
 
 
 @lru_cache(maxsize=4096)
@@ -113,6 +138,24 @@ def find_contractions(
     return tuple(found)
 
 
+def carry_out(
+    hardware: Hardware, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
+) -> Tensor:
+    """An einsum, in memory if it is a matrix product."""
+    shapes, strides = tuple([x.shape for x in operands]), tuple([x.stride() for x in operands])
+    stack = list(operands)
+    for positions, contract in find_contractions(equation, shapes, strides):
+        taken = [stack.pop(position) for position in positions]
+        stack.append(contract(hardware, taken, None if stack else memory))
+    return stack[0]
+
+
+def unused_labels(*equations: str) -> Iterator[str]:
+    """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
+    used = set("kb").union(*equations)
+    return (letter for letter in reversed(ascii_letters) if letter not in used)
+
+
 def _kind(equation: str, sizes: Mapping[str, int]) -> _Kind:
     """How to carry out one contraction.
 
@@ -146,10 +189,12 @@ def _contraction(equation: str, operands: Sequence[Tensor]) -> Contraction:
     if kind == "matrices":
         return _matrices(equation, operands, sizes)
     if kind == "other":
-        return lambda _hardware, operands, _memory: torch.einsum(equation, *operands)
+        return lambda hardware, operands, _memory: hardware.other_product(equation, operands)
     summed, order = _sum(*equation.split("->"))
     if summed:
-        return lambda _hardware, operands, _memory: operands[0].sum(summed).permute(order)
+        return lambda hardware, operands, _memory: hardware.total(operands[0], summed).permute(
+            order
+        )
     return lambda _hardware, operands, _memory: operands[0].permute(order)
 
 
@@ -231,14 +276,14 @@ def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int
     result = product.view([sizes[label] for label in kept]).permute(_order(kept, output))
     shape, strides, shape_of_product = result.shape, result.stride(), product.shape
     is_same = shape == shape_of_product and strides == product.stride()
-    multiply = torch.bmm if stack else torch.mm
 
     def contract(hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None) -> Tensor:
         """The product, as the output has it."""
         if is_swapped:
             operands = operands[::-1]
         x, y = left(hardware, operands[0], "first"), right(hardware, operands[1], "second")
-        found = multiply(x, y, out=None if memory is None else memory(shape_of_product, x))
+        out = None if memory is None else memory(shape_of_product, x)
+        found = hardware.matrix_product(x, y, out)
         return found if is_same else found.as_strided(shape, strides)
 
     return contract

@@ -8,6 +8,7 @@ import torch
 
 from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.cpu import CpuKernels
+from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.workspace import Arena, Workspace
 
 
@@ -20,12 +21,15 @@ class Devices:
 
     def __init__(self, limit: Limit) -> None:
         self._cpu = CpuKernels(limit)
+        self._cuda = CudaKernels(limit)
         self._other = Kernels(limit)
 
     def on(self, device: torch.device | str) -> Kernels:
         """The kernels for a device."""
         kind = device if isinstance(device, str) else device.type
-        return self._cpu if kind == "cpu" else self._other
+        if kind == "cpu":
+            return self._cpu
+        return self._cuda if kind == "cuda" else self._other
 
     def free(self) -> None:
         """Lets go of memory that is kept between contractions."""

@@ -1,0 +1,192 @@
+"""Kernels for a GPU: few launches, and factors in half precision until products accumulate.
+
+The numbers here were measured on one GPU of 2023, in multiply-adds of its matrix units. They
+decide what is fast, and never what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from autogram._blocks.kernels.base import Kernels
+from autogram._blocks.kernels.contraction import Prices, carry_out, unused_labels
+from autogram._blocks.kernels.workspace import Memory
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+# Writing one element and reading it again, where a multiply-add takes 3, 7, 35 and 35 fs.
+_PRICE_IN_HALF = 256
+_PRICE_IN_TF32 = 192
+_PRICE_IN_FULL = 32
+
+# Launching an operation takes as long as writing so many elements.
+_LAUNCH = 2**22
+
+# A product of few long rows, in float32 without tensor cores, leaves most processors idle. Cut into
+# two parts for each of them, it took between a fifth and half of the time. Parts have at least this
+# many columns.
+_FEWEST_COLUMNS = 512
+_PARTS_PER_PROCESSOR = 2
+
+# Rows of a convolution whose samples are groups cost three times as much an element as patches do.
+# With few channels, that kernel is slow whatever the size.
+_PATCHES_PER_ROW = 3
+_FEWEST_CHANNELS = 16
+
+
+class CudaKernels(Kernels):
+    """Contractions on a GPU.
+
+    Factors in half precision are multiplied as they are, and summed in float32. Rows have the dtype
+    of the factors; their products have float32. In float32, PyTorch's own settings decide about
+    TF32.
+    """
+
+    @override
+    def prices(self, dtype: torch.dtype) -> Prices:
+        memory = _PRICE_IN_FULL
+        if dtype in _HALVES:
+            memory = _PRICE_IN_HALF
+        elif dtype == torch.float32 and _is_tf32():
+            memory = _PRICE_IN_TF32
+        return Prices(memory, memory * _LAUNCH)
+
+    @override
+    def einsum(
+        self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
+    ) -> Tensor:
+        if not _are_half(operands):
+            return super().einsum(equation, operands, memory)
+        return carry_out(self, equation, operands).to(self.accumulating(operands[0].dtype))
+
+    @override
+    def rows(
+        self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
+    ) -> Tensor:
+        if not _are_half(operands):
+            return super().einsum(equation, operands, memory)
+        return carry_out(self, equation, operands, memory or self.scratch)
+
+    @override
+    def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
+        return x.sum(summed, dtype=self.accumulating(x.dtype))
+
+    @override
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        return super().product_sum(x.to(self.accumulating(x.dtype, y.dtype)), y, summed)
+
+    @override
+    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        """In memory, in its dtype; else in at least float32."""
+        if out is not None and x.dtype == y.dtype == out.dtype:
+            return super().matrix_product(x, y, out)
+        found = self._accumulated(x, y)
+        return found if out is None else out.copy_(found)
+
+    @override
+    def other_product(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
+        dtype = self.accumulating(*[x.dtype for x in operands])
+        return super().other_product(equation, [x.to(dtype) for x in operands])
+
+    @override
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        parts = self._parts(left)
+        if parts == 1:
+            return self._accumulated(left, right.mT)
+        left, right = (x.reshape(len(x), parts, -1).transpose(0, 1) for x in (left, right))
+        return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
+
+    @override
+    def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
+        return channels >= _FEWEST_CHANNELS and patches > _PATCHES_PER_ROW * rows
+
+    @override
+    def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:
+        """In the dtype of the tensor, as an ordinary backward pass would have it."""
+        if tensor.dtype not in _HALVES:
+            return super().weighed(tensor, weights)
+        shape = torch.broadcast_shapes(tensor.shape, weights.shape)
+        return torch.mul(tensor, weights, out=tensor.new_empty(shape))
+
+    @override
+    def weighted_sum(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
+        inputs, output = equation.split("->")
+        cotangent, *rest = inputs.split(",")
+        if not _are_half(operands) or not {"k", "b"} <= set(cotangent):
+            return super().weighted_sum(equation, operands, weights)
+        if not rest:
+            return self._weighted_rows(equation, operands, weights)
+        s = next(unused_labels(equation))
+        if cotangent.index("b") < cotangent.index("k"):
+            weights = weights.mT
+        sizes = iter(weights.shape[1:])
+        shape = [next(sizes) if label in "kb" else 1 for label in cotangent]
+        weighed = self.weighed(operands[0].unsqueeze(0), weights.reshape(len(weights), *shape))
+        terms = ",".join([s + cotangent, *rest])
+        return self.einsum(f"{terms}->{s}{output[2:]}", (weighed, *operands[1:]))
+
+    def _weighted_rows(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
+        """Sums of rows in half precision, of which no wider copy is made.
+
+        Each weight is the sum of two numbers in half precision, which have all but its last bits.
+        """
+        scale = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
+        unit = weights / scale
+        upper = unit.to(operands[0].dtype)
+        both = torch.cat([upper, (unit - upper).to(upper.dtype)])  # (2 s, k, b)
+        found = super().weighted_sum(equation, operands, both)
+        return (found[: len(weights)] + found[len(weights) :]) * scale
+
+    def _accumulated(self, x: Tensor, y: Tensor) -> Tensor:
+        """The product of two matrices, or of two batches of them, in at least float32."""
+        if x.dtype != y.dtype or (x.dtype in _HALVES and not _can_accumulate(x.device, x.dtype)):
+            dtype = self.accumulating(x.dtype, y.dtype)
+            return x.to(dtype) @ y.to(dtype)
+        if x.dtype not in _HALVES:
+            return x @ y
+        return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out_dtype=torch.float32)
+
+    def _parts(self, rows: Tensor) -> int:
+        """Into how many parts to cut a product of rows ``(m, n)`` along n."""
+        if rows.dtype != torch.float32 or _is_tf32():
+            return 1
+        wanted = _PARTS_PER_PROCESSOR * _processors(rows.device)
+        parts = gcd(rows.shape[1], 1 << (wanted.bit_length() - 1))
+        while parts > 1 and rows.shape[1] < parts * _FEWEST_COLUMNS:
+            parts //= 2
+        return parts
+
+
+def _are_half(operands: Sequence[Tensor]) -> bool:
+    """Whether all operands have the same dtype in half precision."""
+    first = operands[0].dtype
+    return first in _HALVES and all(x.dtype == first for x in operands)
+
+
+def _is_tf32() -> bool:
+    """Whether PyTorch may round the operands of products in float32."""
+    return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
+@lru_cache(maxsize=64)
+def _processors(device: torch.device) -> int:
+    """How many processors a device has, each of which computes a part of a product."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache(maxsize=64)
+def _can_accumulate(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products in half precision can have a result in float32: not in all builds."""
+    sample = torch.zeros(1, 8, 8, dtype=dtype, device=device)
+    try:
+        torch.bmm(sample, sample, out_dtype=torch.float32)
+        torch.mm(sample[0], sample[0], out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True

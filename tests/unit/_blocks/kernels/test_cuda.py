@@ -1,0 +1,252 @@
+"""Kernels of a GPU: exact whatever device they run on, and half precision as rounded as autograd's.
+
+On a CPU, products in half precision are those of factors in float32, which have the same result.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from autogram import Engine
+from autogram._blocks import Block, Devices
+from autogram._blocks.kernels import CudaKernels, cuda
+from autogram._blocks.products import directional, explicit, products, weighted_sum
+from autogram._capture.limit import Limit
+from autogram.testing import reference_jacobian
+from tests.unit._blocks.blocks import EQUATIONS, SIZES, Operators, dense, gramian_of, make_block
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def kernels(limit: int = 2**40) -> CudaKernels:
+    return CudaKernels(Limit(limit))
+
+
+@pytest.fixture(autouse=True)
+def processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each device three processors."""
+    monkeypatch.setattr(cuda, "_processors", lambda _device: 3)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets engines contract tensors of each device as those of a GPU."""
+    monkeypatch.setattr(Devices, "on", lambda devices, _device: devices._cuda)
+
+
+@pytest.mark.parametrize("limit", [2**40, 100])
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_products_are_exact_in_float64(equation: str, limit: int) -> None:
+    """Of each form of block, in one piece and in several."""
+    block = make_block(equation)
+    rows, k, b = dense(block), SIZES["k"], SIZES["b"]
+    gramian = gramian_of(rows)
+    assert_close(products("gram", [block], (), kernels(limit)), gramian)
+    square_norms = gramian.view(k * b, k * b).diagonal().view(k, b)
+    assert_close(products("norms", [block], (), kernels(limit)), square_norms)
+    assert_close(products("cross", [block], [block], kernels(limit)), gramian)
+    assert_close(dense(explicit([block], kernels(limit))), rows)
+    weights, direction = torch.randn(2, k, b), torch.randn(rows.shape[2:])
+    expected = torch.einsum("skb,kb...->s...", weights, rows)
+    assert_close(weighted_sum([block], weights, kernels(limit)), expected)
+    found = directional([block], direction, kernels(limit))
+    assert_close(found, torch.einsum("kb...,...->kb", rows, direction.to(rows.dtype)))
+
+
+@pytest.mark.parametrize("half", HALF, ids=str)
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_half_precision_is_summed_in_float32(equation: str, half: torch.dtype) -> None:
+    """Products have float32 and the error of rows in half precision."""
+    block = make_block(equation)
+    block = Block(equation, tuple(x.to(half) for x in block.operands))
+    rows = dense(Block(equation, tuple(x.double() for x in block.operands)))
+    k, b = SIZES["k"], SIZES["b"]
+    roundoff = torch.finfo(half).eps / 2
+    gramian = gramian_of(rows)
+
+    def is_near(found: Tensor, expected: Tensor) -> None:
+        assert found.dtype == torch.float32
+        assert float((found - expected).abs().max()) <= 3 * roundoff * float(expected.abs().max())
+
+    is_near(products("gram", [block], (), kernels()), gramian)
+    norms = gramian.view(k * b, k * b).diagonal().view(k, b)
+    is_near(products("norms", [block], (), kernels()), norms)
+    is_near(products("cross", [block], [block], kernels()), gramian)
+    weights = torch.randn(1, k, b).float()
+    expected = torch.einsum("skb,kb...->s...", weights.double(), rows)
+    is_near(weighted_sum([block], weights, kernels()), expected)
+    is_near(
+        weighted_sum([block], weights.repeat(2, 1, 1), kernels()),
+        expected.repeat(2, *[1] * (rows.dim() - 2)),
+    )
+    direction = torch.randn(rows.shape[2:]).float()
+    is_near(
+        directional([block], direction, kernels()),
+        torch.einsum("kb...,...->kb", rows, direction.to(rows.dtype)),
+    )
+
+
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_weights_of_rows_lose_no_digits(half: torch.dtype) -> None:
+    """Rows in half precision are summed with weights in float32, of any size."""
+    rows = torch.randn(1, 8, 300).to(half)
+    for scale in (1e-20, 1.0, 1e20):
+        weights = scale * torch.rand(1, 1, 8).float()
+        found = weighted_sum([Block("kbn->kbn", (rows,))], weights, kernels())
+        expected = torch.einsum("skb,kbn->sn", weights.double(), rows.double())
+        assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * scale)
+    zeros = weighted_sum([Block("kbn->kbn", (rows,))], torch.zeros(1, 1, 8).float(), kernels())
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_factors_in_half_precision_are_not_copied_to_float32(
+    half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device multiplies them as they are: only products have more bits."""
+    wide: list[tuple[torch.dtype, ...]] = []
+
+    def product(
+        x: Tensor, y: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if not x.is_meta:  # as contractions are found
+            wide.append((x.dtype, y.dtype))
+        found = x.double() @ y.double()
+        return found.to(out_dtype or x.dtype) if out is None else out.copy_(found)
+
+    monkeypatch.setattr(cuda, "_can_accumulate", lambda *_: True)
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "bmm", product)
+    g, x = torch.randn(1, 4, 40, 64).to(half), torch.randn(4, 40, 48).to(half)
+    block = Block("kbto,bti->kboi", (g, x))
+    weights = torch.rand(1, 1, 4).float()
+    with Operators() as operators:
+        products("gram", [block], (), kernels())
+        weighted_sum([block], weights, kernels())
+        explicit([block], kernels())
+    assert wide
+    assert {dtype for pair in wide for dtype in pair} == {half}
+    assert explicit([block], kernels()).operands[0].dtype == half
+    assert "aten::mul.out" in operators.names  # cotangents and weights
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "perceptron": lambda: nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(192, 128),
+        nn.GELU(),
+        nn.Linear(128, 128),
+        nn.GELU(),
+        nn.Linear(128, 10),
+    ),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 16, 1),
+        nn.Flatten(),
+        nn.Linear(16 * 36, 10),
+    ),
+    "transformer": lambda: nn.Sequential(
+        nn.Flatten(2),
+        nn.Linear(64, 32),
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+    ),
+}
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("half", HALF, ids=str)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_error_is_not_larger_than_that_of_autocast(network: str, half: torch.dtype) -> None:
+    """Against float64: the Gramian beside that of autograd's own rows, gradients beside SGD's."""
+    ours, own, ours_of_gradient, own_of_gradient = [], [], [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = NETWORKS[network]().float()
+        parameters = list(model.parameters())
+        engine = Engine(model, batch_dim=0)
+        x, y = torch.randn(8, 3, 8, 8).float(), torch.randint(10, (8,))
+        weights = torch.rand(8).float()
+        with torch.autocast(x.device.type, half):
+            losses = F.cross_entropy(model(x), y, reduction="none")
+        gramian = engine.compute_gramian(losses).double()
+        engine.jacobian(losses).accumulate_grad(weights)
+        gradient = flat([p.grad for p in parameters])
+        rows = reference_jacobian(losses, parameters).double()
+        of_autocast = flat(torch.autograd.grad(losses, parameters, weights))
+        wide = model.double()
+        exact = reference_jacobian(
+            F.cross_entropy(wide(x.double()), y, reduction="none"), list(wide.parameters())
+        )
+        ours.append(float((gramian - exact @ exact.T).norm()))
+        own.append(float((rows @ rows.T - exact @ exact.T).norm()))
+        expected = weights.double() @ exact
+        ours_of_gradient.append(float((gradient - expected).norm()))
+        own_of_gradient.append(float((of_autocast - expected).norm()))
+    assert 0 < sum(ours) <= 1.02 * sum(own), (ours, own)
+    assert 0 < sum(ours_of_gradient) <= 1.02 * sum(own_of_gradient), (
+        ours_of_gradient,
+        own_of_gradient,
+    )
+
+
+def test_long_rows_are_multiplied_in_parts() -> None:
+    """In float32, by as many parts as keep processors busy, if these divide the rows."""
+    with Operators() as operators:
+        for n in (4 * 512, 2 * 513, 4 * 512 + 1, 512, 2**15):
+            rows = torch.randn(5, n).float()
+            assert_close(kernels().gram(rows), rows @ rows.T, rtol=1e-4, atol=1e-4)
+    assert operators.names.count("aten::bmm") == 3  # 4, 2, 1, 1 and 4 parts
+
+
+# Measured on an H100 in bfloat16, with 64 samples: taps of the kernel, channels that it reads and
+# writes, positions, and microseconds by patches and by groups.
+CONVOLUTIONS = [
+    (9, 64, 64, 56 * 56, 474, 140),
+    (9, 128, 128, 28 * 28, 254, 152),
+    (9, 256, 256, 14 * 14, 230, 417),
+    (9, 512, 512, 7 * 7, 202, 1766),
+    (49, 3, 64, 112 * 112, 853, 1801),
+]
+
+
+@pytest.mark.parametrize(
+    ("taps", "channels", "written", "positions", "by_patches", "by_groups"), CONVOLUTIONS
+)
+def test_rows_of_convolutions_come_the_faster_way(
+    taps: int, channels: int, written: int, positions: int, by_patches: int, by_groups: int
+) -> None:
+    """The choice is that of the measurements."""
+    patches, rows = 64 * taps * channels * positions, 64 * taps * channels * written
+    choice = kernels().prefers_adjoint(patches, rows, channels)
+    assert choice == (by_groups < by_patches)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize(("size", "has_groups"), [(2, False), (30, True)])
+def test_samples_are_groups_where_images_are_large(size: int, has_groups: bool) -> None:
+    """Rows of a convolution come from its gradient, if patches have far more elements."""
+    model = nn.Conv2d(32, 8, 3, padding=1, groups=2)
+    engine = Engine(model, batch_dim=0)
+    x = torch.randn(3, 32, size, size)
+    for _ in range(3):  # the third call is not verified
+        losses = model(x).square().sum((1, 2, 3))
+        jacobian = reference_jacobian(losses, model.parameters())
+        with Operators() as operators:
+            gramian = engine.compute_gramian(losses)
+        assert_close(gramian, jacobian @ jacobian.T)
+    assert has_groups == ("aten::convolution_backward" in operators.names)
+
+
+def flat(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """All elements of some tensors, in float64."""
+    return torch.cat([x.double().flatten() for x in tensors])
