@@ -28,6 +28,7 @@ from autogram._capture import (
     Limit,
     Objectives,
     Parameters,
+    Replays,
     Session,
     Unseen,
     Verify,
@@ -37,7 +38,7 @@ from autogram._capture import (
     refuse_shards,
 )
 from autogram._capture.forward.session import hook_all, take_off
-from autogram._errors import RemovedEngineError
+from autogram._errors import RemovedEngineError, UnsupportedError
 from autogram._jacobian import Jacobian
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
@@ -116,8 +117,9 @@ class Engine:
         self._limit = Limit.of_bytes(memory_limit_bytes)
         self._session = session = Session(channel, references)
         self._devices = devices = Devices(self._limit)
+        self._replays = Replays()
         self._drivers = Drivers(
-            partial(Driver, channel, batch_dim, self._limit, devices, verify, unseen)
+            partial(Driver, channel, batch_dim, self._limit, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
         hook_all(session, hooks)
@@ -303,6 +305,40 @@ class Engine:
 
     def __str__(self) -> str:
         return str(self.report())
+
+    def prepare_capture(self) -> None:
+        """Lets the next steps be captured into CUDA graphs, and replayed.
+
+        Call it behind eager steps that are those to be captured, on the stream of the capture. A
+        replay gives, bit for bit, what an eager step would give for the values in the same tensors.
+        Captured steps are not verified, and look for no samples.
+
+        Raises:
+            UnsupportedError: It has to be found out in each step anew where the samples lie; or no
+                step was verified yet. When a step is captured: it is not one of those before.
+
+        Example:
+            `docs/cuda_graphs.md` has a whole training loop.
+        """
+        if not self._drivers.last.is_settled:
+            raise UnsupportedError(
+                "A step cannot be captured: no step was verified yet, or in the last one the "
+                "engine could not remember where the samples lie. Run the step that is to be "
+                "captured eagerly first; pass `batch_dim=None` to `Engine` if that does not help."
+            )
+        self._replays.prepare({parameter.device for parameter in self._channel.parameters_now()})
+
+    def check_replays(self) -> None:
+        """Raises if steps in CUDA graphs were replayed with values that they are not right for.
+
+        Where samples lie may follow from index values and masks. Each replay compares them with
+        those of the captured step. This method reads the answer for all replays since it was called
+        last, and waits for the device.
+
+        Raises:
+            StaleCaptureError: They were not right.
+        """
+        self._replays.check()
 
     def paused(self) -> AbstractContextManager[None]:
         """Lets the modules run in a block, and in this thread, as if the engine was not there.

@@ -93,6 +93,10 @@ class VerificationError(AutogramError, ArithmeticError):
         )
 
 
+class StaleCaptureError(AutogramError, RuntimeError):
+    """A captured step was replayed with values that it is not right for."""
+
+
 class HookError(AutogramError, ValueError):
     """A hook is registered twice, cannot be called as its kind is, or does not exist."""
 

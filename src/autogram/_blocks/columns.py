@@ -155,10 +155,11 @@ class Columns:
             if region in other._blocks
         ]
         dense, of_other = (x._blocks.get(self._whole, []) for x in (self, other))
+        size = self._whole.shape[0] if self._whole.shape else 1
         for lookup in other._lookups:
-            totals += cross_products_of_lookup([*dense, *self._lookups], lookup, self.kernels)
+            totals += cross_products_of_lookup([*dense, *self._lookups], lookup, size, self.kernels)
         for lookup in self._lookups:
-            parts = cross_products_of_lookup(of_other, lookup, self.kernels)
+            parts = cross_products_of_lookup(of_other, lookup, size, self.kernels)
             totals += [mirrored(product) for product in parts]
         return _sum(totals)
 
@@ -260,7 +261,9 @@ class Columns:
         totals = [products(kind, blocks, (), self.kernels) for blocks in self._blocks.values()]
         for lookup in self._lookups:
             dense = self._blocks.get(self._whole, [])
-            totals.append(products_of_lookup(kind, lookup, dense, self.kernels))
+            totals.append(
+                products_of_lookup(kind, lookup, self._whole.shape[0], dense, self.kernels)
+            )
         return _sum(totals)
 
     def _complete(self, samples: Sequence[int] | None = None) -> None:

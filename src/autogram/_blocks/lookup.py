@@ -75,21 +75,25 @@ def concatenate(lookups: Sequence[Lookup]) -> Lookup:
 
 
 def products_of_lookup(
-    kind: Kind, lookup: Lookup, dense: Sequence[Block], kernels: Kernels
+    kind: Kind, lookup: Lookup, size: int, dense: Sequence[Block], kernels: Kernels
 ) -> Tensor:
-    """The Gramian of a lookup or its norms, and what its products with dense blocks add to them.
+    """The Gramian of a lookup in a table of some size, or its norms, with those of dense blocks.
 
     Only the rows of the table that occur take part, in the dense blocks too: for a language model
-    whose embedding is tied to its output layer, a batch touches few of the tokens. The dense
-    blocks' own products are not part of the result.
+    whose embedding is tied to its output layer, a batch touches few of the tokens. Of the dense
+    blocks, the products with the lookup count, and not their own.
     """
+    if kind == "norms" and not dense:
+        return _norms(lookup, size, kernels)
     if kind == "norms" and len(lookup.indices) > 1:
         # One sample at a time: it reads few rows of the table, and all together read many.
         samples = torch.arange(len(lookup.indices), device=lookup.indices.device).split(1)
         some = ((lookup.at(sample), [block.at(sample) for block in dense]) for sample in samples)
-        return torch.cat([products_of_lookup(kind, *parts, kernels) for parts in some], 1)
+        return torch.cat(
+            [products_of_lookup(kind, x, size, blocks, kernels) for x, blocks in some], 1
+        )
     totals = []
-    for own, others in _on_support(lookup, dense, kernels):
+    for own, others in _on_support(lookup, size, dense, kernels):
         totals.append(products(kind, [own], (), kernels))
         for block in others:
             product = cross(block, own, kernels, kind)
@@ -98,21 +102,35 @@ def products_of_lookup(
 
 
 def cross_products_of_lookup(
-    blocks: Sequence[Block | Lookup], lookup: Lookup, kernels: Kernels
+    blocks: Sequence[Block | Lookup], lookup: Lookup, size: int, kernels: Kernels
 ) -> list[Tensor]:
     """Parts of the inner products of some blocks of a table with a lookup, ``(k, b, k', b')``."""
     return [
         cross(block, own, kernels)
-        for own, others in _on_support(lookup, blocks, kernels)
+        for own, others in _on_support(lookup, size, blocks, kernels)
         for block in others
     ]
 
 
+def _norms(lookup: Lookup, size: int, kernels: Kernels) -> Tensor:
+    """The squared norms of the rows, ``(k, b)``: each sample reads a table of its own."""
+    k, b, t, columns = lookup.cotangents.shape
+    step = max(1, kernels.limit.elements // max(1, k * b * t))
+    samples = torch.arange(b, device=lookup.indices.device).unsqueeze(1)
+    read, places = kernels.distinct(lookup.indices + size * samples, b * size)
+    norms = lookup._wide.new_zeros(k, b)
+    for start in range(0, columns, step):
+        part = lookup._wide[..., start : start + step].flatten(1, 2)
+        rows = part.new_zeros(k, len(read), part.shape[2]).index_add_(1, places.flatten(), part)
+        norms.index_add_(1, read // size, rows.square().sum(2))
+    return norms
+
+
 def _on_support(
-    lookup: Lookup, blocks: Sequence[Block | Lookup], kernels: Kernels
+    lookup: Lookup, size: int, blocks: Sequence[Block | Lookup], kernels: Kernels
 ) -> Iterator[tuple[Block, list[Block]]]:
     """A lookup and other blocks, on the rows that it reads, some columns at a time."""
-    support, places = torch.unique(lookup.indices, return_inverse=True)
+    support, places = kernels.distinct(lookup.indices, size)
     k, b, _, columns = lookup.cotangents.shape
     step = max(1, kernels.limit.elements // max(1, k * b * len(support)))
     for start in range(0, columns, step):

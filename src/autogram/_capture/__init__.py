@@ -17,6 +17,7 @@ from autogram._capture.forward.session import Parameters, Session
 from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.replays import Replays
 
 __all__ = [
     "BatchDim",
@@ -27,6 +28,7 @@ __all__ = [
     "Limit",
     "Objectives",
     "Parameters",
+    "Replays",
     "Session",
     "Summary",
     "Unseen",

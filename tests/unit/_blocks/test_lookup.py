@@ -5,9 +5,12 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Lookup
+from autogram._blocks.kernels import CudaKernels, Kernels
 from autogram._blocks.lookup import concatenate, products_of_lookup
+from autogram._capture.limit import Limit
 from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.waits import Waits
 
 K, B, T, V, D = 2, 3, 5, 7, 4
 
@@ -50,7 +53,7 @@ def test_gram(limit: int, rows: int) -> None:
     """Repeated tokens, and tokens of the table that do not occur."""
     lookup = make_lookup(rows=rows)
     assert_close_to_reference(
-        products_of_lookup("gram", lookup, [], kernels(limit)), gramian_of(dense_rows(lookup))
+        products_of_lookup("gram", lookup, V, [], kernels(limit)), gramian_of(dense_rows(lookup))
     )
 
 
@@ -61,13 +64,15 @@ def test_gram_with_dense_blocks(limit: int, count: int) -> None:
     lookup, blocks = make_lookup(rows=4), [dense_block() for _ in range(count)]
     whole = gramian_of(dense_rows(lookup), *map(dense, blocks))
     expected = whole - gramian_of(*map(dense, blocks))
-    assert_close_to_reference(products_of_lookup("gram", lookup, blocks, kernels(limit)), expected)
+    assert_close_to_reference(
+        products_of_lookup("gram", lookup, V, blocks, kernels(limit)), expected
+    )
 
 
 def test_one_token_for_all() -> None:
     lookup = Lookup(torch.zeros(B, T, dtype=torch.long), torch.randn(K, B, T, D))
     expected = gramian_of(lookup.cotangents.sum(2))
-    assert_close_to_reference(products_of_lookup("gram", lookup, [], kernels()), expected)
+    assert_close_to_reference(products_of_lookup("gram", lookup, V, [], kernels()), expected)
 
 
 def test_half_precision_is_added_up_in_single_precision() -> None:
@@ -75,3 +80,35 @@ def test_half_precision_is_added_up_in_single_precision() -> None:
     rows = lookup.rows(V)
     assert rows.dtype == torch.float32
     assert (rows[:, :, 0] == 300).all()
+
+
+@pytest.mark.parametrize("limit", [1, 30, 2**40])
+@pytest.mark.parametrize("count", [0, 1])
+def test_norms(limit: int, count: int) -> None:
+    """Each sample's own, with what products with dense blocks add."""
+    lookup, blocks = make_lookup(rows=4), [dense_block() for _ in range(count)]
+    rows = [dense_rows(lookup), *map(dense, blocks)]
+    expected = sum(rows).square().sum((2, 3)) - sum(x.square().sum((2, 3)) for x in rows[1:])
+    found = products_of_lookup("norms", lookup, V, blocks, kernels(limit))
+    assert_close_to_reference(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 2), (2, 3), (4, 5)])
+@pytest.mark.parametrize("size", [1, 5, 6, 7, 50])
+def test_distinct_values(shape: tuple[int, ...], size: int) -> None:
+    """In order, and each index leads to its own; on a GPU, nothing waits for their number."""
+    for values in (torch.randint(size, shape), torch.full(shape, size - 1), torch.zeros(shape)):
+        indices = values.long()
+        found, places = Kernels(Limit(1)).distinct(indices, size)
+        assert torch.equal(found, indices.unique())
+        assert torch.equal(found[places], indices)
+        with Waits() as waits:
+            found, places = CudaKernels(Limit(1)).distinct(indices, size)
+        assert waits.names == []
+        assert torch.equal(found, found.sort().values)
+        assert torch.equal(found[places], indices)
+        assert len(found) <= max(indices.numel(), size)
+        if indices.numel() < size:  # the others are copies of the last one
+            assert torch.equal(found.unique(), indices.unique())
+            first = torch.searchsorted(found, indices)
+            assert torch.equal(first, places)

@@ -105,6 +105,17 @@ class Kernels(Hardware):
         """Rows ``(m, n)`` times themselves, ``(m, m)``."""
         return self.multiply(rows, rows)
 
+    def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The values that occur in some indices, ascending, and where in these each index is.
+
+        Args:
+            indices: Integers from 0 to ``size - 1``.
+            size: How many values there are.
+        """
+        del size
+        found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
+        return found
+
     def parts_to_mirror(self, cost: int, samples: int) -> int:
         """Into how many ranges of samples to cut a product of a block with itself.
 

@@ -103,6 +103,18 @@ class CudaKernels(Kernels):
         return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
 
     @override
+    def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Without waiting for how many there are: the last one is repeated as often as needed."""
+        if indices.numel() >= size:
+            return torch.arange(size, device=indices.device), indices
+        ordered, order = indices.flatten().sort()
+        ranks = torch.zeros_like(ordered)
+        ranks[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+        places = torch.empty_like(order).scatter_(0, order, ranks)
+        found = ordered[-1:].repeat(len(ordered)).scatter_(0, ranks, ordered)
+        return found, places.view(indices.shape)
+
+    @override
     def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
         return channels >= _FEWEST_CHANNELS and patches > _PATCHES_PER_ROW * rows
 

@@ -21,7 +21,7 @@ class Devices:
 
     def __init__(self, limit: Limit) -> None:
         self._cpu = CpuKernels(limit)
-        self._cuda = CudaKernels(limit)
+        self.cuda = CudaKernels(limit)
         self._other = Kernels(limit)
 
     def on(self, device: torch.device | str) -> Kernels:
@@ -29,7 +29,7 @@ class Devices:
         kind = device if isinstance(device, str) else device.type
         if kind == "cpu":
             return self._cpu
-        return self._cuda if kind == "cuda" else self._other
+        return self.cuda if kind == "cuda" else self._other
 
     def free(self) -> None:
         """Lets go of memory that is kept between contractions."""

@@ -21,11 +21,13 @@ from autogram._capture.limit import Limit, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.remembered import Remembered
+from autogram._capture.samples.replays import Replays, is_captured
 from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
 from autogram._errors import (
     MixedSamplesError,
     NonFiniteError,
+    UnsupportedError,
     UnverifiedWarning,
     VerificationError,
     warn_user,
@@ -47,6 +49,7 @@ class Driver:
         devices: How to contract blocks.
         verify: As for the engine.
         unseen: As for the engine.
+        replays: What replays of captured calls are asked for.
 
     Attributes:
         summary: What the last call did.
@@ -60,12 +63,15 @@ class Driver:
         devices: Devices,
         verify: Verify,
         unseen: Unseen,
+        replays: Replays,
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
         self._limit = limit
         self._devices = devices
         self._on_unseen: Unseen = unseen
+        self._replays = replays
+        self._is_repeatable = False
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
         self.summary = Summary(limit)
@@ -120,11 +126,26 @@ class Driver:
         columns = run.sink.columns
         return run.objectives, columns, self._channel.names(columns, run.survey.left_out)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether a call that equals the last one needs no search, and results were confirmed."""
+        return self._is_repeatable and self._schedule.is_confirmed
+
     def _begin(self, losses: Tensor, sink: Sink, *, must_verify: bool = False) -> Run:
         """One call, before its first pass."""
         with explaining_freed_graphs():
             survey = Survey(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
+        check = None
+        if is_captured(losses.device):
+            self._replays.check_prepared()
+            if must_verify:
+                raise UnsupportedError(
+                    "A step that is captured into a CUDA graph cannot be verified: that reads "
+                    "values from the device. Call `engine.verify` outside of the capture."
+                )
+        else:
+            check = self._schedule.next(survey, must=must_verify)
         return Run(
             self._channel,
             self._limit,
@@ -132,13 +153,14 @@ class Driver:
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
             sink,
-            self._schedule.next(survey, must=must_verify),
+            check,
             None if survey.key == self.summary.key else Summary(self._limit, survey.key),
             must_verify=must_verify,
         )
 
     def _collect(self, run: Run) -> None:
         """Fills the sink, verified where that is due, and remembers what was done."""
+        self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
             run.assemble(None, retain_graph=run.retain_graph)
@@ -156,7 +178,8 @@ class Driver:
 
     def _collect_per_sample(self, run: Run) -> bool:
         """Fills the sink, unless the losses turn out not to be per-sample, and says whether."""
-        search = Search(self._remembered, run.objectives, run.survey)
+        replays = self._replays if is_captured(run.survey.losses.device) else None
+        search = Search(self._remembered, run.objectives, run.survey, replays)
         try:
             self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:
@@ -168,6 +191,7 @@ class Driver:
             search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
+        self._is_repeatable = search.is_remembered
         return True
 
     def _search(self, run: Run, search: Search) -> None:
@@ -189,7 +213,7 @@ class Driver:
         try:
             self._confirm(run)
         except VerificationError as error:
-            search.doubt()
+            search.forget()
             if search.has_sought:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls

@@ -198,6 +198,11 @@ class Schedule:
             if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether results were checked, and found right, if they are checked at all."""
+        return self._mode == "never" or self.confirmed > 0
+
     def note_checked(self, *, is_confirmed: bool) -> None:
         """Notes that the last call was checked. A call that failed before leaves its check due."""
         if is_confirmed:

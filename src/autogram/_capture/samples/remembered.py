@@ -10,7 +10,6 @@ from torch import Tensor
 
 from autogram._blocks import Placement
 from autogram._capture.recording import Channel
-from autogram._capture.samples.flag import Flag
 from autogram._capture.samples.layouts import Layouts
 from autogram._capture.samples.proof import Constant, Proof, Spot
 from autogram._capture.samples.survey import Survey
@@ -49,9 +48,9 @@ class Known:
     silent: tuple[Spot, ...]
     is_doubted: bool = False
 
-    def has_changed(self, survey: Survey) -> Flag:
-        """Whether constants have other values now."""
-        return Flag([_differ(constant.value(survey), old) for constant, old in self.constants])
+    def changes(self, survey: Survey) -> list[Tensor]:
+        """For each constant, whether it has other values now."""
+        return [_differ(constant.value(survey), old) for constant, old in self.constants]
 
     def of_uses(self, survey: Survey) -> Layouts:
         """The layouts, by use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
@@ -21,9 +22,10 @@ from autogram._capture.samples.owners import (
 )
 from autogram._capture.samples.proof import Proof, Prover, Spot, shown
 from autogram._capture.samples.remembered import Known, Remembered
+from autogram._capture.samples.replays import Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
-from autogram._errors import MixedSamplesError, NonFiniteError
+from autogram._errors import MixedSamplesError, NonFiniteError, UnsupportedError
 
 
 class UnknownLayoutError(Exception):
@@ -46,12 +48,25 @@ class Search:
     sizes or constants, passes by scales come first, and the pass that asks for layouts is what they
     are compared with (with several objectives for a sample, another one is).
 
+    Args:
+        remembered: What is known of earlier calls.
+        objectives: Those of the call.
+        survey: The graph behind them.
+        replays: Where answers go that are not read now, as the call is captured.
+
     Attributes:
         has_sought: Whether there was anything to seek.
     """
 
-    def __init__(self, remembered: Remembered, objectives: Objectives, survey: Survey) -> None:
+    def __init__(
+        self,
+        remembered: Remembered,
+        objectives: Objectives,
+        survey: Survey,
+        replays: Replays | None = None,
+    ) -> None:
         self._remembered = remembered
+        self._replays = replays
         self._objectives = objectives
         self._survey = survey
         self._key = survey.key, objectives.batch_dim
@@ -78,8 +93,9 @@ class Search:
         if reason is not None:
             raise MixedSamplesError(reason)
         known = self._known
-        if known is not None and not known.is_doubted:
-            self._has_changed = known.has_changed(self._survey)
+        is_usable = known is not None and not (known.is_doubted and self._replays is None)
+        if known is not None and is_usable:
+            self._has_changed = self._flag(known.changes(self._survey))
             if not (self._has_changed.is_ready and self._has_changed.read()):
                 self._found, self._silent = known.of_uses(self._survey), known.silent
         if self._found is None and self._survey.uses:
@@ -100,6 +116,8 @@ class Search:
         layouts = self._found.get(use, ())
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
+        if self._replays is not None:
+            raise UnknownLayoutError(use)  # the cotangent of each replay may be another
         # It had no cotangent so far (a branch with weights of zero, say), or one that left several
         # layouts possible (at a single token, say). This one may tell more.
         has_cotangent = (cotangent != 0).any(0)
@@ -123,6 +141,12 @@ class Search:
         self._heard = heard = []
         return shown(self._survey, self._silent, lambda _, x: heard.append((x != 0).any()))
 
+    def _flag(self, values: Sequence[Tensor]) -> Flag:
+        """Whether any of some truth values is set; replays of a CUDA graph answer later."""
+        if self._replays is None:
+            return Flag(values)
+        return Flag(self._replays.add(values))
+
     def finish(self) -> None:
         """Remembers what the pass has shown.
 
@@ -131,7 +155,7 @@ class Search:
         """
         if self._has_changed.read():
             raise UnknownLayoutError
-        if Flag(self._heard).read():
+        if self._flag(self._heard).read():
             self._remembered.layouts.pop(self._key, None)
             for key in self._proof_keys:
                 self._remembered.proofs.pop(key, None)
@@ -147,6 +171,15 @@ class Search:
         """Remembers that the samples are mixed in this graph."""
         self._remembered.refusals[self._key] = reason
 
+    @property
+    def is_remembered(self) -> bool:
+        """Whether an equal call needs no search."""
+        return self._known is not None or not self._survey.uses
+
+    def forget(self) -> None:
+        """Forgets what is remembered of this graph, as it was wrong."""
+        self._remembered.layouts.pop(self._key, None)
+
     def doubt(self) -> None:
         """Lets the next call for this graph look again."""
         if self._known is not None:
@@ -159,6 +192,12 @@ class Search:
             MixedSamplesError: A use has elements that belong to several samples.
             NonFiniteError: A cotangent is infinite or not a number.
         """
+        if self._replays is not None:
+            raise UnsupportedError(
+                "A step is captured into a CUDA graph, and it is not known where its samples lie: "
+                "no eager step had such a graph of calls, with such shapes. Run the step that is "
+                "captured a few times as it is. Call `engine.prepare_capture()` then."
+            )
         self.has_sought = True
         self._forget()
         if use in self._needed:
@@ -175,7 +214,7 @@ class Search:
                 self._seek_by_zeros(use)
         except NonFiniteError:
             known = self._known
-            if known is None or known.has_changed(self._survey).read():
+            if known is None or Flag(known.changes(self._survey)).read():
                 raise
             self._found = known.of_uses(self._survey)
 

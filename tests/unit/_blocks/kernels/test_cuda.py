@@ -35,7 +35,7 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets engines contract tensors of each device as those of a GPU."""
-    monkeypatch.setattr(Devices, "on", lambda devices, _device: devices._cuda)
+    monkeypatch.setattr(Devices, "on", lambda devices, _device: devices.cuda)
 
 
 @pytest.mark.parametrize("limit", [2**40, 100])
