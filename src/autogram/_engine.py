@@ -172,7 +172,8 @@ class Engine:
             keep: What to keep of a parameter whose Gramian costs less from explicit rows.
                 ``"factors"``: the factors, from which each product starts anew. ``"auto"``: rows
                 where they are no larger than the factors. ``"rows"``: also larger rows, until
-                these fill the memory limit. Later products only read rows.
+                these fill the memory limit; on a GPU, where reading them is faster than contracting
+                again, until these fill half of the free memory. Later products only read rows.
 
         Returns:
             The Jacobian, for the cost of :meth:`compute_gramian`, less the contractions.
@@ -237,8 +238,8 @@ class Engine:
             The weights, detached, and the Gramian ``(m, m)`` if asked for, in at least float32.
 
             Cost: that of :meth:`compute_gramian`, and the weights' gradients. RAM: the cotangents
-            of all activations until the weights are known, and at most the memory limit for rows.
-            On a CPU, the engine keeps the RAM of rows for its next call.
+            of all activations until the weights are known, and rows as with ``keep="rows"``. On a
+            CPU, the engine keeps the RAM of rows for its next call.
 
         Raises:
             InvalidOperandError: The weights have another shape, or the weighting is no function of

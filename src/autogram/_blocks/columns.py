@@ -20,7 +20,7 @@ from autogram._blocks.lookup import (
     cross_products_of_lookup,
     products_of_lookup,
 )
-from autogram._blocks.plan import Kind, Plan, forms_rows, mirrored, plans, rows
+from autogram._blocks.plan import Kind, Plan, contracted_again, forms_rows, mirrored, plans, rows
 from autogram._blocks.products import directional, explicit, merge, products, weighted_sum
 from autogram._blocks.region import Region, from_storage, overlap, put, take
 
@@ -82,15 +82,15 @@ class Columns:
         if self._partial:
             self._partial.check()
 
-    def keep(self, form: Keep, room: int, memory: Memory | None = None) -> int:
-        """Prepares for several products, and returns how much of the room larger rows have taken.
+    def keep(self, form: Keep, taken: int, memory: Memory | None = None) -> int:
+        """Prepares for several products, and returns how many elements larger rows have taken.
 
         ``"auto"`` replaces factors by rows where the Gramian forms them and they are no larger;
-        ``"rows"`` does so where they are larger, too, as long as there is room for their elements;
-        ``"factors"`` never.
+        ``"rows"`` does so where they are larger, too, if they are worth it and there is room beside
+        what larger rows of other parameters have taken before; ``"factors"`` never.
         """
+        before = taken
         self._prepare()
-        taken = 0
         for blocks in self._blocks.values():
             blocks[:] = merge(blocks)
             are_rows = len(blocks) == 1 and blocks[0].is_rows
@@ -98,11 +98,18 @@ class Columns:
                 continue
             elements = blocks[0].elements_of_rows
             is_larger = elements > sum(block.elements for block in blocks)
-            if is_larger and (form == "auto" or elements > room - taken):
+            if is_larger and not (form == "rows" and self._may_keep(blocks, elements, taken)):
                 continue
             blocks[:] = [explicit(blocks, self.kernels, memory)]
             taken += elements if is_larger else 0
-        return taken
+        return taken - before
+
+    def _may_keep(self, blocks: Sequence[Block], elements: int, taken: int) -> bool:
+        """Whether rows may be kept that have more elements than their factors."""
+        positions = -(-contracted_again(blocks) // max(1, elements))
+        device, dtype = blocks[0].operands[0].device, blocks[0].operands[0].dtype
+        is_worth_it = self.kernels.are_rows_worth_memory(positions, dtype)
+        return is_worth_it and elements <= self.kernels.room(device) - taken
 
     @property
     def single(self) -> Block | None:

@@ -182,6 +182,11 @@ def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     return plans("gram", blocks, (), kernels)[0].method == "rows"
 
 
+def contracted_again(blocks: Sequence[Block]) -> int:
+    """Multiply-adds of a sum of the rows of some blocks, if they are not kept but contracted."""
+    return sum(find_path(block.equation, block.shapes).multiplications for block in blocks)
+
+
 @lru_cache(maxsize=4096)
 def _find_plans(
     kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int

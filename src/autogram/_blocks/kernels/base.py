@@ -48,6 +48,21 @@ class Kernels(Hardware):
         del dtype
         return Prices(memory=16)
 
+    def room(self, device: torch.device) -> int:
+        """How many elements of rows may be kept from the Gramian to the gradients of a step."""
+        del device
+        return self.limit.elements
+
+    def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
+        """Whether reading kept rows is faster than contracting factors over some positions again.
+
+        Args:
+            positions: Multiply-adds for each element of the rows.
+            dtype: That of the factors.
+        """
+        del positions, dtype
+        return True
+
     def accumulating(self, *dtypes: torch.dtype) -> torch.dtype:
         """The dtype of products and sums of tensors of some dtypes: at least float32."""
         return reduce(torch.promote_types, dtypes, torch.float32)

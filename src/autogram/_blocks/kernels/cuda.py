@@ -58,6 +58,14 @@ class CudaKernels(Kernels):
         return Prices(memory, memory * _LAUNCH)
 
     @override
+    def room(self, device: torch.device) -> int:
+        return _free_bytes(device) // (2 * torch.float32.itemsize)
+
+    @override
+    def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
+        return positions > self.prices(dtype).memory
+
+    @override
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:
@@ -184,6 +192,12 @@ def _are_half(operands: Sequence[Tensor]) -> bool:
 def _is_tf32() -> bool:
     """Whether PyTorch may round the operands of products in float32."""
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory of a device that this process has not taken, without asking the device."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total) - torch.cuda.memory_allocated(device)
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ class Sink:
     one, so that what is wrong has a name.
 
     Args:
-        limit: That of the engine. Kept rows that are larger than factors may have as much together.
+        limit: That of the engine.
         form: Whether to keep factors or rows, or ``None`` to keep nothing.
         arena: Where to put kept rows. What was put there before is lost.
         is_summed: Whether to add up the Gramian.
@@ -82,7 +82,7 @@ class Sink:
     def _keep(self, columns: Columns, form: Keep) -> int:
         """Prepares columns for several products, and returns how many elements they take."""
         memory = None if self._arena is None else self._arena.take
-        return columns.keep(form, self._limit.elements - self._taken, memory)
+        return columns.keep(form, self._taken, memory)
 
     @retried_with_less
     def _show(self, check: Check, parameter: Tensor, columns: Columns) -> Tensor | None:

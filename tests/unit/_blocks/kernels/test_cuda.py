@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from autogram import Engine
-from autogram._blocks import Block, Devices
+from autogram._blocks import Block, Columns, Devices
 from autogram._blocks.kernels import CudaKernels, cuda
 from autogram._blocks.products import directional, explicit, products, weighted_sum
+from autogram._blocks.region import Region
 from autogram._capture.limit import Limit
 from autogram.testing import reference_jacobian
 from tests.unit._blocks.blocks import EQUATIONS, SIZES, Operators, dense, gramian_of, make_block
@@ -245,6 +246,35 @@ def test_samples_are_groups_where_images_are_large(size: int, has_groups: bool) 
             gramian = engine.compute_gramian(losses)
         assert_close(gramian, jacobian @ jacobian.T)
     assert has_groups == ("aten::convolution_backward" in operators.names)
+
+
+@pytest.mark.parametrize("half", HALF, ids=str)
+@pytest.mark.parametrize(
+    ("positions", "free", "is_kept"),
+    [
+        (200, 2**40, False),
+        (300, 2**40, True),
+        (300, 2 * 4 * 3 * 700 * 700 - 1, False),
+        (20, 0, False),
+    ],
+)
+def test_larger_rows_are_kept_where_that_is_faster(
+    positions: int, free: int, is_kept: bool, half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If half of the free memory is enough, and factors have many positions."""
+    monkeypatch.setattr(cuda, "_free_bytes", lambda _device: free)
+    columns = Columns(Region.contiguous((700, 700)), kernels())
+    factors = torch.randn(1, 3, positions, 700).to(half), torch.randn(3, positions, 700).to(half)
+    columns.add(Region.contiguous((700, 700)), Block("kbto,bti->kboi", factors))
+    taken = columns.keep("rows", 0)
+    assert columns.single is not None
+    assert columns.single.is_rows == is_kept
+    assert taken == (3 * 700 * 700 if is_kept else 0)
+    weights = torch.rand(1, 3).float()
+    expected = torch.einsum("kb,kbto,bti->oi", weights.double(), *(x.double() for x in factors))
+    found = columns.weighted_sum(weights)
+    assert found is not None
+    assert float((found - expected).norm()) < torch.finfo(half).eps * float(expected.norm())
 
 
 def flat(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
