@@ -7,18 +7,26 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 from demo.digits import Images, load_images, make_classifier
 from demo.picture import save_picture
 from demo.probe import Look, Probe
-from demo.table import make_notes, make_table
-from demo.training import GradientDescent, JacobianDescent, Training
+from demo.table import make_notes, make_table, make_table_of_steps
+from demo.training import (
+    FusedJacobianDescent,
+    GradientDescent,
+    JacobianDescent,
+    TorchjdDescent,
+    Training,
+)
 
 BATCH_SIZE = 32
 LEARNING_RATE = 0.2  # both trainings converge with it; at 0.5, Jacobian descent diverges
 N_EPOCHS = 15
 N_EPOCHS_SHORT = 2
+LARGE_BATCH_SIZE = 256
+N_LARGE_STEPS = 6
 
 
 def main() -> None:
@@ -38,6 +46,8 @@ def main() -> None:
 
     console.print(make_table(trainings, looks))
     console.print(make_notes(len(probe.samples), arguments.epochs), style="dim")
+    if arguments.epochs > N_EPOCHS_SHORT:
+        console.print(make_table_of_steps(take_large_steps(model, training_images, console)))
     names = [training.name for training in trainings]
     save_picture(arguments.output, names, looks, epoch=max(1, arguments.epochs // 5))
     console.print(f"The picture is in {arguments.output}", soft_wrap=True)
@@ -94,6 +104,20 @@ def train(
         accuracies = " and ".join(f"{own_looks[-1].accuracy:.1%}" for own_looks in looks)
         progress.update(task, description=f"test accuracy {accuracies}")
     return looks
+
+
+def take_large_steps(model: nn.Module, images: Images, console: Console) -> list[Training]:
+    """Some steps of each kind on a large batch, the same for all."""
+    kinds = (GradientDescent, JacobianDescent, FusedJacobianDescent, TorchjdDescent)
+    trainings: list[Training] = []
+    with make_progress(console) as progress:
+        task = progress.add_task(f"steps on {LARGE_BATCH_SIZE} digits", total=len(kinds))
+        for kind in kinds:
+            trainings.append(kind(model, LEARNING_RATE))
+            for _ in range(2 if kind is TorchjdDescent else N_LARGE_STEPS):
+                trainings[-1].step(images.select(torch.arange(LARGE_BATCH_SIZE)))
+            progress.advance(task)
+    return trainings
 
 
 def make_progress(console: Console) -> Progress:

@@ -39,6 +39,18 @@ def make_table(trainings: Sequence[Training], looks: Sequence[Sequence[Look]]) -
     return table
 
 
+def make_table_of_steps(trainings: Sequence[Training]) -> Table:
+    """Whole steps on a large batch: forward pass, Gramian, weights, backward pass and update."""
+    m = trainings[0].steps[0].backward.weights.numel()
+    table = Table(title=f"A step with UPGrad on {m} digits", title_justify="left")
+    for header in ("", "milliseconds", "ratio to SGD"):
+        table.add_column(header, justify="left" if not header else "right")
+    times = [median_ms(training.steps[1:], lambda step: step.total_s) for training in trainings]
+    for training, ms in zip(trainings, times, strict=True):
+        table.add_row(training.name, f"{ms:.1f}", f"{ms / times[0]:.1f}")
+    return table
+
+
 def make_notes(n_samples: int, n_epochs: int) -> str:
     """What the numbers in the table's brackets refer to."""
     return (

@@ -1,4 +1,4 @@
-"""Two ways to train one model, with the time that each step takes."""
+"""Ways to train one model, with the time that each step takes."""
 
 from abc import ABC, abstractmethod
 from copy import deepcopy
@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchjd.aggregation import UPGradWeighting
+from torchjd.autogram import Engine as TorchjdEngine
 from typing_extensions import override
 
 from autogram import Engine
@@ -98,3 +100,30 @@ class JacobianDescent(Training):
         weighting_end = perf_counter()
         losses.backward(weights)
         return Backward(weights, gramian_end - start, weighting_end - gramian_end)
+
+
+class FusedJacobianDescent(JacobianDescent):
+    """The same step with one backward pass instead of two."""
+
+    name = "Jacobian descent, fused"
+
+    @override
+    def backward(self, losses: Tensor) -> Backward:
+        return Backward(self.engine.backward(losses, self.weighting))
+
+
+class TorchjdDescent(Training):
+    """The same step by torchjd: its engine, and its weighting."""
+
+    name = "torchjd"
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        super().__init__(model, learning_rate)
+        self.engine = TorchjdEngine(self.model, batch_dim=0)
+        self.weighting = UPGradWeighting()
+
+    @override
+    def backward(self, losses: Tensor) -> Backward:
+        weights = self.weighting(self.engine.compute_gramian(losses))
+        losses.backward(weights)
+        return Backward(weights)
