@@ -53,7 +53,7 @@ hunt: $(VENV)/.test  ## Look for silent errors in series of steps whose argument
 batching: $(VENV)/.test  ## Compare PyTorch's batched backward passes with a loop, for every operator
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt.batching
 
-speed: $(VENV)/.test  ## Measure a training step, beside torchjd's engine
+speed: $(VENV)/.test  ## Measure a training step, beside torchjd's engine; on a GPU if there is one
 	$(BIN)/python -m tests.speed $(SPEED_ARGS)
 
 docs: $(VENV)/.docs  ## Build the documentation into build/docs

@@ -14,6 +14,7 @@ import torch
 
 from .against import compare_trees, make_table_of_trees
 from .breakdown import PHASES, profile_gramian, time_phases
+from .gpu import __main__ as gpu
 from .measure import gramian_error
 from .process import TrainingProcess, time_launches
 from .report import Line, Outcome, describe_machine, make_table
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = [line for model in models for line in compare_trees(model, options.against, *sizes)]
         print(f"{describe_machine()}\n\n{make_table_of_trees(found)}")
         _write(options.json, found)
+        return
+    if options.gpu:
+        gpu.main(["--device", "cuda"])
         return
     if options.weightings:
         print(f"{describe_machine()}\n")
@@ -138,6 +142,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="time weightings and whole steps, and nothing else",
     )
     parser.add_argument("--device", default="cpu", help="where weightings are timed")
+    parser.add_argument(
+        "--gpu",
+        action=argparse.BooleanOptionalAction,
+        default=torch.cuda.is_available() and not arguments and len(sys.argv) < 2,
+        help="the benchmark of a GPU, `tests.speed.gpu`, as without any option where there is one",
+    )
     parser.add_argument(
         "--largest", type=int, default=SIZES[-1], help="the most objectives of a weighting"
     )

@@ -86,7 +86,7 @@ def gramian_error(workload: Workload, make_engine: EngineFactory) -> float:
     inputs = inputs.double() if inputs.is_floating_point() else inputs
 
     losses = workload.compute_losses(model(inputs), targets)  # before there is an engine
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     jacobian = reference_jacobian(losses, parameters)
 
     engine = make_engine(model)

@@ -10,6 +10,7 @@ import pytest
 
 import autogram
 from tests.speed.__main__ import main
+from tests.speed.gpu.__main__ import main as gpu
 from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
 from tests.speed.report import Outcome
@@ -43,6 +44,17 @@ def test_weightings_and_whole_steps_are_timed(capsys: pytest.CaptureFixture[str]
     assert [name for name, _ in steps] == [
         *("SGD", "autogram, separate", "autogram, fused", "torchjd")
     ]
+
+
+def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """On tiny models, and on a CPU, where nothing is captured."""
+    gpu(["--tiny", "--device", "cpu", "--errors", "--precision", "float32", "--model", "mlp"])
+    printed = capsys.readouterr().out
+    times = re.findall(r"^\| MLP 2 x 8, B = 4 \| [\d.]+ ms.* \|$", printed, re.MULTILINE)
+    assert len(times) == 1
+    assert "Error" not in times[0]
+    errors = re.findall(r"^\| MLP 2 x 8, B = 4 \| (\S+) \|", printed, re.MULTILINE)
+    assert float(errors[-1]) < 1e-12
 
 
 # With a slower step than the present package's, of which the warm-up takes 17.

@@ -1,0 +1,1 @@
+"""The benchmark on a GPU: larger models, half precision, CUDA graphs, peak memory."""

@@ -1,0 +1,154 @@
+"""Command line of the benchmark on a GPU: ``python -m tests.speed.gpu --help``."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from autogram import Engine
+from tests.speed.measure import gramian_error
+from tests.speed.report import as_table
+from tests.speed.training import ENGINES
+from tests.speed.workloads import Workload
+
+from .models import TINY, WORKLOADS
+from .steps import PRECISIONS, STEPS, Backward, Precision, Problem, precision
+
+# Verification falls into the calls 1, 2, 4, 8 and 16, and into none of the next ones.
+WARM_UP = 17
+MEASURED = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step took: its median milliseconds, and the peak of memory in bytes."""
+
+    milliseconds: float
+    peak: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print a table for each precision."""
+    options = _parse(arguments)
+    workloads = TINY if options.tiny else WORKLOADS
+    names = options.model or list(workloads)
+    print(f"{_describe(options.device)}\n")
+    for how in options.precision or PRECISIONS:
+        for is_captured in (False, True) if options.device == "cuda" else (False,):
+            print(f"{how}, {'captured' if is_captured else 'eager'}: time / SGD, peak / SGD\n")
+            print(as_table([["model", "SGD", *list(STEPS)[1:]], ["---"] * (len(STEPS) + 1)]))
+            for name in names:
+                row = _row(workloads[name], how, options.device, is_captured=is_captured)
+                print(as_table([row]), flush=True)
+            print()
+    if options.errors:
+        print("Errors of the Gramian in float64, against autograd:\n")
+        for name in names:
+            found = [f"{gramian_error(workloads[name], ENGINES[x]):.0e}" for x in ENGINES]
+            print(as_table([[workloads[name].description, *found]]), flush=True)
+
+
+def _row(workload: Workload, how: Precision, device: str, *, is_captured: bool) -> list[str]:
+    """One line of a table."""
+    cells, baseline = [workload.description], None
+    for make in STEPS.values():
+        try:
+            result = measure(workload, make, how, device, is_captured=is_captured)
+        except Exception as error:  # what an engine cannot do is a result
+            cells.append(type(error).__name__)
+            continue
+        if baseline is None:
+            baseline = result
+            cells.append(f"{result.milliseconds:.2f} ms, {result.peak / 2**20:.0f} MiB")
+        else:
+            peak = result.peak / max(1, baseline.peak)
+            cells.append(f"{result.milliseconds / baseline.milliseconds:.2f}, {peak:.2f}")
+    return cells
+
+
+def measure(
+    workload: Workload,
+    make: Callable[[Problem], Backward],
+    how: Precision,
+    device: str,
+    *,
+    is_captured: bool = False,
+) -> Result:
+    """Time whole steps: forward pass, backward pass and update."""
+    gc.collect()
+    problem = Problem.make(workload, device)
+    backward = make(problem)
+
+    def step() -> None:
+        with precision(how, device):
+            losses = problem.losses()
+            backward.function(losses)
+        problem.optimizer.step()
+        problem.optimizer.zero_grad()
+
+    if device != "cuda":
+        for _ in range(WARM_UP):
+            step()
+        times = []
+        for _ in range(MEASURED):
+            start = time.perf_counter()
+            step()
+            times.append(1000 * (time.perf_counter() - start))
+        return Result(median(times), 0)
+    torch.cuda.empty_cache()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+        stream.synchronize()
+        run = _captured(step, backward.engine) if is_captured else step
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(MEASURED + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        stream.synchronize()
+    times = [before.elapsed_time(after) for before, after in pairwise(events)]
+    return Result(median(times), torch.cuda.max_memory_allocated())
+
+
+def _captured(step: Callable[[], None], engine: Engine | None) -> Callable[[], None]:
+    """Replays of a step."""
+    if engine is not None:
+        engine.prepare_capture()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        step()
+    return graph.replay
+
+
+def _describe(device: str) -> str:
+    """The device in words."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__}"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.speed.gpu", description=__doc__)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
+    parser.add_argument("--model", action="append", choices={**WORKLOADS, **TINY})
+    parser.add_argument("--precision", action="append", choices=PRECISIONS)
+    parser.add_argument("--errors", action="store_true", help="those of the Gramians as well")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny models, to see that everything runs"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
