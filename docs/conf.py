@@ -4,9 +4,19 @@ project = "autogram"
 author = "autogram contributors"
 copyright = "autogram contributors"
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "autogram"
+
+autodoc_member_order = "bysource"
+autodoc_mock_imports = ["torchjd"]  # which the documentation is built without
+napoleon_use_ivar = True  # else attributes of data classes are there twice
+# Types of other packages, whose documentation is not asked for, and types that are not public.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|contextlib|typing)\..*"),
+    ("py:.*", r"autogram\.(\w+\.)*_.*"),
+    ("py:class", r"Tensor|Block|Lookup|(tuple|dict)\[.*|autogram\.hooks\.switch\.Switch"),
+]

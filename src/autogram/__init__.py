@@ -1,5 +1,6 @@
 """Products with the Jacobian of a vector of losses, without forming it."""
 
+from autogram._capture import UseReport
 from autogram._engine import Engine
 from autogram._errors import (
     AutogramError,
@@ -28,6 +29,7 @@ from autogram._errors import (
     VerificationError,
 )
 from autogram._jacobian import Jacobian
+from autogram._report import ParameterReport, Report
 
 __all__ = [
     "AutogramError",
@@ -47,7 +49,9 @@ __all__ = [
     "MixedSamplesError",
     "NonFiniteError",
     "NotConnectedError",
+    "ParameterReport",
     "RemovedEngineError",
+    "Report",
     "RuleCheckError",
     "RuleError",
     "StaleCaptureError",
@@ -55,5 +59,6 @@ __all__ = [
     "UnseenUseWarning",
     "UnsupportedError",
     "UnverifiedWarning",
+    "UseReport",
     "VerificationError",
 ]

@@ -81,7 +81,7 @@ class Jacobian:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of results: that of the parameters, and at least float32."""
+        """That of the results, which have the dtype of the parameters, and at least float32."""
         found = [columns.dtype for columns in self._columns.values()]
         dtypes = [dtype for dtype in found if dtype is not None]
         default = torch.promote_types(self._objectives.losses.dtype, torch.float32)
@@ -229,7 +229,7 @@ class Jacobian:
     def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
         """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.
 
-        With it, |r - J d|² + damping |d|² is least. The system has the size of the objectives, and
+        With it, ‖r - J d‖² + damping ‖d‖² is least. The system has the size of the objectives, and
         is solved in float64, without directions of J Jᵀ that are zero to rounding.
 
         Args:

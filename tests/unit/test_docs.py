@@ -46,3 +46,19 @@ def test_a_link_to_nowhere_is_seen(tmp_path: Path) -> None:
     page.write_text("# One heading\n[here](#one-heading), [not there](#another)\n")
     with pytest.raises(AssertionError, match="#another"):
         test_links_lead_to_files_and_headings(page)
+
+
+def test_api_reference_has_every_public_package() -> None:
+    """Each package that lists what is public, and each module beside these."""
+    source = ROOT / "src"
+    listed = set(re.findall(r"automodule:: (\S+)", (ROOT / "docs" / "api.md").read_text("utf-8")))
+    public = set()
+    for file in source.rglob("*.py"):
+        parts = file.relative_to(source).with_suffix("").parts
+        names = parts[:-1] if parts[-1] == "__init__" else parts
+        is_package = parts[-1] == "__init__" and "__all__ = [" in file.read_text("utf-8")
+        if not any(name.startswith("_") for name in names) and (
+            is_package or (parts[-1] != "__init__" and len(names) == 2)
+        ):
+            public.add(".".join(names))
+    assert public <= listed, public - listed

@@ -35,8 +35,8 @@ class Certificate:
         method: ``"pivoting"``, which is exact but for rounding, or ``"splitting"``, which iterates.
         iterations: Steps of the method.
         residual: The largest violation of a condition, relative to the largest product of a norm
-            of a gradient with the sum of all norms times |v|: what the entries of G v would be if
-            all gradients had one direction. G is normalised and regularised.
+            of a gradient with the sum of all norms times the size of v: what the entries of G v
+            would be if all gradients had one direction. G is normalised and regularised.
         tolerance: What was asked for.
     """
 
