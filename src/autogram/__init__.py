@@ -28,6 +28,7 @@ from autogram._errors import (
     VerificationError,
 )
 from autogram._jacobian import Jacobian
+from autogram._losses import gramians_by_task
 
 __all__ = [
     "AutogramError",
@@ -56,4 +57,5 @@ __all__ = [
     "UnsupportedError",
     "UnverifiedWarning",
     "VerificationError",
+    "gramians_by_task",
 ]

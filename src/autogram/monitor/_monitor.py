@@ -145,8 +145,8 @@ class ConflictMonitor:
         """The numbers of a Gramian without the entropy, or ``None`` if it is not its turn."""
         if gramian.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "A monitor is called while a CUDA graph is captured, and would not count replays. "
-                "Let the step return its Gramian (`return_gramian=True`), and give that to "
+                "A monitor is called while a CUDA graph is captured, and does not see replays. "
+                "Return the Gramian from the step (`return_gramian=True`), and give it to "
                 "`observe` behind each replay."
             )
         if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:

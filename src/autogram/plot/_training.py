@@ -48,7 +48,7 @@ def plot_history(
     for name in names:
         if name not in (*NAMES, "noise_scale"):
             raise InvalidOperandError(
-                f"`{name}` is no number of a monitor. There are: {', '.join(NAMES)}, noise_scale."
+                f"`{name}` is no number of a monitor. Pass some of {', '.join(NAMES)}, noise_scale."
             )
     axes = axes or new_axes()
     steps = [step for step, _ in history]

@@ -215,3 +215,14 @@ def test_refusals() -> None:
         monitor.latest()
     with pytest.raises(InvalidOperandError, match=r"shape \(2, 3\)\. Pass one that is square"):
         monitor.observe(torch.ones(2, 3))
+
+
+def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, while a CUDA graph is captured."""
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="while a CUDA graph is captured, and does not see"):
+        ConflictMonitor().observe(torch.eye(2).as_subclass(OnGpu))

@@ -96,9 +96,11 @@ def test_refusals() -> None:
         plot_cosines(torch.ones(2, 3))
     with pytest.raises(InvalidOperandError, match="There are 2 classes and 6 objectives"):
         plot_cosines(GRAMIAN, sort=[0, 1])
-    with pytest.raises(InvalidOperandError, match=r"`sort` is 'class'\. Pass classes"):
+    with pytest.raises(InvalidOperandError, match='Pass classes, "cluster" or `None`'):
         plot_cosines(GRAMIAN, sort="class")
     with pytest.raises(InvalidOperandError, match="There are 2 classes and 6 objectives"):
         plot_norms(GRAMIAN, classes=[0, 1])
-    with pytest.raises(InvalidOperandError, match="`cosine` is no number of a monitor"):
+    with pytest.raises(
+        InvalidOperandError, match=r"`cosine` is no number of a monitor\. Pass some of"
+    ):
         plot_history([], ["cosine"])
