@@ -12,17 +12,10 @@ arXiv:1812.06162, section 2.2.
 """
 
 import torch
-from torch import Tensor
 
 from autogram import Engine
+from autogram.monitor import noise_and_signal
 from examples.problem import draw, is_short, make_model
-
-
-def noise_and_signal(gramian: Tensor) -> tuple[Tensor, Tensor]:
-    """Unbiased estimates of tr(S) and of the squared norm of the gradient, from ``(B, B)``."""
-    b = len(gramian)
-    noise = (gramian.diagonal().mean() - gramian.mean()) * b / (b - 1)
-    return noise, gramian.mean() - noise / b
 
 
 def train(steps: int) -> list[tuple[int, float]]:

@@ -29,6 +29,7 @@ from autogram._errors import (
     VerificationError,
 )
 from autogram._jacobian import Jacobian
+from autogram._losses import gramians_by_task
 from autogram._report import ParameterReport, Report
 
 __all__ = [
@@ -61,4 +62,5 @@ __all__ = [
     "UnverifiedWarning",
     "UseReport",
     "VerificationError",
+    "gramians_by_task",
 ]

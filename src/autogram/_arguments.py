@@ -23,6 +23,8 @@ from autogram._errors import (
 Weighting = Callable[[Tensor], Tensor]
 Direction = Mapping[str, Tensor] | Sequence[Tensor]
 Names = Mapping[Tensor, str]
+Grouping = Callable[[str], str] | Sequence[Mapping[str, Any]]
+"""A group for each name, or the groups of an optimizer."""
 
 # Weightings of torchjd for matrices that look at the number of rows alone.
 _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
@@ -77,11 +79,6 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
 
     ``told`` has the warnings that the user has had.
     """
-    if not isinstance(losses, Tensor):
-        raise InvalidLossesError(
-            f"The losses are a {type(losses).__name__}. Pass one tensor; `torch.stack` joins "
-            "several."
-        )
     if not losses.is_floating_point():
         raise InvalidLossesError(
             f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
@@ -180,6 +177,18 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
             + (", or a stack of such." if can_be_stack else ". Stacks of vectors are for `vjp`.")
         )
     return objectives.by_sample(w.detach().reshape((*w.shape[:is_stack], *losses.shape)))
+
+
+def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
+    """The group of each parameter that is in one: its own if nothing says otherwise."""
+    if by is None or callable(by):
+        return {parameter: by(name) if by else name for parameter, name in names.items()}
+    found = {
+        parameter: str(group.get("name", i))
+        for i, group in enumerate(by)
+        for parameter in group["params"]
+    }
+    return {parameter: found[parameter] for parameter in names if parameter in found}
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:

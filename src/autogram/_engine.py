@@ -18,6 +18,7 @@ from autogram._arguments import (
     check_options,
     check_weighting,
     weights_by,
+    weights_of,
 )
 from autogram._blocks import Devices, Keep
 from autogram._capture import (
@@ -40,6 +41,7 @@ from autogram._capture import (
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._errors import RemovedEngineError, UnsupportedError
 from autogram._jacobian import Jacobian
+from autogram._losses import L, Losses, joined, shaped
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
 
@@ -125,12 +127,14 @@ class Engine:
         hook_all(session, hooks)
         self._remove = weakref.finalize(self, take_off, hooks, session)
 
-    def compute_gramian(self, losses: Tensor) -> Tensor:
+    def compute_gramian(self, losses: Losses) -> Tensor:
         """The Gramian of the Jacobian of the losses.
 
         Args:
             losses: The objectives, a floating-point tensor of any shape with m elements, computed
-                from the outputs of the engine's modules. Their graph is kept.
+                from the outputs of the engine's modules. Or a list or a dict of such, one for each
+                task: if each is one number, they are taken as ``(K,)``, and if the first dimension
+                of each counts the samples, as ``(B, K)``. Their graph is kept.
 
         Returns:
             All inner products of the objectives' gradients, ``(m, m)``, in the row-major order of
@@ -158,13 +162,13 @@ class Engine:
                 is enough, the engine and its Jacobians have this limit from then on.
             RemovedEngineError: The engine was removed.
         """
-        self._check(losses)
+        losses = self._checked(losses)
         if not losses.numel():
             return self.jacobian(losses).gramian()
         with self._drivers.one() as driver:
             return driver.gramian(losses)
 
-    def jacobian(self, losses: Tensor, *, keep: Keep = "auto") -> Jacobian:
+    def jacobian(self, losses: Losses, *, keep: Keep = "auto") -> Jacobian:
         """The Jacobian of the losses, as an operator that keeps factors and not rows.
 
         Args:
@@ -181,7 +185,7 @@ class Engine:
         Raises:
             AutogramError: As for :meth:`compute_gramian`.
         """
-        self._check(losses)
+        losses = self._checked(losses)
         if not losses.numel():
             names = self._channel.names({}, self._channel.left_out_now())
             return Jacobian(Objectives(losses, None), {}, names, self._limit)
@@ -193,31 +197,31 @@ class Engine:
     @overload
     def backward(
         self,
-        losses: Tensor,
+        losses: L,
         weighting: Weighting,
         *,
         retain_graph: bool = ...,
         return_gramian: Literal[False] = ...,
-    ) -> Tensor: ...
+    ) -> L: ...
 
     @overload
     def backward(
         self,
-        losses: Tensor,
+        losses: L,
         weighting: Weighting,
         *,
         retain_graph: bool = ...,
         return_gramian: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[L, Tensor]: ...
 
     def backward(
         self,
-        losses: Tensor,
+        losses: Losses,
         weighting: Weighting,
         *,
         retain_graph: bool = False,
         return_gramian: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Losses | tuple[Losses, Tensor]:
         """A step's whole backward pass: Gramian, weights, and Jᵀ w added into ``.grad``.
 
         The result is that of ``losses.backward(weighting(self.compute_gramian(losses)))``, to
@@ -235,7 +239,8 @@ class Engine:
             return_gramian: Whether to return the Gramian as well.
 
         Returns:
-            The weights, detached, and the Gramian ``(m, m)`` if asked for, in at least float32.
+            The weights in the losses' shape, or a list or a dict of them as the losses are, and the
+            Gramian ``(m, m)`` if asked for; detached, in at least float32.
 
             Cost: that of :meth:`compute_gramian`, and the weights' gradients. RAM: the cotangents
             of all activations until the weights are known, and rows as with ``keep="rows"``. On a
@@ -251,12 +256,12 @@ class Engine:
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
-        self._check(losses)
+        given, losses = losses, self._checked(losses)
         check_weighting(weighting)
         if not losses.numel():
             gramian = self.compute_gramian(losses)
-            weights = gramian.new_zeros(0)
-            return (weights, gramian) if return_gramian else weights
+            found = shaped(gramian.new_zeros(0), given, self._batch_dim)
+            return (found, gramian) if return_gramian else found
         if is_exchanged(self._channel, losses):
             refuse_gradients("engine.backward")
         with self._devices.step() as arena:
@@ -270,9 +275,35 @@ class Engine:
         if outside:
             cotangent = weights.reshape(losses.shape).to(losses)
             torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
-        return (weights, gramian) if return_gramian else weights
+        found = shaped(weights, given, self._batch_dim)
+        return (found, gramian) if return_gramian else found
 
-    def verify(self, losses: Tensor) -> None:
+    def weights(self, losses: L, weighting: Weighting) -> L:
+        """The weights alone, in the form of the losses, for a backward pass of your own.
+
+        ``losses.backward(engine.weights(losses, weighting))`` is a step in two passes, for losses
+        of any shape. Of several losses, it is ``torch.autograd.backward(losses, weights)`` with
+        two lists.
+
+        Args:
+            losses: As for :meth:`compute_gramian`. Their graph is kept.
+            weighting: As for :meth:`backward`.
+
+        Returns:
+            The weights, as :meth:`backward` returns them.
+
+        Raises:
+            InvalidOperandError: As for :meth:`backward`.
+            AutogramError: As for :meth:`compute_gramian`.
+        """
+        check_weighting(weighting)
+        total = self._checked(losses)
+        gramian = self.compute_gramian(total)
+        weights = weights_by(weighting, gramian) if len(gramian) else gramian.new_zeros(0)
+        weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
+        return shaped(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
+
+    def verify(self, losses: Losses) -> None:
         """Compares the Gramian of some losses with one ordinary backward pass.
 
         For a random vector u, uᵀ G u must be the squared norm of Jᵀ u, parameter by parameter, to
@@ -292,7 +323,7 @@ class Engine:
         References:
             Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
         """
-        self._check(losses)
+        losses = self._checked(losses)
         if losses.numel():
             with self._drivers.one() as driver:
                 driver.gramian(losses, verify=True)
@@ -369,15 +400,17 @@ class Engine:
         self._remove()
         self._devices.free()
 
-    def _check(self, losses: Tensor) -> None:
-        """Refuses losses that have no Jacobian here."""
+    def _checked(self, losses: Losses) -> Tensor:
+        """Losses as one tensor. Refuses those that have no Jacobian here."""
         if not self._remove.alive:
             raise RemovedEngineError(
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
+        losses = joined(losses, self._batch_dim, self._channel.told)
         check_losses(losses, self._batch_dim, self._channel.told)
         refuse_pass(self._channel, self._session.roots.values(), losses)
+        return losses
 
     def __reduce__(self) -> tuple[Callable[[], Engine], tuple[()]]:
         return _removed, ()

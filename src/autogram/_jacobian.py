@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from autogram._arguments import Direction, direction_of, parameter_of, weights_of
+from autogram._arguments import Direction, Grouping, direction_of, labels, parameter_of, weights_of
 from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
 from autogram._capture import (
     Limit,
@@ -111,16 +111,18 @@ class Jacobian:
             return self._gramian(self._columns.values())
 
     @retried_with_less
-    def block_gramians(self, by: Callable[[str], str] | None = None) -> dict[str, Tensor]:
+    def block_gramians(self, by: Grouping | None = None) -> dict[str, Tensor]:
         """Gramians of groups of parameters, each ``(m, m)``, which add up to the whole.
 
         Args:
             by: Gives the group of a parameter from its name, for instance
-                ``lambda name: name.split(".")[0]``. By default each parameter is its own group.
+                ``lambda name: name.split(".")[0]``; or ``optimizer.param_groups``, whose keys are
+                ``"name"`` or else the number, and which may lack parameters. By default, each
+                parameter is its own group.
         """
         groups: dict[str, list[Columns]] = {}
-        for parameter, name in self._names.items():
-            group = groups.setdefault(by(name) if by else name, [])
+        for parameter, label in labels(by, self._names).items():
+            group = groups.setdefault(label, [])
             if parameter in self._columns:
                 group.append(self._columns[parameter])
         with self._exact():

@@ -43,6 +43,7 @@ BUILTINS = {
     "UnseenUseError": RuntimeError,
     "InvalidOperandError": ValueError,
     "ChangedTensorError": RuntimeError,
+    "StaleCaptureError": RuntimeError,
     "RemovedEngineError": RuntimeError,
     "MemoryLimitError": RuntimeError,
     "VerificationError": ArithmeticError,
@@ -142,7 +143,7 @@ def test_an_option_that_is_none_of_those() -> None:
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "a list": (lambda y: [y.sum(), y.sum()], r"are a list.*torch\.stack"),
+    "a set": (lambda y: {y.sum()}, r"are a set.*Pass a tensor, or a list or a dict of them"),
     "a number": (lambda y: float(y.detach().sum()), "are a float"),
     "integers": (lambda y: y.argmax(1), r"dtype torch\.int64"),
     "booleans": (lambda y: y > 0, r"dtype torch\.bool"),

@@ -13,7 +13,6 @@ from autogram.testing import reference_jacobian
 from examples.clipping import accumulate_clipped
 from examples.influence import find_wrong_labels, values
 from examples.kernel import accuracy, kernels
-from examples.noise_scale import noise_and_signal
 from examples.problem import draw, make_model
 from examples.rows import aggregate_by_parameter, config_weights
 from examples.two_batches import TASKS, MultiTask, draw_losses
@@ -66,17 +65,6 @@ def test_clipped_gradients_are_those_of_plain_autograd(problem) -> None:
     assert_close_to_reference(accumulate_clipped(engine, losses, bound), norms)
     clipped = sum(row * min(1, bound / row.norm()) for row in jacobian)
     assert_close_to_reference(torch.cat([p.grad.flatten() for p in model.parameters()]), clipped)
-
-
-def test_noise_and_signal_have_no_bias() -> None:
-    """Over all pairs of samples from a population, they are its covariance and mean."""
-    population = torch.randn(5, 3)
-    mean = population.mean(0)
-    pairs = [population[[i, j]] for i in range(5) for j in range(5)]  # drawn with replacement
-    found = [torch.stack(noise_and_signal(rows @ rows.T)) for rows in pairs]
-    noise, signal = torch.stack(found).mean(0)
-    assert_close_to_reference(noise, (population - mean).square().sum() / 5)
-    assert_close_to_reference(signal, mean.square().sum())
 
 
 def test_products_of_two_batches() -> None:

@@ -67,8 +67,9 @@ def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> No
         )
     else:
         message = (
-            f"The objectives are treated as coupled, which is exact and slower. {error} To "
-            "treat them so without this warning, also pass `batch_dim=None`."
+            "The objectives are treated as coupled, which is exact. If each loss is of the whole "
+            "batch, as those of several tasks are, say so by `batch_dim=None` to `Engine`, or by a "
+            f"list or a dict of the losses. If each is of one sample, this is slower: {error}"
         )
     warn_user(message, CoupledObjectivesWarning)
 

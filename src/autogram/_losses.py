@@ -1,0 +1,146 @@
+"""Losses in the forms that people have: one tensor, or several in a list or a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autogram._capture import BatchDim
+from autogram._errors import InvalidLossesError, InvalidOperandError
+
+Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+L = TypeVar("L", Tensor, Sequence[Tensor], Mapping[str, Tensor])
+
+
+def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
+    """Losses as one tensor: numbers as ``(K,)``, and losses of B samples as ``(B, K)``.
+
+    Of numbers for the whole batch, nobody needs to be told that they are that.
+
+    Args:
+        losses: A tensor, which stays as it is, or several.
+        batch_dim: As for the engine.
+        told: The warnings that the user has had.
+
+    Raises:
+        InvalidLossesError: The losses have no common dimension of samples.
+    """
+    if isinstance(losses, Tensor):
+        return losses
+    parts = _parts(losses)
+    if batch_dim is None or all(part.dim() == 0 for part in parts):
+        told.update({"coupled", "reduced"})
+        return torch.cat([part.reshape(-1) for part in parts])
+    if batch_dim not in (0, "auto") or not _are_per_sample(parts):
+        raise InvalidLossesError(
+            f"The losses have the shapes {', '.join(str(tuple(part.shape)) for part in parts)}, "
+            f"and `batch_dim` is {batch_dim!r}. Several losses go together if each has one number, "
+            "or if the first dimension of each counts the samples. Pass such, or `batch_dim=None` "
+            "to `Engine`."
+        )
+    return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
+
+
+def shaped(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
+    """Weights of all objectives, one by one, in the form of the losses."""
+    if isinstance(losses, Tensor):
+        return weights.reshape(losses.shape)
+    parts = _parts(losses)
+    flat = weights.flatten()
+    each = zip(_places(parts, batch_dim), parts, strict=True)
+    return _in_form([flat[place].reshape(part.shape) for place, part in each], losses)
+
+
+def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -> L:
+    """The Gramian of each task: its blocks on the diagonal, in the order of the task's objectives.
+
+    Args:
+        gramian: The Gramian of all objectives of the losses, ``(m, m)``.
+        losses: What it was computed from: K losses for each of B samples, or a list or a dict with
+            the losses of each task.
+        batch_dim: As for the engine; for ``"auto"``, pass 0, or ``None`` where the objectives are
+            of the whole batch.
+
+    Returns:
+        For a tensor, ``(K, B, B)``, with K the product of all other dimensions in row-major order.
+        For a list or a dict, the same with a square matrix for each entry, of as many rows as the
+        entry has elements. Nothing is computed: entries are picked.
+
+    Raises:
+        InvalidOperandError: The Gramian is not that of so many objectives.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from autogram import Engine, gramians_by_task
+        >>> trunk = nn.Linear(3, 4)
+        >>> engine = Engine(trunk)
+        >>> y = trunk(torch.randn(5, 3))
+        >>> losses = {"size": y[:, 0].square(), "sign": y[:, 1:].sigmoid().sum(1)}
+        >>> gramians = gramians_by_task(engine.compute_gramian(losses), losses)
+        >>> gramians["size"].shape
+        torch.Size([5, 5])
+    """
+    parts = _parts(losses)
+    m = sum(part.numel() for part in parts)
+    if tuple(gramian.shape) != (m, m):
+        raise InvalidOperandError(
+            f"The Gramian has shape {tuple(gramian.shape)}, and there are {m} losses. Pass the "
+            "losses that it was computed from."
+        )
+    if isinstance(losses, Tensor):
+        samples = 1 if batch_dim is None else losses.shape[batch_dim]
+        places = torch.arange(m, device=gramian.device).view(losses.shape)
+        if batch_dim is not None:
+            places = places.movedim(batch_dim, -1)
+        places = places.reshape(-1, samples)  # (k, b)
+        return gramian[places.unsqueeze(2), places.unsqueeze(1)]
+    found = [gramian[place][:, place] for place in _places(parts, batch_dim)]
+    return _in_form(found, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value
+
+
+def _in_form(found: list[Tensor], losses: Losses) -> Any:
+    """A list, or a dict where the losses are one."""
+    return dict(zip(losses, found, strict=True)) if isinstance(losses, Mapping) else found
+
+
+def _parts(losses: Losses) -> list[Tensor]:
+    """The tensors of the losses."""
+    if isinstance(losses, Tensor):
+        return [losses]
+    given: Any = losses
+    if not isinstance(given, Mapping | list | tuple):
+        raise InvalidLossesError(
+            f"The losses are a {type(given).__name__}. Pass a tensor, or a list or a dict of them."
+        )
+    for key, part in given.items() if isinstance(given, Mapping) else enumerate(given):
+        if not isinstance(part, Tensor):
+            raise InvalidLossesError(
+                f"The losses have a {type(part).__name__} at {key!r}. Pass a tensor, or a list or "
+                "a dict of tensors."
+            )
+    if not losses:
+        raise InvalidLossesError(
+            "There are no losses: the list or dict of them is empty. Pass one loss at least."
+        )
+    return list(losses.values() if isinstance(losses, Mapping) else losses)
+
+
+def _are_per_sample(parts: Sequence[Tensor]) -> bool:
+    """Whether the first dimension of several losses may count the samples."""
+    return all(part.dim() > 0 for part in parts) and len({len(part) for part in parts}) == 1
+
+
+def _places(parts: Sequence[Tensor], batch_dim: BatchDim) -> list[Tensor]:
+    """The numbers of the objectives of each loss, among all of them as they are joined."""
+    each = [part.numel() for part in parts]
+    places = torch.arange(sum(each))
+    if batch_dim is None or not _are_per_sample(parts):
+        return list(places.split(each))
+    samples = len(parts[0])
+    several = [n // max(samples, 1) for n in each]
+    columns = places.view(samples, sum(several)).split(several, 1)
+    return [column.flatten() for column in columns]

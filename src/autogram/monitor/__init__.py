@@ -1,0 +1,6 @@
+"""Looking at conflict: a few numbers from each Gramian, read from the device when asked for."""
+
+from autogram.monitor._monitor import ConflictMonitor
+from autogram.monitor._numbers import Numbers, cosines, noise_and_signal
+
+__all__ = ["ConflictMonitor", "Numbers", "cosines", "noise_and_signal"]

@@ -1,0 +1,183 @@
+"""The monitor: sees the Gramians that a weighting is given, and the weights that it returns."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram._arguments import Weighting, check_weighting
+from autogram._errors import InvalidOperandError, InvalidOptionError, UnsupportedError
+from autogram.monitor._numbers import Numbers, entropy_of, numbers_of, ratio
+
+
+class ConflictMonitor:
+    """Turns Gramians into a few numbers: how much the objectives of a step conflict.
+
+    Around a weighting, a monitor is a weighting: it returns the same weights, and takes the numbers
+    of each ``every``-th Gramian. Without one, call :meth:`observe`. Numbers stay on the Gramian's
+    device until :meth:`latest`, :meth:`history` or :meth:`scalars` is called; nothing before waits
+    for the device.
+
+    Args:
+        weighting: What the monitor is around.
+        every: Of how many Gramians one is looked at; the first one is. Each look costs some forty
+            small operations on tensors no larger than the Gramian.
+        length: How many looks are kept. Older ones are dropped.
+
+    Raises:
+        InvalidOptionError: ``every`` or ``length`` is not positive.
+        InvalidOperandError: The weighting is no function of a Gramian.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from autogram import Engine
+        >>> from autogram.monitor import ConflictMonitor
+        >>> from autogram.weightings import UPGrad
+        >>> model = nn.Linear(3, 1)
+        >>> engine, monitor = Engine(model), ConflictMonitor(UPGrad(), every=1)
+        >>> weights = engine.backward(model(torch.randn(5, 3)).square().squeeze(1), monitor)
+        >>> 0 <= monitor.latest().conflicting <= 1
+        True
+    """
+
+    def __init__(
+        self, weighting: Weighting | None = None, *, every: int = 10, length: int = 1000
+    ) -> None:
+        if weighting is not None:
+            check_weighting(weighting)
+        for name, value in (("every", every), ("length", length)):
+            if value < 1:
+                raise InvalidOptionError(f"`{name}` is {value}. Pass a positive number.")
+        self.weighting = weighting
+        self.every = every
+        self._seen = 0
+        self._steps: deque[int] = deque(maxlen=length)
+        self._looks: deque[Tensor] = deque(maxlen=length)
+
+    def __call__(self, gramian: Tensor) -> Tensor:
+        """The weights that the weighting gives for a Gramian, ``(m, m)``, which is observed.
+
+        Raises:
+            UnsupportedError: There is no weighting.
+            AutogramError: As for :meth:`observe`.
+        """
+        if self.weighting is None:
+            raise UnsupportedError(
+                "This monitor has no weighting to call. Make it with one, "
+                "`ConflictMonitor(UPGrad())`, or give it Gramians by `observe`."
+            )
+        numbers = self._look(gramian)  # before the weighting, which may change the Gramian
+        weights = self.weighting(gramian)
+        self._keep(numbers, weights)
+        return weights
+
+    def observe(self, gramian: Tensor, weights: Tensor | None = None) -> None:
+        """Looks at a Gramian, if it is its turn.
+
+        Args:
+            gramian: ``(m, m)``.
+            weights: The weights of the step, with m elements. Without, their entropy is not a
+                number.
+
+        Raises:
+            InvalidOperandError: The Gramian is not square.
+            UnsupportedError: A CUDA graph is being captured: its replays would not be counted.
+        """
+        self._keep(self._look(gramian), weights)
+
+    def latest(self) -> Numbers:
+        """The numbers of the last look, for one wait for the device.
+
+        Raises:
+            UnsupportedError: There was no look.
+        """
+        return self._read(1)[-1]
+
+    def history(self) -> list[tuple[int, Numbers]]:
+        """All looks that are kept, each with the number of the step, which counts from 0."""
+        return list(zip(self._steps, self._read(len(self._looks)), strict=True))
+
+    def noise_scale(self, last: int | None = None) -> float:
+        """The gradient noise scale, in samples, from the averages of noise and signal over looks.
+
+        Args:
+            last: How many looks to average over, all that are kept if ``None``. Those that are not
+                finite do not count.
+
+        Returns:
+            The ratio of the averages, which has less of a bias than the average of the ratios. It
+            is infinite where the signal drowns in noise, and not a number without a look. All
+            losses must have one scale: divide by a scaler's.
+
+        References:
+            McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.
+        """
+        count = len(self._looks) if last is None else min(last, len(self._looks))
+        found = [x for x in self._read(count) if isfinite(x.noise) and isfinite(x.signal)]
+        if not found:
+            return nan
+        return ratio(sum(x.noise for x in found), sum(x.signal for x in found))
+
+    def scalars(self, prefix: str = "conflict/") -> dict[str, float]:
+        """The last look for a logger: each number by its name, and the noise scale of all looks.
+
+        Example:
+            >>> monitor = ConflictMonitor()
+            >>> monitor.observe(torch.eye(3))
+            >>> monitor.scalars()["conflict/effective_rank"]
+            3.0
+        """
+        scalars = {**vars(self.latest()), "noise_scale": self.noise_scale()}
+        return {prefix + name: value for name, value in scalars.items()}
+
+    def reset(self) -> None:
+        """Forgets everything that was seen."""
+        self._seen = 0
+        self._steps.clear()
+        self._looks.clear()
+
+    def _look(self, gramian: Tensor) -> Tensor | None:
+        """The numbers of a Gramian without the entropy, or ``None`` if it is not its turn."""
+        if gramian.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "A monitor is called while a CUDA graph is captured, and does not see replays. "
+                "Return the Gramian from the step (`return_gramian=True`), and give it to "
+                "`observe` behind each replay."
+            )
+        if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
+            raise InvalidOperandError(
+                f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
+            )
+        self._seen += 1
+        if (self._seen - 1) % self.every or not len(gramian):
+            return None
+        return numbers_of(gramian.detach())
+
+    def _keep(self, numbers: Tensor | None, weights: Any) -> None:
+        """Adds the entropy to a look, and keeps it."""
+        if numbers is None:
+            return
+        entropy = numbers.new_full((), nan)
+        if isinstance(weights, Tensor):  # what else a weighting may return, the engine refuses
+            entropy = entropy_of(weights.detach()).to(numbers)
+        self._steps.append(self._seen - 1)
+        self._looks.append(torch.cat([numbers, entropy.unsqueeze(0)]))
+
+    def _read(self, count: int) -> list[Numbers]:
+        """The last looks, read from the device at once."""
+        if not self._looks:
+            if count:
+                raise UnsupportedError(
+                    "The monitor has seen no Gramian. Give it to `engine.backward` as the "
+                    "weighting, or call `observe`, first."
+                )
+            return []
+        looks = list(self._looks)[len(self._looks) - count :]
+        if len({look.device for look in looks}) > 1:
+            looks = [look.cpu() for look in looks]
+        return [Numbers(*row) for row in torch.stack(looks).tolist()]

@@ -1,0 +1,115 @@
+"""The heat map of cosines, with the objectives sorted by class or by cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from autogram._errors import InvalidOperandError
+from autogram.monitor import cosines
+
+
+def new_axes() -> Axes:
+    """Axes in a figure of their own, which no window and no global state knows of."""
+    return Figure(figsize=(6, 5), layout="constrained").add_subplot()
+
+
+def plot_cosines(
+    gramian: Tensor,
+    *,
+    sort: Tensor | Sequence[object] | Literal["cluster"] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """The cosines of the angles between all pairs of gradients, from blue (-1) to red (1).
+
+    Args:
+        gramian: ``(m, m)``, on any device.
+        sort: The class of each objective, m integers or strings: objectives are sorted by it, and
+            classes are marked at the axes. ``"cluster"`` brings objectives with like gradients
+            together. ``None`` leaves the order.
+        axes: Where to draw; a new figure if ``None``.
+
+    Returns:
+        The axes. ``axes.figure.savefig(path)`` saves the picture.
+
+    Raises:
+        InvalidOperandError: The Gramian is not square, or there are not as many classes.
+    """
+    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
+        raise InvalidOperandError(
+            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
+        )
+    axes = axes or new_axes()
+    table = cosines(gramian.detach().cpu())
+    classes: list[object] = []
+    if isinstance(sort, str):
+        if sort != "cluster":
+            raise InvalidOperandError(f'`sort` is {sort!r}. Pass classes, "cluster" or `None`.')
+        order = by_cluster(gramian)
+    elif sort is not None:
+        classes = list(sort.tolist() if isinstance(sort, Tensor) else sort)
+        if len(classes) != len(gramian):
+            raise InvalidOperandError(
+                f"There are {len(classes)} classes and {len(gramian)} objectives. Pass one class "
+                "for each, in the row-major order of the losses."
+            )
+        order = sorted(range(len(classes)), key=lambda i: (type(classes[i]).__name__, classes[i]))
+    else:
+        order = list(range(len(gramian)))
+    image = axes.imshow(
+        table[order][:, order].numpy(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest"
+    )
+    if classes:
+        _mark(axes, [classes[i] for i in order])
+    axes.set_xlabel("class of objective j" if classes else "objective j")
+    axes.set_ylabel("class of objective i" if classes else "objective i")
+    axes.figure.colorbar(image, ax=axes, label="cosine of the gradients of i and j")
+    return axes
+
+
+def _mark(axes: Axes, classes: Sequence[object]) -> None:
+    """Marks classes, which are sorted, on both axes."""
+    start, centers, labels = 0, [], []
+    for label, members in groupby(classes):
+        end = start + len(list(members))
+        centers.append((start + end - 1) / 2)
+        labels.append(str(label))
+        if start:
+            axes.axhline(start - 0.5, color="black", linewidth=0.4, alpha=0.5)
+            axes.axvline(start - 0.5, color="black", linewidth=0.4, alpha=0.5)
+        start = end
+    axes.set_xticks(centers, labels=labels)
+    axes.set_yticks(centers, labels=labels)
+    axes.tick_params(length=0)
+
+
+def by_cluster(gramian: Tensor) -> list[int]:
+    """An order of the objectives in which those with like gradients are neighbours.
+
+    Objectives are ordered by the angle in the plane of the two leading eigenvectors of the cosines,
+    cut at the largest gap: a spectral order, which needs no number of clusters.
+
+    Args:
+        gramian: ``(m, m)``. Costs an eigendecomposition on the CPU, O(m³).
+
+    Returns:
+        A permutation of the m indices.
+
+    References:
+        Friendly, Corrgrams: Exploratory Displays for Correlation Matrices, The American
+        Statistician 56, 2002.
+    """
+    if len(gramian) < 3:
+        return list(range(len(gramian)))
+    table = cosines(gramian.detach().cpu().double()).nan_to_num()
+    leading = torch.linalg.eigh(table).eigenvectors[:, -2:]
+    angles, order = torch.atan2(leading[:, 0], leading[:, 1]).sort(stable=True)
+    gaps = torch.cat([angles[1:], angles[:1] + 2 * torch.pi]) - angles
+    cut = int(gaps.argmax()) + 1
+    return [*order[cut:].tolist(), *order[:cut].tolist()]
