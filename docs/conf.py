@@ -18,5 +18,5 @@ napoleon_use_ivar = True  # else attributes of data classes are there twice
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|contextlib|matplotlib|typing)\..*"),
     ("py:.*", r"autogram\.(\w+\.)*_.*"),
-    ("py:class", r"Tensor|Block|Lookup|(tuple|dict)\[.*|autogram\.hooks\.switch\.Switch"),
+    ("py:class", r"Tensor|Axes|Block|Lookup|(tuple|dict)\[.*|autogram\.hooks\.switch\.Switch"),
 ]
