@@ -1,6 +1,6 @@
 """The picture that the demo saves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -79,3 +79,16 @@ def draw_cosines(axes: Axes, look: Look) -> AxesImage:
         axes.axhline(border, color="black", linewidth=0.4, alpha=0.5)
         axes.axvline(border, color="black", linewidth=0.4, alpha=0.5)
     return image
+
+
+def save_courses(path: Path, courses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Save a picture of relative errors over seconds, by name of the method."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, course in courses.items():
+        axes.semilogy(*zip(*course, strict=True), label=name)
+    axes.set(xlabel="seconds", ylabel="relative error of the solution", title="Poisson's equation")
+    axes.grid(alpha=0.4)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

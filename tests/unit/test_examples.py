@@ -13,6 +13,7 @@ from autogram.testing import reference_jacobian
 from examples.clipping import accumulate_clipped
 from examples.influence import find_wrong_labels, values
 from examples.kernel import accuracy, kernels
+from examples.physics import Network, gauss_newton, solution
 from examples.problem import draw, make_model
 from examples.rows import aggregate_by_parameter, config_weights
 from examples.two_batches import TASKS, MultiTask, draw_losses
@@ -157,3 +158,21 @@ def test_config_trains_on_where_samples_are_learnt() -> None:
 
 def test_config_where_all_is_learnt() -> None:
     assert config_weights(torch.zeros(3, 3)).equal(torch.zeros(3))
+
+
+def test_network_of_physics_carries_its_laplacian() -> None:
+    """That of double backward passes."""
+    network, points = Network(8), torch.rand(5, 2, requires_grad=True)
+    values, laplacians = network(points)
+    (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+    expected = sum(
+        torch.autograd.grad(slopes[:, i].sum(), points, retain_graph=True)[0][:, i] for i in (0, 1)
+    )
+    assert_close_to_reference(laplacians.detach(), expected)
+    assert_close_to_reference(solution(torch.full((1, 2), 0.5)), torch.ones(1))
+
+
+def test_gauss_newton_learns_physics() -> None:
+    """Within a few steps, of which the first ones are short."""
+    errors = [error for _, error in gauss_newton(Network(), steps=10)]
+    assert errors[-1] < 0.5 * errors[0]
