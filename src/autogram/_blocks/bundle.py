@@ -1,7 +1,8 @@
-"""Bundles: tiny columns of several parameters, stacked and contracted together.
+"""Bundles: columns of several parameters that are contracted together.
 
-A contraction of tiny factors takes less time than the calls that lead to it. Columns of equal form
-are contracted as those of one parameter with one more dimension.
+A contraction of tiny factors takes less time than the calls that lead to it. Tiny columns of equal
+form are contracted as those of one parameter with one more dimension. Weight and bias of a layer
+have a factor in common, whose products with itself are computed once for both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
 from autogram._blocks.kernels.contraction import unused_labels
-from autogram._blocks.products import products, weighted_sum
+from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
 from autogram._blocks.region import Region, from_storage
 
 # Elements of a bundle, which keeps what could else be freed.
@@ -36,15 +37,27 @@ class Bundles:
             What is to be contracted now: the columns alone if they are not tiny, a bundle that
             they fill, or nothing.
         """
-        block = columns.single
-        if block is None or block.adjoint is not None or block.elements > columns.kernels.tiny:
+        block, kernels = columns.single, columns.kernels
+        if block is None or block.adjoint is not None or block.elements > kernels.tiny:
             return [columns]  # the contraction takes longer than the calls
-        form = block.form(""), block.operands[0].device
-        bundle = self._open.setdefault(form, [])
+        bundle = self._open.setdefault(block.form(""), [])
         bundle.append(columns)
         elements = len(bundle) * (block.elements + prod(columns.parameter.shape))
-        is_full = elements > min(_FULL, columns.kernels.limit.elements)
-        return self._open.pop(form) if is_full else []
+        is_full = elements > min(_FULL, kernels.limit.elements)
+        return self._open.pop(block.form("")) if is_full else []
+
+    def add_all(self, found: Sequence[Columns]) -> Iterator[list[Columns]]:
+        """Takes in the columns of parameters that a call has read, those of a weight first.
+
+        Yields:
+            What is to be contracted now. Weight and bias of one layer are together.
+        """
+        if len(found) == 2 and _share_factor(*found):
+            yield list(found)
+            return
+        for columns in found:
+            if ready := self.add(columns):
+                yield ready
 
     def rest(self) -> Iterator[list[Columns]]:
         """The bundles that still wait."""
@@ -53,7 +66,7 @@ class Bundles:
 
 
 def bundled(found: Iterable[Columns]) -> Iterator[list[Columns]]:
-    """The columns of some parameters, tiny ones in bundles."""
+    """The columns of some parameters, in bundles."""
     bundles = Bundles()
     for columns in found:
         if ready := bundles.add(columns):
@@ -65,7 +78,10 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
     """The sum of the Gramians of a bundle, as :meth:`Columns.gram` gives them."""
     if len(bundle) == 1:
         return bundle[0].gram()
-    return products("gram", [_stack(bundle)], (), bundle[0].kernels)
+    blocks = _only_blocks(bundle)
+    if blocks[0].equation != blocks[1].equation:
+        return gram_with_factor(blocks[0], bundle[0].kernels)
+    return products("gram", [_stack(blocks)], (), bundle[0].kernels)
 
 
 def weighted_sums(
@@ -90,7 +106,7 @@ def weighted_sums(
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
     """The weighted sums of a bundle."""
     stack = weights.view(-1, *weights.shape[-2:])
-    total = weighted_sum([_stack(bundle)], stack, bundle[0].kernels)
+    total = weighted_sum([_stack(_only_blocks(bundle))], stack, bundle[0].kernels)
     found = []
     for i, columns in enumerate(bundle):
         part = total.select(1, i).reshape(len(stack), -1)
@@ -121,13 +137,26 @@ def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:
     return total.new_empty(0).set_(storage, 0, total.shape, strides)
 
 
-def _stack(bundle: Sequence[Columns]) -> Block:
-    """The only blocks of some columns, as one."""
+def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:
+    """The only block of each of some columns, checked."""
     blocks = []
     for columns in bundle:
         columns.check()
         assert columns.single is not None
         blocks.append(columns.single)
+    return blocks
+
+
+def _share_factor(weight: Columns, bias: Columns) -> bool:
+    """Whether large columns of a weight have the rows of a bias as a factor."""
+    outer, rows, kernels = weight.single, bias.single, weight.kernels
+    if outer is None or rows is None or outer.elements <= kernels.tiny:
+        return False
+    return share_factor(outer, rows, kernels)
+
+
+def _stack(blocks: Sequence[Block]) -> Block:
+    """Blocks of equal form as one."""
     equation, dim = _stacked_equation(blocks[0].equation)
     operands = zip(*[block.operands for block in blocks], strict=True)
     return Block(equation, tuple([torch.stack(x, dim) for x in operands]))

@@ -114,7 +114,8 @@ class Columns:
     @property
     def single(self) -> Block | None:
         """The only block, if there is but one, of all elements of a parameter without gaps."""
-        self._complete()
+        if self._partial:
+            self._complete()
         if len(self._blocks) != 1 or self._lookups:
             return None
         ((region, blocks),) = self._blocks.items()

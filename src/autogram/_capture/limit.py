@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
+from autogram._blocks import Limit
 from autogram._errors import FreedGraphError, MemoryLimitError
 
 ELEMENT_BYTES = 4  # most contractions run in float32
@@ -17,20 +17,9 @@ _SMALLER = 8
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass
-class Limit:
-    """How many elements one intermediate result may have, for one engine and all that it makes.
-
-    Where memory runs out once, it would run out again elsewhere, and at the next step: what is
-    found out in one place holds in all.
-    """
-
-    elements: int
-
-    @classmethod
-    def of_bytes(cls, count: int) -> Limit:
-        """The limit that a user gives."""
-        return cls(max(1, count // ELEMENT_BYTES))
+def limit_of_bytes(count: int) -> Limit:
+    """The limit that a user gives."""
+    return Limit(max(1, count // ELEMENT_BYTES))
 
 
 def retried_with_less(method: F) -> F:

@@ -15,7 +15,7 @@ from autogram._blocks import (
     weighted_sums,
 )
 from autogram._errors import ChangedTensorError
-from tests.unit._blocks.blocks import kernels
+from tests.unit._blocks.blocks import Operators, kernels
 from tests.unit.checks import assert_close_to_reference
 
 K, B = 2, 3
@@ -148,3 +148,45 @@ def test_others_are_left_alone() -> None:
     others.append(columns_of(gaps))
     for columns in others:
         assert Bundles().add(columns) == [columns]
+
+
+def layer(equation: str, cotangent: Tensor, factor: Tensor, limit: int = 2**40) -> list[Columns]:
+    """The columns of the weight and the bias of a layer that is not tiny."""
+    of_cotangent = equation.split(",")[0]
+    of_bias = f"{of_cotangent}->{of_cotangent.replace('t', '')}"
+    found = []
+    for block in (Block(equation, (cotangent, factor)), Block(of_bias, (cotangent,))):
+        region = Region.contiguous(tuple(block.sizes[label] for label in block.parameter))
+        found.append(Columns(region, kernels(limit)))
+        found[-1].add(region, block)
+    return found
+
+
+@pytest.mark.parametrize("equation", ["kbo,bi->kboi", "kbo,bi->kbio"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weight_and_bias_share_products(equation: str, dtype: torch.dtype) -> None:
+    cotangent, factor = torch.randn(K, 5, 90).to(dtype), torch.randn(5, 1700).to(dtype)
+    found = layer(equation, cotangent, factor)
+    (bundle,) = Bundles().add_all(found)
+    gram_of_bundle(bundle)  # how to contract is found once, on tensors without data
+    with Operators() as seen:
+        total = gram_of_bundle(bundle)
+    assert seen.names.count("aten::mm") == 2
+    assert_close_to_reference(total, sum(columns.gram() for columns in found))
+
+
+@pytest.mark.parametrize(
+    ("equation", "positions", "limit"),
+    [("kbto,bti->kboi", (3,), 2**40), ("kbo,bi->kboi", (), 30)],
+    ids=["sums over positions", "in pieces"],
+)
+def test_others_share_no_products(equation: str, positions: tuple[int, ...], limit: int) -> None:
+    cotangent = torch.randn(K, 5, *positions, 90).double()
+    weight, bias = layer(equation, cotangent, torch.randn(5, *positions, 1700).double(), limit)
+    assert [weight] in list(Bundles().add_all([weight, bias]))
+
+
+def test_equal_rows_of_another_layer_share_no_products() -> None:
+    cotangents, factor = torch.ones(2, K, 5, 90), torch.randn(5, 1700)
+    (weight, _), (_, bias) = (layer("kbo,bi->kboi", x, factor) for x in cotangents)
+    assert [weight] in list(Bundles().add_all([weight, bias]))
