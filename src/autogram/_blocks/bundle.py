@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
+from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.contraction import unused_labels
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
 from autogram._blocks.region import Region, from_storage
@@ -30,34 +31,30 @@ class Bundles:
     def __init__(self) -> None:
         self._open: dict[Hashable, list[Columns]] = {}
 
-    def add(self, columns: Columns) -> list[Columns]:
-        """Takes in the columns of one parameter.
-
-        Returns:
-            What is to be contracted now: the columns alone if they are not tiny, a bundle that
-            they fill, or nothing.
-        """
-        block, kernels = columns.single, columns.kernels
-        if block is None or block.adjoint is not None or block.elements > kernels.tiny:
-            return [columns]  # the contraction takes longer than the calls
-        bundle = self._open.setdefault(block.form(""), [])
-        bundle.append(columns)
-        elements = len(bundle) * (block.elements + prod(columns.parameter.shape))
-        is_full = elements > min(_FULL, kernels.limit.elements)
-        return self._open.pop(block.form("")) if is_full else []
-
-    def add_all(self, found: Sequence[Columns]) -> Iterator[list[Columns]]:
+    def add(self, *found: Columns) -> list[list[Columns]]:
         """Takes in the columns of parameters that a call has read, those of a weight first.
 
-        Yields:
-            What is to be contracted now. Weight and bias of one layer are together.
+        Returns:
+            What is to be contracted now: columns that are not tiny, alone or those of weight and
+            bias of one layer together, and bundles that are full.
         """
-        if len(found) == 2 and _share_factor(*found):
-            yield list(found)
-            return
-        for columns in found:
-            if ready := self.add(columns):
-                yield ready
+        blocks = [columns.single for columns in found]
+        if len(found) == 2 and _share_factor(blocks[0], blocks[1], found[0].kernels):
+            return [list(found)]
+        ready = map(self._add, found, blocks)
+        return [bundle for bundle in ready if bundle]
+
+    def _add(self, columns: Columns, block: Block | None) -> list[Columns]:
+        """Takes in the columns of one parameter and their only block, if there is but one."""
+        kernels = columns.kernels
+        if block is None or block.adjoint is not None or (n := block.elements) > kernels.tiny:
+            return [columns]  # the contraction takes longer than the calls
+        form = block.form("")
+        bundle = self._open.setdefault(form, [])
+        bundle.append(columns)
+        elements = len(bundle) * (n + prod(columns.parameter.shape))
+        is_full = elements > min(_FULL, kernels.limit.elements)
+        return self._open.pop(form) if is_full else []
 
     def rest(self) -> Iterator[list[Columns]]:
         """The bundles that still wait."""
@@ -69,8 +66,7 @@ def bundled(found: Iterable[Columns]) -> Iterator[list[Columns]]:
     """The columns of some parameters, in bundles."""
     bundles = Bundles()
     for columns in found:
-        if ready := bundles.add(columns):
-            yield ready
+        yield from bundles.add(columns)
     yield from bundles.rest()
 
 
@@ -147,9 +143,8 @@ def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:
     return blocks
 
 
-def _share_factor(weight: Columns, bias: Columns) -> bool:
-    """Whether large columns of a weight have the rows of a bias as a factor."""
-    outer, rows, kernels = weight.single, bias.single, weight.kernels
+def _share_factor(outer: Block | None, rows: Block | None, kernels: Kernels) -> bool:
+    """Whether the block of a weight is large, and has the rows of a bias as a factor."""
     if outer is None or rows is None or outer.elements <= kernels.tiny:
         return False
     return share_factor(outer, rows, kernels)

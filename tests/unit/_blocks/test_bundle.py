@@ -111,7 +111,7 @@ def test_a_bundle_that_is_full_is_ready() -> None:
     first, second, third = [columns_of(p, limit=3 * member - 1) for p in MATRICES]
     bundles = Bundles()
     assert bundles.add(first) == bundles.add(second) == []
-    assert bundles.add(third) == [first, second, third]
+    assert bundles.add(third) == [[first, second, third]]
     assert list(bundles.rest()) == []
 
 
@@ -126,7 +126,7 @@ def test_dtypes_are_kept_apart() -> None:
 
 def test_large_ones_do_not_wait() -> None:
     columns = columns_of(torch.zeros(2**9, 2**9))
-    assert Bundles().add(columns) == [columns]
+    assert Bundles().add(columns) == [[columns]]
 
 
 def test_what_was_changed_is_refused() -> None:
@@ -147,7 +147,7 @@ def test_others_are_left_alone() -> None:
     others[1].add(Region.of(table[:2]), block_of(table[:2]))
     others.append(columns_of(gaps))
     for columns in others:
-        assert Bundles().add(columns) == [columns]
+        assert Bundles().add(columns) == [[columns]]
 
 
 def layer(equation: str, cotangent: Tensor, factor: Tensor, limit: int = 2**40) -> list[Columns]:
@@ -167,7 +167,7 @@ def layer(equation: str, cotangent: Tensor, factor: Tensor, limit: int = 2**40) 
 def test_weight_and_bias_share_products(equation: str, dtype: torch.dtype) -> None:
     cotangent, factor = torch.randn(K, 5, 90).to(dtype), torch.randn(5, 1700).to(dtype)
     found = layer(equation, cotangent, factor)
-    (bundle,) = Bundles().add_all(found)
+    (bundle,) = Bundles().add(*found)
     gram_of_bundle(bundle)  # how to contract is found once, on tensors without data
     with Operators() as seen:
         total = gram_of_bundle(bundle)
@@ -183,10 +183,10 @@ def test_weight_and_bias_share_products(equation: str, dtype: torch.dtype) -> No
 def test_others_share_no_products(equation: str, positions: tuple[int, ...], limit: int) -> None:
     cotangent = torch.randn(K, 5, *positions, 90).double()
     weight, bias = layer(equation, cotangent, torch.randn(5, *positions, 1700).double(), limit)
-    assert [weight] in list(Bundles().add_all([weight, bias]))
+    assert [weight] in Bundles().add(weight, bias)
 
 
 def test_equal_rows_of_another_layer_share_no_products() -> None:
     cotangents, factor = torch.ones(2, K, 5, 90), torch.randn(5, 1700)
     (weight, _), (_, bias) = (layer("kbo,bi->kboi", x, factor) for x in cotangents)
-    assert [weight] in list(Bundles().add_all([weight, bias]))
+    assert [weight] in Bundles().add(weight, bias)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.backward.verification import Check
-from autogram._capture.limit import retried_with_less
+from autogram._capture.limit import retried
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
@@ -32,10 +31,10 @@ from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use, pull_back
 from autogram._errors import NotConnectedError
 
-T = TypeVar("T")
-
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
+# Parameters, with all of their columns.
+Complete = list[tuple[Tensor, Columns]]
 
 
 @dataclass(eq=False)
@@ -151,7 +150,7 @@ class Assembly:
         layout = self._layout_of(use, cotangent) if self._layout_of else None
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
-        complete: dict[Tensor, Columns] = {}
+        complete: Complete = []
         for tracked in use.reads:
             self._count(self._account(tracked), complete)
         self._take(complete)
@@ -169,9 +168,9 @@ class Assembly:
                 "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
                 "`use_reentrant=False`."
             )
-        accounts = dict.fromkeys(self._accounts.values())
-        for account in sorted(accounts, key=lambda x: isinstance(x.owner, Tensor)):
-            complete: dict[Tensor, Columns] = {}
+        waiting = [account for account in self._accounts.values() if account.columns is not None]
+        for account in sorted(waiting, key=lambda x: isinstance(x.owner, Tensor)):
+            complete: Complete = []
             self._finish(account, complete)  # those of derived tensors first
             self._take(complete)
         run = self._run
@@ -179,7 +178,7 @@ class Assembly:
         if not run.is_summed:
             return
         for bundle in self._bundles.rest():
-            self._add_up(self._retried(gram_of_bundle, bundle))
+            self._add_up(retried(self._limit, gram_of_bundle, bundle))
         total, losses = self._total, run.objectives.losses
         m = losses.numel()
         if total is None:
@@ -196,8 +195,8 @@ class Assembly:
         if run.check is not None:
             run.check.see_use(use, cotangent)
         for subset, within, part in pieces(layout, cotangent):
-            contributions = self._retried(use.contributions, within, part, saved, self._limit)
-            for found in contributions:
+            limit = self._limit
+            for found in retried(limit, use.contributions, within, part, saved, limit):
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)
                 tracked, region, block = found
@@ -226,14 +225,14 @@ class Assembly:
             account = self._accounts[owner] = _Account(owner, columns)
         return account
 
-    def _count(self, account: _Account, complete: dict[Tensor, Columns]) -> None:
+    def _count(self, account: _Account, complete: Complete) -> None:
         """Counts an arrival, and finishes what has nothing left to wait for."""
         account.is_reached = True
         account.expected -= 1
         if account.expected == 0 and self._is_complete:
             self._finish(account, complete)
 
-    def _finish(self, account: _Account, complete: dict[Tensor, Columns]) -> None:
+    def _finish(self, account: _Account, complete: Complete) -> None:
         """Notes columns of a parameter that are complete, and gives parameters derived tensors'.
 
         Where no use of it has arrived, there is nothing to give.
@@ -242,12 +241,12 @@ class Assembly:
         if columns is None or not account.is_reached:
             return
         if isinstance(owner, Tensor):
-            complete[owner] = columns
+            complete.append((owner, columns))
             return
         if account.has_blocks:
             subset = columns.narrow()
             channel = self._run.channel
-            found = self._retried(pull_back, channel, owner, columns.dense(), self._limit)
+            found = retried(self._limit, pull_back, channel, owner, columns.dense(), self._limit)
             for parameter, block in found:
                 of_parameter = self._account(parameter).columns
                 assert of_parameter is not None
@@ -255,35 +254,25 @@ class Assembly:
         for parameter in owner.sources:
             self._count(self._account(parameter), complete)
 
-    def _take(self, complete: Mapping[Tensor, Columns]) -> None:
+    def _take(self, complete: Complete) -> None:
         """Takes all columns of some parameters, which come once in a pass."""
         run = self._run
         parts: dict[Columns, Tensor | None] = {}
-        for parameter, columns in complete.items():
+        for parameter, columns in complete:
             if run.form is not None:
-                self._keep(columns, run.form)
+                memory = None if run.arena is None else run.arena.take
+                self._taken += retried(self._limit, columns.keep, run.form, self._taken, memory)
                 self._columns[parameter] = columns
             if run.check is not None:
                 see, are_kept = run.check.see_columns, run.form is not None
-                parts[columns] = self._retried(see, parameter, columns, are_kept=are_kept)
+                parts[columns] = retried(self._limit, see, parameter, columns, are_kept=are_kept)
         if run.is_summed:
-            for bundle in self._bundles.add_all([*complete.values()]):
+            for bundle in self._bundles.add(*[columns for _, columns in complete]):
                 part = parts.get(bundle[0]) if len(bundle) == 1 else None
-                self._add_up(self._retried(gram_of_bundle, bundle) if part is None else part)
+                self._add_up(retried(self._limit, gram_of_bundle, bundle) if part is None else part)
 
     def _add_up(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns, ``None`` where they are zero."""
         if part is not None:
             total = self._total
             self._total = part if total is None else total + part.to(total.device)
-
-    @retried_with_less
-    def _keep(self, columns: Columns, form: Keep) -> None:
-        """Prepares columns for several products."""
-        memory = None if self._run.arena is None else self._run.arena.take
-        self._taken += columns.keep(form, self._taken, memory)
-
-    @retried_with_less
-    def _retried(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The result of a function, which runs again with a smaller limit if memory runs out."""
-        return function(*args, **kwargs)
