@@ -16,6 +16,7 @@ from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
 from tests.speed.report import Outcome
 from tests.speed.training import ENGINES
+from tests.speed.visited import look
 from tests.speed.workloads import WORKLOADS
 
 
@@ -63,6 +64,17 @@ def test_host_time_is_measured() -> None:
     found = measure(repeats=20)
     assert 0 < found.call < found.use
     assert found.part > 0
+
+
+# Functions of the library, and calls of them: what Python costs in each step, on every machine.
+MOST_VISITED = {"F.linear": (13, 16), "one cotangent": (29, 147), "compute_gramian": (128, 356)}
+
+
+def test_calls_visit_no_more_than_they_did() -> None:
+    for name, found in look().items():
+        functions, calls = MOST_VISITED[name]
+        assert len(found) <= functions, (name, found)
+        assert sum(found.values()) <= calls, (name, found)
 
 
 # With a slower step than the present package's, of which the warm-up takes 17.

@@ -138,8 +138,9 @@ def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:
     blocks = []
     for columns in bundle:
         columns.check()
-        assert columns.single is not None
-        blocks.append(columns.single)
+        block = columns.single
+        assert block is not None
+        blocks.append(block)
     return blocks
 
 
