@@ -29,6 +29,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
     """The value with some tensors, given by their ``id``, exchanged."""
+    if isinstance(value, Tensor):
+        return substitutes.get(id(value), value)
     return map_tensors(value, lambda tensor: substitutes.get(id(tensor), tensor))
 
 

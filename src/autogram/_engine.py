@@ -26,7 +26,6 @@ from autogram._capture import (
     Channel,
     Driver,
     Drivers,
-    Limit,
     Objectives,
     Parameters,
     Replays,
@@ -34,6 +33,7 @@ from autogram._capture import (
     Unseen,
     Verify,
     is_exchanged,
+    limit_of_bytes,
     refuse_gradients,
     refuse_pass,
     refuse_shards,
@@ -116,12 +116,12 @@ class Engine:
         hooks = HookManager()
         parameters = Parameters(references, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)
-        self._limit = Limit.of_bytes(memory_limit_bytes)
+        self._limit = limit_of_bytes(memory_limit_bytes)
         self._session = session = Session(channel, references)
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
         self._drivers = Drivers(
-            partial(Driver, channel, batch_dim, self._limit, devices, verify, unseen, self._replays)
+            partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
         hook_all(session, hooks)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import Direction, Grouping, direction_of, labels, parameter_of, weights_of
-from autogram._blocks import Columns, bundled, gram_of_bundle, weighted_sums
+from autogram._blocks import Columns, Limit, bundled, gram_of_bundle, weighted_sums
 from autogram._capture import (
-    Limit,
     Objectives,
     add_to_grad,
     exact,

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Folded, Kernels, Layout, Region, Routed
+from autogram._blocks import Columns, Folded, Kernels, Layout, Limit, Region, Routed
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.forward.calls import kind_of
 from autogram._capture.forward.recorder import Recorder
-from autogram._capture.limit import Limit
 from autogram._capture.recording import Channel
 from autogram._capture.uses import RuleUse, Use, one_sample_each
 from autogram._containers import map_tensors, tensors_in
@@ -196,7 +195,7 @@ def _rows_of_blocks(
     columns = {p: Columns(Region.of_parameter(p), Kernels(_NO_LIMIT)) for p in parameters}
     samples = torch.arange(1 if layout is None else layout.batch, device=cotangent.device)
     with torch.no_grad():
-        found = use.contributions(layout, cotangent, saved, _NO_LIMIT.elements)
+        found = use.contributions(layout, cotangent, saved, _NO_LIMIT)
         for tracked, region, block in found:
             columns[tracked.sources[0]].add(region, block)
         return {parameter: known.rows(samples) for parameter, known in columns.items()}

@@ -11,10 +11,12 @@ import pytest
 import autogram
 from tests.speed.__main__ import main
 from tests.speed.gpu.__main__ import main as gpu
+from tests.speed.host import measure
 from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
 from tests.speed.report import Outcome
 from tests.speed.training import ENGINES
+from tests.speed.visited import look
 from tests.speed.workloads import WORKLOADS
 
 
@@ -55,6 +57,24 @@ def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture
     assert "Error" not in times[0]
     errors = re.findall(r"^\| MLP 2 x 8, B = 4 \| (\S+) \|", printed, re.MULTILINE)
     assert float(errors[-1]) < 1e-12
+
+
+def test_host_time_is_measured() -> None:
+    """A call without parameters costs less than one with them."""
+    found = measure(repeats=20)
+    assert 0 < found.call < found.use
+    assert found.part > 0
+
+
+# Functions of the library, and calls of them: what Python costs in each step, on every machine.
+MOST_VISITED = {"F.linear": (13, 16), "one cotangent": (29, 147), "compute_gramian": (128, 356)}
+
+
+def test_calls_visit_no_more_than_they_did() -> None:
+    for name, found in look().items():
+        functions, calls = MOST_VISITED[name]
+        assert len(found) <= functions, (name, found)
+        assert sum(found.values()) <= calls, (name, found)
 
 
 # With a slower step than the present package's, of which the warm-up takes 17.

@@ -74,8 +74,8 @@ class _Watched(nn.Module):
         return y.tanh()
 
 
-def main() -> None:
-    """Prints what one call, one cotangent, and one Gramian go through, in a later step."""
+def look() -> dict[str, Visits]:
+    """What one call, one cotangent, and one Gramian go through, in a later step."""
     torch.manual_seed(0)
     watched = _Watched()
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), watched, nn.Linear(8, 8))
@@ -86,6 +86,12 @@ def main() -> None:
         with visits(within) as found[name]:
             engine.compute_gramian(losses)
     found["F.linear"] = watched.found
+    return found
+
+
+def main() -> None:
+    """Prints it."""
+    found = look()
     taps = found["one cotangent"][next(key for key in found["one cotangent"] if "_Tap" in key[1])]
     for name, visited in found.items():
         note = f", of {taps} cotangents" if name == "one cotangent" else ""

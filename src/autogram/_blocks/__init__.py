@@ -3,7 +3,7 @@
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
 from autogram._blocks.columns import Columns, Keep
-from autogram._blocks.kernels import Arena, Devices, Kernels
+from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
 from autogram._blocks.layout import (
     Folded,
     Layout,
@@ -30,6 +30,7 @@ __all__ = [
     "Keep",
     "Kernels",
     "Layout",
+    "Limit",
     "Lookup",
     "Partial",
     "Placement",

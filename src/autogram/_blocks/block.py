@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -100,14 +100,10 @@ class Kept(ABC):
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that is kept."""
 
-    @cached_property
-    def versions(self) -> list[int]:
-        """The versions of these tensors when this was first asked for."""
-        return [x._version for x in self.tensors]
-
     def check(self) -> None:
         """Raises ``ChangedTensorError`` if a tensor was changed in place since the first check."""
-        if self.versions != [x._version for x in self.tensors]:
+        versions = [x._version for x in self.tensors]
+        if self.__dict__.setdefault("versions", versions) != versions:
             raise ChangedTensorError(
                 "A tensor that the Jacobian is made of was changed in place since it was computed. "
                 "If an optimizer's step or an in-place operation did this: Call the Jacobian's "
@@ -145,7 +141,7 @@ class Block(Kept):
         """Whether these are explicit rows, with their dimensions in any order."""
         return parsed(self.equation).is_rows
 
-    @cached_property
+    @property
     def shapes(self) -> Shapes:
         """The shape of each operand."""
         return tuple([operand.shape for operand in self.operands])
@@ -160,10 +156,10 @@ class Block(Kept):
         """The operands, and what the adjoint saved."""
         return self.operands if self.adjoint is None else self.operands + self.adjoint.saved
 
-    @cached_property
+    @property
     def elements(self) -> int:
         """How many elements the operands have."""
-        return sum([prod(shape) for shape in self.shapes])
+        return sum([operand.numel() for operand in self.operands])
 
     @property
     def elements_of_rows(self) -> int:
@@ -172,8 +168,10 @@ class Block(Kept):
 
     def form(self, differing: str) -> Hashable:
         """What blocks have in common that differ in the sizes of some indices alone."""
-        sizes = [n for label, n in self.sizes.items() if label not in differing]
-        return self.equation, tuple(sizes), tuple([x.dtype for x in self.operands])
+        sizes: Hashable = self.shapes
+        if differing:
+            sizes = tuple([n for label, n in self.sizes.items() if label not in differing])
+        return self.equation, sizes, tuple([(x.dtype, x.device) for x in self.operands])
 
     def map(self, label: str, function: Callable[[Tensor, int], Tensor]) -> Block:
         """The block with ``function(operand, dim)`` for every operand that has index ``label``."""

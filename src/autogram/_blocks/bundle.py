@@ -1,7 +1,8 @@
-"""Bundles: tiny columns of several parameters, stacked and contracted together.
+"""Bundles: columns of several parameters that are contracted together.
 
-A contraction of tiny factors takes less time than the calls that lead to it. Columns of equal form
-are contracted as those of one parameter with one more dimension.
+A contraction of tiny factors takes less time than the calls that lead to it. Tiny columns of equal
+form are contracted as those of one parameter with one more dimension. Weight and bias of a layer
+have a factor in common, whose products with itself are computed once for both.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
+from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.contraction import unused_labels
-from autogram._blocks.products import products, weighted_sum
+from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
 from autogram._blocks.region import Region, from_storage
 
 # Elements of a bundle, which keeps what could else be freed.
@@ -29,21 +31,29 @@ class Bundles:
     def __init__(self) -> None:
         self._open: dict[Hashable, list[Columns]] = {}
 
-    def add(self, columns: Columns) -> list[Columns]:
-        """Takes in the columns of one parameter.
+    def add(self, *found: Columns) -> list[list[Columns]]:
+        """Takes in the columns of parameters that a call has read, those of a weight first.
 
         Returns:
-            What is to be contracted now: the columns alone if they are not tiny, a bundle that
-            they fill, or nothing.
+            What is to be contracted now: columns that are not tiny, alone or those of weight and
+            bias of one layer together, and bundles that are full.
         """
-        block = columns.single
-        if block is None or block.adjoint is not None or block.elements > columns.kernels.tiny:
+        blocks = [columns.single for columns in found]
+        if len(found) == 2 and _share_factor(blocks[0], blocks[1], found[0].kernels):
+            return [list(found)]
+        ready = map(self._add, found, blocks)
+        return [bundle for bundle in ready if bundle]
+
+    def _add(self, columns: Columns, block: Block | None) -> list[Columns]:
+        """Takes in the columns of one parameter and their only block, if there is but one."""
+        kernels = columns.kernels
+        if block is None or block.adjoint is not None or (n := block.elements) > kernels.tiny:
             return [columns]  # the contraction takes longer than the calls
-        form = block.form(""), block.operands[0].device
+        form = block.form("")
         bundle = self._open.setdefault(form, [])
         bundle.append(columns)
-        elements = len(bundle) * (block.elements + prod(columns.parameter.shape))
-        is_full = elements > min(_FULL, columns.kernels.limit.elements)
+        elements = len(bundle) * (n + prod(columns.parameter.shape))
+        is_full = elements > min(_FULL, kernels.limit.elements)
         return self._open.pop(form) if is_full else []
 
     def rest(self) -> Iterator[list[Columns]]:
@@ -53,11 +63,10 @@ class Bundles:
 
 
 def bundled(found: Iterable[Columns]) -> Iterator[list[Columns]]:
-    """The columns of some parameters, tiny ones in bundles."""
+    """The columns of some parameters, in bundles."""
     bundles = Bundles()
     for columns in found:
-        if ready := bundles.add(columns):
-            yield ready
+        yield from bundles.add(columns)
     yield from bundles.rest()
 
 
@@ -65,7 +74,10 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
     """The sum of the Gramians of a bundle, as :meth:`Columns.gram` gives them."""
     if len(bundle) == 1:
         return bundle[0].gram()
-    return products("gram", [_stack(bundle)], (), bundle[0].kernels)
+    blocks = _only_blocks(bundle)
+    if blocks[0].equation != blocks[1].equation:
+        return gram_with_factor(blocks[0], bundle[0].kernels)
+    return products("gram", [_stack(blocks)], (), bundle[0].kernels)
 
 
 def weighted_sums(
@@ -90,7 +102,7 @@ def weighted_sums(
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
     """The weighted sums of a bundle."""
     stack = weights.view(-1, *weights.shape[-2:])
-    total = weighted_sum([_stack(bundle)], stack, bundle[0].kernels)
+    total = weighted_sum([_stack(_only_blocks(bundle))], stack, bundle[0].kernels)
     found = []
     for i, columns in enumerate(bundle):
         part = total.select(1, i).reshape(len(stack), -1)
@@ -121,13 +133,26 @@ def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:
     return total.new_empty(0).set_(storage, 0, total.shape, strides)
 
 
-def _stack(bundle: Sequence[Columns]) -> Block:
-    """The only blocks of some columns, as one."""
+def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:
+    """The only block of each of some columns, checked."""
     blocks = []
     for columns in bundle:
         columns.check()
-        assert columns.single is not None
-        blocks.append(columns.single)
+        block = columns.single
+        assert block is not None
+        blocks.append(block)
+    return blocks
+
+
+def _share_factor(outer: Block | None, rows: Block | None, kernels: Kernels) -> bool:
+    """Whether the block of a weight is large, and has the rows of a bias as a factor."""
+    if outer is None or rows is None or outer.elements <= kernels.tiny:
+        return False
+    return share_factor(outer, rows, kernels)
+
+
+def _stack(blocks: Sequence[Block]) -> Block:
+    """Blocks of equal form as one."""
     equation, dim = _stacked_equation(blocks[0].equation)
     operands = zip(*[block.operands for block in blocks], strict=True)
     return Block(equation, tuple([torch.stack(x, dim) for x in operands]))

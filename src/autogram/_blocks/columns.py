@@ -51,7 +51,7 @@ class Columns:
 
         Blocks of a subset of the samples become one, where they can, when a product needs them.
         """
-        if isinstance(block, Lookup):
+        if not isinstance(block, Block):
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
@@ -61,7 +61,7 @@ class Columns:
             self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)
             return
-        if isinstance(block, Lookup):
+        if not isinstance(block, Block):
             block.check()
             self._lookups.append(block)
             return
@@ -114,7 +114,8 @@ class Columns:
     @property
     def single(self) -> Block | None:
         """The only block, if there is but one, of all elements of a parameter without gaps."""
-        self._complete()
+        if self._partial:
+            self._complete()
         if len(self._blocks) != 1 or self._lookups:
             return None
         ((region, blocks),) = self._blocks.items()

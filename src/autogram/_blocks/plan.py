@@ -102,11 +102,14 @@ class Plan:
         """The products of two blocks, of which both may be the same."""
         if first is not second or self.kind != "gram":
             return cross(first, second, kernels, self.kind, self.pieces)
-        pieces = max(self.pieces, kernels.parts_to_mirror(self.cost, first.sizes["b"]))
-        if pieces > 1:
+        if (pieces := self.parts(first, kernels)) > 1:
             return _with_itself(first, pieces, kernels)
         product = cross(first, first, kernels)
         return product if product.is_contiguous() else mirrored(product)
+
+    def parts(self, block: Block, kernels: Kernels) -> int:
+        """Into how many ranges of samples a product of a block with itself is cut."""
+        return max(self.pieces, kernels.parts_to_mirror(self.cost, block.sizes["b"]))
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
         """Pieces of some blocks."""

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, parsed
+from autogram._blocks.block import Block, cross_equation, parsed
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import find_path, unused_labels
 from autogram._blocks.plan import Kind, count_pieces, plans, rows
@@ -27,6 +27,34 @@ def products(
     """
     first, second = merge(first), merge(second)
     return plans(kind, first, second, kernels)[0](first, second, kernels)
+
+
+def share_factor(outer: Block, rows: Block, kernels: Kernels) -> bool:
+    """Whether rows are the first factor of an outer product, which is contracted by factors.
+
+    So are the cotangents of a layer: the rows of its bias, and a factor of the rows of its weight.
+    """
+    if rows.operands[0] is not outer.operands[0] or not rows.is_rows or len(outer.inputs) != 2:
+        return False
+    first, second = outer.inputs
+    is_sum = len(first) + len(second) != 3 + len(outer.parameter)
+    if is_sum or first[:2] != "kb" or second[:1] != "b" or "k" in second:
+        return False
+    plan = plans("gram", [outer], (), kernels)[0]
+    return plan.parts(outer, kernels) == 1 and plan.method == "factors"
+
+
+def gram_with_factor(outer: Block, kernels: Kernels) -> Tensor:
+    """The Gramian of an outer product and that of its first factor, added up, ``(k, b, k, b)``.
+
+    <g x^T, h y^T> + <g, h> = <g, h> (<x, y> + 1), with the products of the first factors computed
+    once.
+    """
+    rows, factor = outer.operands
+    first, second = outer.inputs
+    of_rows = kernels.einsum(cross_equation(*(f"{first}->{first}",) * 2), (rows, rows))
+    of_factor = kernels.einsum(f"b{second[1:]},c{second[1:]}->bc", (factor, factor))
+    return torch.addcmul(of_rows, of_rows, of_factor.unsqueeze(1))
 
 
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:

@@ -40,8 +40,7 @@ class Region:
         To autograd, those of an expanded one are independent, though they share their memory.
         """
         region = cls.of(parameter)
-        is_whole = region.is_injective and all(region.strides)
-        return region if is_whole else cls.contiguous(region.shape)
+        return region if region.is_whole else cls.contiguous(region.shape)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -81,6 +80,11 @@ class Region:
                 return False
             span = (self.shape[d] - 1) * self.strides[d] + span
         return True
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether each element has a place of its own, in expanded dimensions, too."""
+        return self.is_injective and all(self.strides)
 
     @cached_property
     def is_gapless(self) -> bool:

@@ -14,7 +14,7 @@ from autogram._capture.distribution import (
     refuse_shards,
 )
 from autogram._capture.forward.session import Parameters, Session
-from autogram._capture.limit import Limit, retried_with_less
+from autogram._capture.limit import limit_of_bytes, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
@@ -25,7 +25,6 @@ __all__ = [
     "Channel",
     "Driver",
     "Drivers",
-    "Limit",
     "Objectives",
     "Parameters",
     "Replays",
@@ -37,6 +36,7 @@ __all__ = [
     "add_to_grad",
     "exact",
     "is_exchanged",
+    "limit_of_bytes",
     "refuse_gradients",
     "refuse_pass",
     "refuse_shards",

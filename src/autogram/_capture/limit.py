@@ -3,79 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
+from autogram._blocks import Limit
 from autogram._errors import FreedGraphError, MemoryLimitError
 
 ELEMENT_BYTES = 4  # most contractions run in float32
 _SMALLER = 8
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
-@dataclass
-class Limit:
-    """How many elements one intermediate result may have, for one engine and all that it makes.
-
-    Where memory runs out once, it would run out again elsewhere, and at the next step: what is
-    found out in one place holds in all.
-    """
-
-    elements: int
-
-    @classmethod
-    def of_bytes(cls, count: int) -> Limit:
-        """The limit that a user gives."""
-        return cls(max(1, count // ELEMENT_BYTES))
+def limit_of_bytes(count: int) -> Limit:
+    """The limit that a user gives."""
+    return Limit(max(1, count // ELEMENT_BYTES))
 
 
 def retried_with_less(method: F) -> F:
-    """A method that runs once more, with an eighth of ``self._limit``, if memory runs out.
+    """A method that is :func:`retried`, with the limit ``self._limit``."""
 
-    The smaller limit stays, unless it is not enough either. A method that is retried may be a part
-    of another: what has failed twice inside is not tried again outside.
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return retried(self._limit, method, self, *args, **kwargs)
+
+    return cast("F", run)
+
+
+def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Calls a function, which runs once more, with an eighth of a limit, if memory runs out.
+
+    The smaller limit stays, unless it is not enough either. A function that is retried may be a
+    part of another: what has failed twice inside is not tried again outside.
 
     Raises:
         MemoryLimitError: It was not enough, or the first attempt has freed the graph on its way.
     """
-
-    @wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            message = str(error)
-        # Outside of the handler, where nothing keeps the tensors of the first attempt.
-        limit, before = self._limit, self._limit.elements
-        limit.elements = less = max(1, before // _SMALLER)
-        try:
-            return method(self, *args, **kwargs)
-        except FreedGraphError as error:
-            raise MemoryLimitError(
-                "Memory ran out in a pass that frees the graph on its way. One intermediate result "
-                f"may have {less * ELEMENT_BYTES:,} bytes from now on, instead of "
-                f"{before * ELEMENT_BYTES:,}: run the step again, with a new forward pass. To have "
-                f"it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
-            ) from error
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            limit.elements = before
-            raise MemoryLimitError(
-                f"Memory ran out with a limit of {before * ELEMENT_BYTES:,} bytes for one "
-                f"intermediate result, and again with {less * ELEMENT_BYTES:,}. Pass "
-                f"`memory_limit_bytes={max(1, less // _SMALLER) * ELEMENT_BYTES}` to `Engine`, or "
-                "make the batch smaller: the activations and their gradients need memory that no "
-                f"limit changes. PyTorch says: {error}"
-            ) from error
-
-    return cast("F", run)
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error)
+    # Outside of the handler, where nothing keeps the tensors of the first attempt.
+    before = limit.elements
+    limit.elements = less = max(1, before // _SMALLER)
+    try:
+        return function(*args, **kwargs)
+    except FreedGraphError as error:
+        raise MemoryLimitError(
+            "Memory ran out in a pass that frees the graph on its way. One intermediate result "
+            f"may have {less * ELEMENT_BYTES:,} bytes from now on, instead of "
+            f"{before * ELEMENT_BYTES:,}: run the step again, with a new forward pass. To have "
+            f"it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
+        ) from error
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        limit.elements = before
+        raise MemoryLimitError(
+            f"Memory ran out with a limit of {before * ELEMENT_BYTES:,} bytes for one "
+            f"intermediate result, and again with {less * ELEMENT_BYTES:,}. Pass "
+            f"`memory_limit_bytes={max(1, less // _SMALLER) * ELEMENT_BYTES}` to `Engine`, or "
+            "make the batch smaller: the activations and their gradients need memory that no "
+            f"limit changes. PyTorch says: {error}"
+        ) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

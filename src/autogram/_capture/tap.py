@@ -22,10 +22,10 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     """
     recording = use.recording
     recording.count += 1
-    device = output.device.type
-    is_cast = torch._C._is_any_autocast_enabled() and device != "meta"
-    if is_cast and torch.is_autocast_enabled(device):  # which the output's dtype may hide
-        recording.dtypes.add(torch.get_autocast_dtype(device))
+    if torch._C._is_any_autocast_enabled():
+        device = output.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # the output's dtype may hide it
+            recording.dtypes.add(torch.get_autocast_dtype(device))
     tapped: Tensor
     if not in_place:
         tapped = _apply(output, use, recording.channel.anchor, saved, False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -44,17 +46,20 @@ class Tracked:
         return self.region or Region.contiguous(self.shape)
 
 
-class Batched:
+class Batched(Enum):
     """The status of a tensor that depends on the inputs of the modules."""
 
+    BATCHED = auto()
 
-BATCHED = Batched()
+
+BATCHED: Final = Batched.BATCHED
 Status = Tracked | Batched | None  # the last for a constant
 
 
 def track_parameter(parameter: Tensor) -> Tracked:
     """A parameter as the whole of itself."""
-    return Tracked.of(parameter, (parameter,), Region.of_parameter(parameter))
+    region = Region.of_parameter(parameter)
+    return Tracked((parameter,), region, region.shape, parameter.dtype, parameter._version)
 
 
 def track_derived(

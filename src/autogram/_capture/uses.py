@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._blocks import Block, Layout, Lookup, Region
+from autogram._blocks import Block, Layout, Limit, Lookup, Region
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
@@ -46,8 +46,8 @@ class Use(ABC):
 
     @abstractmethod
     def contributions(
-        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
-    ) -> Iterable[Contribution]:
+        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
+    ) -> list[Contribution]:
         """The blocks, from the cotangent ``(k, *output)`` and what the tap saved."""
 
 
@@ -76,7 +76,7 @@ class RuleUse(Use):
         return tuple(sorted(set(range(len(self.shape))).intersection(*each)))
 
     def contributions(
-        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
+        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
     ) -> list[Contribution]:
         """The block of each operand, as factors."""
         del limit
@@ -125,18 +125,17 @@ class FallbackUse(Use):
         return cls(*known, is_seen=is_seen)
 
     def contributions(
-        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: int
-    ) -> Iterator[Contribution]:
+        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
+    ) -> list[Contribution]:
         """Explicit rows, some samples at a time."""
         del saved
         largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
-        masked = one_sample_each(layout, cotangent, limit, largest)
+        masked = one_sample_each(layout, cotangent, limit.elements, largest)
         cotangents = (some.to(self.dtype) for some in masked)
         channel = self.recording.channel
         found = _rows_through(channel, self.edge, self.inputs, cotangents)
-        for tracked, block in zip(self.reads, found, strict=True):
-            if block is not None:
-                yield tracked, tracked.block_region, block
+        pairs = zip(self.reads, found, strict=True)
+        return [(x, x.block_region, block) for x, block in pairs if block is not None]
 
 
 def describe(use: Use) -> str:
@@ -146,21 +145,17 @@ def describe(use: Use) -> str:
 
 
 def pull_back(
-    channel: Channel, tracked: Tracked, rows: Tensor, limit: int
-) -> Iterator[tuple[Tensor, Block]]:
-    """Rows for the parameters of a derived tensor, from its ``rows``: ``(k, b, elements)``.
-
-    The ``limit`` is the number of elements that may be alive at once.
-    """
+    channel: Channel, tracked: Tracked, rows: Tensor, limit: Limit
+) -> list[tuple[Tensor, Block]]:
+    """Rows for the parameters of a derived tensor, from its ``rows``: ``(k, b, elements)``."""
     assert tracked.edge is not None
     needed = prod(tracked.shape) + sum(p.numel() for p in tracked.sources)
-    parts = rows.split(max(1, limit // (rows.shape[0] * needed)), 1)
+    parts = rows.split(max(1, limit.elements // (rows.shape[0] * needed)), 1)
     shape, dtype = tracked.shape, tracked.dtype
     cotangents = (some.reshape(*some.shape[:2], *shape).to(dtype) for some in parts)
     found = _rows_through(channel, tracked.edge, tracked.sources, cotangents)
-    for parameter, block in zip(tracked.sources, found, strict=True):
-        if block is not None:
-            yield parameter, block
+    pairs = zip(tracked.sources, found, strict=True)
+    return [(parameter, block) for parameter, block in pairs if block is not None]
 
 
 def _rows_through(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autogram._blocks import Block, Kernels
+from autogram._blocks import Block, Kernels, Limit
 from autogram._blocks.kernels import CpuKernels
-from autogram._capture.limit import Limit
 
 
 class Operators(TorchDispatchMode):

@@ -15,7 +15,7 @@ from autogram._blocks import (
     weighted_sums,
 )
 from autogram._errors import ChangedTensorError
-from tests.unit._blocks.blocks import kernels
+from tests.unit._blocks.blocks import Operators, kernels
 from tests.unit.checks import assert_close_to_reference
 
 K, B = 2, 3
@@ -111,7 +111,7 @@ def test_a_bundle_that_is_full_is_ready() -> None:
     first, second, third = [columns_of(p, limit=3 * member - 1) for p in MATRICES]
     bundles = Bundles()
     assert bundles.add(first) == bundles.add(second) == []
-    assert bundles.add(third) == [first, second, third]
+    assert bundles.add(third) == [[first, second, third]]
     assert list(bundles.rest()) == []
 
 
@@ -126,7 +126,7 @@ def test_dtypes_are_kept_apart() -> None:
 
 def test_large_ones_do_not_wait() -> None:
     columns = columns_of(torch.zeros(2**9, 2**9))
-    assert Bundles().add(columns) == [columns]
+    assert Bundles().add(columns) == [[columns]]
 
 
 def test_what_was_changed_is_refused() -> None:
@@ -147,4 +147,46 @@ def test_others_are_left_alone() -> None:
     others[1].add(Region.of(table[:2]), block_of(table[:2]))
     others.append(columns_of(gaps))
     for columns in others:
-        assert Bundles().add(columns) == [columns]
+        assert Bundles().add(columns) == [[columns]]
+
+
+def layer(equation: str, cotangent: Tensor, factor: Tensor, limit: int = 2**40) -> list[Columns]:
+    """The columns of the weight and the bias of a layer that is not tiny."""
+    of_cotangent = equation.split(",")[0]
+    of_bias = f"{of_cotangent}->{of_cotangent.replace('t', '')}"
+    found = []
+    for block in (Block(equation, (cotangent, factor)), Block(of_bias, (cotangent,))):
+        region = Region.contiguous(tuple(block.sizes[label] for label in block.parameter))
+        found.append(Columns(region, kernels(limit)))
+        found[-1].add(region, block)
+    return found
+
+
+@pytest.mark.parametrize("equation", ["kbo,bi->kboi", "kbo,bi->kbio"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weight_and_bias_share_products(equation: str, dtype: torch.dtype) -> None:
+    cotangent, factor = torch.randn(K, 5, 90).to(dtype), torch.randn(5, 1700).to(dtype)
+    found = layer(equation, cotangent, factor)
+    (bundle,) = Bundles().add(*found)
+    gram_of_bundle(bundle)  # how to contract is found once, on tensors without data
+    with Operators() as seen:
+        total = gram_of_bundle(bundle)
+    assert seen.names.count("aten::mm") == 2
+    assert_close_to_reference(total, sum(columns.gram() for columns in found))
+
+
+@pytest.mark.parametrize(
+    ("equation", "positions", "limit"),
+    [("kbto,bti->kboi", (3,), 2**40), ("kbo,bi->kboi", (), 30)],
+    ids=["sums over positions", "in pieces"],
+)
+def test_others_share_no_products(equation: str, positions: tuple[int, ...], limit: int) -> None:
+    cotangent = torch.randn(K, 5, *positions, 90).double()
+    weight, bias = layer(equation, cotangent, torch.randn(5, *positions, 1700).double(), limit)
+    assert [weight] in Bundles().add(weight, bias)
+
+
+def test_equal_rows_of_another_layer_share_no_products() -> None:
+    cotangents, factor = torch.ones(2, K, 5, 90), torch.randn(5, 1700)
+    (weight, _), (_, bias) = (layer("kbo,bi->kboi", x, factor) for x in cotangents)
+    assert [weight] in Bundles().add(weight, bias)

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Lookup
+from autogram._blocks import Block, Limit, Lookup
 from autogram._blocks.kernels import CudaKernels, Kernels
 from autogram._blocks.lookup import concatenate, products_of_lookup
-from autogram._capture.limit import Limit
 from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.waits import Waits

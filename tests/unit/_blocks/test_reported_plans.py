@@ -13,7 +13,7 @@ from tests.unit.engines import batch, per_sample
 
 def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report plans again, from shapes, and each parameter alone."""
-    monkeypatch.setattr(Bundles, "add", lambda bundles, columns: [columns])  # noqa: ARG005
+    monkeypatch.setattr(Bundles, "add", lambda _, *found: [[columns] for columns in found])
     taken: list[Plan] = []
     find = products.plans
 

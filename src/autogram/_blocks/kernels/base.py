@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ from autogram._blocks.kernels.contraction import Hardware, Prices, carry_out, un
 from autogram._blocks.kernels.workspace import Memory
 
 
-class Limit(Protocol):
-    """What an engine, its Jacobians and their contractions share."""
+@dataclass
+class Limit:
+    """How many elements one intermediate result may have, for one engine and all that it makes.
+
+    Where memory runs out once, it would run out again elsewhere, and at the next step: what is
+    found out in one place holds in all.
+    """
 
     elements: int
-    """How many elements one intermediate result may have."""
 
 
 class Kernels(Hardware):

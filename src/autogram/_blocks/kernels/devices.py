@@ -17,9 +17,13 @@ class Devices:
 
     Args:
         limit: The number of elements that one intermediate result may have.
+
+    Attributes:
+        limit: The same object.
     """
 
     def __init__(self, limit: Limit) -> None:
+        self.limit = limit
         self._cpu = CpuKernels(limit)
         self.cuda = CudaKernels(limit)
         self._other = Kernels(limit)

@@ -36,7 +36,7 @@ def explaining_freed_graphs() -> Iterator[None]:
 
 
 def nodes_behind(
-    tensor: Tensor | GradientEdge, is_end: Callable[[Any], bool] | None = None
+    tensor: Tensor | GradientEdge, is_end: Callable[[Any], object] | None = None
 ) -> Iterator[Any]:
     """Each node that a tensor depends on, once, up to those that are an end, if any is."""
     seen: set[Any] = {None}
@@ -74,11 +74,6 @@ def use_of(node: Any) -> Any | None:
         return None
     use = getattr(node, "use", None)
     return use if hasattr(use, "recording") else None
-
-
-def is_any_tap(node: Any) -> bool:
-    """Whether a node is a tap of some engine."""
-    return use_of(node) is not None
 
 
 def in_dense(gradient: Tensor) -> Tensor:

@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Devices, Layout, Placement, Region, pieces
+from autogram._blocks import (
+    Arena,
+    Bundles,
+    Columns,
+    Devices,
+    Keep,
+    Placement,
+    Region,
+    gram_of_bundle,
+    pieces,
+)
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.backward.verification import Check
-from autogram._capture.limit import Limit, retried_with_less
+from autogram._capture.limit import retried
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import Contribution, Use, pull_back
+from autogram._capture.uses import Use, pull_back
 from autogram._errors import NotConnectedError
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
+# Parameters, with all of their columns.
+Complete = list[tuple[Tensor, Columns]]
 
 
 @dataclass(eq=False)
@@ -30,13 +42,17 @@ class Run:
     """One call of an engine, which makes as many passes as it needs. It dies with the call."""
 
     channel: Channel
-    limit: Limit
     devices: Devices
     survey: Survey
     objectives: Objectives
-    sink: Sink
     check: Check | None
     """The verification of this call, if one is due."""
+    form: Keep | None = None
+    """Whether to keep factors or rows, or ``None`` to keep nothing."""
+    arena: Arena | None = None
+    """Where to put kept rows."""
+    is_summed: bool = True
+    """Whether to add up the Gramian."""
     summary: Summary | None = None
     """What is told of each block, if that is not known from an earlier call."""
     must_verify: bool = False
@@ -49,9 +65,13 @@ class Run:
     """Whether the samples were sought, or their layouts remembered."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that only the graph has shown."""
+    columns: dict[Tensor, Columns] = field(default_factory=dict)
+    """Those of each parameter that the losses reach, if they are kept."""
+    gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
+    """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
 
     def assemble(self, layout_of: LayoutOf | None, *, retain_graph: bool) -> None:
-        """Makes one pass past the taps, which gives the columns of all parameters to the sink.
+        """Makes one pass past the taps, which gives the columns of all parameters.
 
         Args:
             layout_of: Where the samples lie, or ``None`` if all is one sample.
@@ -71,7 +91,7 @@ class Run:
         assembly.complete()
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Account:
     """What has arrived for a parameter, or for a tensor that is derived from parameters."""
 
@@ -88,15 +108,23 @@ class _Account:
 class Assembly:
     """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
 
-    When all uses of a parameter have arrived, its columns go to the sink. How many there will be is
-    known from the survey; where there may be others, all go to the sink at the end.
+    When all uses of a parameter have arrived, its columns are complete: they are contracted, and
+    dropped unless they are kept, so that few are alive at a time. How many uses there will be is
+    known from the survey; where there may be others, all columns wait for the end.
+
+    In a pass that is verified, columns are contracted twice where bundles hide what is wrong: in
+    bundles, as ever, and one by one.
     """
 
     def __init__(self, run: Run, layout_of: LayoutOf | None) -> None:
         self._run = run
-        self._limit = run.limit
+        self._limit = run.devices.limit
         self._layout_of = layout_of
-        self._accounts: dict[int, _Account] = {}  # by the `id` of the owner
+        self._accounts: dict[Tracked | Tensor, _Account] = {}
+        self._columns: dict[Tensor, Columns] = {}  # those that are kept
+        self._taken = 0  # elements of rows that are larger than factors
+        self._bundles = Bundles()
+        self._total: Tensor | None = None
         for use in run.survey.uses:
             for tracked in use.reads:
                 self._account(tracked).expected += 1
@@ -105,7 +133,8 @@ class Assembly:
         for listener in (run.check, run.summary):
             if listener is not None:
                 listener.restart(run.objectives)
-        run.sink.restart(run.objectives, run.check)
+        if run.arena is not None:
+            run.arena.restart()
         tail = use_in_tail(run.channel, run.survey)
         self._has_arrivals = tail is not None
         if tail is not None:
@@ -121,11 +150,13 @@ class Assembly:
         layout = self._layout_of(use, cotangent) if self._layout_of else None
         if layout is not None or self._layout_of is None:
             self._add(use, layout, saved, cotangent)
+        complete: Complete = []
         for tracked in use.reads:
-            self._count(self._account(tracked))
+            self._count(self._account(tracked), complete)
+        self._take(complete)
 
     def complete(self) -> None:
-        """Gives the sink what still waits for other uses.
+        """Takes what still waits for other uses or for a bundle, and tells the run what there is.
 
         Raises:
             NotConnectedError: No use has arrived.
@@ -137,9 +168,22 @@ class Assembly:
                 "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
                 "`use_reentrant=False`."
             )
-        for account in sorted(self._accounts.values(), key=lambda x: isinstance(x.owner, Tensor)):
-            self._finish(account)  # those of derived tensors first
-        self._run.sink.finish()
+        waiting = [account for account in self._accounts.values() if account.columns is not None]
+        for account in sorted(waiting, key=lambda x: isinstance(x.owner, Tensor)):
+            complete: Complete = []
+            self._finish(account, complete)  # those of derived tensors first
+            self._take(complete)
+        run = self._run
+        run.columns = self._columns
+        if not run.is_summed:
+            return
+        for bundle in self._bundles.rest():
+            self._add_up(retried(self._limit, gram_of_bundle, bundle))
+        total, losses = self._total, run.objectives.losses
+        m = losses.numel()
+        if total is None:
+            total = losses.new_zeros(m, m, dtype=torch.promote_types(losses.dtype, torch.float32))
+        run.gramian = run.objectives.in_order(total.reshape(m, m), 0, 1)
 
     def _add(
         self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
@@ -151,7 +195,8 @@ class Assembly:
         if run.check is not None:
             run.check.see_use(use, cotangent)
         for subset, within, part in pieces(layout, cotangent):
-            for found in self._contributions(use, within, saved, part):
+            limit = self._limit
+            for found in retried(limit, use.contributions, within, part, saved, limit):
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)
                 tracked, region, block = found
@@ -165,10 +210,11 @@ class Assembly:
 
         That of a region of a parameter is the parameter's.
         """
-        if isinstance(owner, Tracked) and owner.region is not None:
-            owner = owner.sources[0]
-        account = self._accounts.get(id(owner))
+        account = self._accounts.get(owner)
         if account is None:
+            if isinstance(owner, Tracked) and owner.region is not None:
+                account = self._accounts[owner] = self._account(owner.sources[0])
+                return account
             if isinstance(owner, Tracked):
                 region, device = Region.contiguous(owner.shape), owner.sources[0].device
                 for parameter in owner.sources:
@@ -176,18 +222,18 @@ class Assembly:
             else:
                 region, device = Region.of_parameter(owner), owner.device
             columns = Columns(region, self._run.devices.on(device))
-            account = self._accounts[id(owner)] = _Account(owner, columns)
+            account = self._accounts[owner] = _Account(owner, columns)
         return account
 
-    def _count(self, account: _Account) -> None:
+    def _count(self, account: _Account, complete: Complete) -> None:
         """Counts an arrival, and finishes what has nothing left to wait for."""
         account.is_reached = True
         account.expected -= 1
         if account.expected == 0 and self._is_complete:
-            self._finish(account)
+            self._finish(account, complete)
 
-    def _finish(self, account: _Account) -> None:
-        """Gives the columns of a parameter to the sink, those of a derived tensor to parameters.
+    def _finish(self, account: _Account, complete: Complete) -> None:
+        """Notes columns of a parameter that are complete, and gives parameters derived tensors'.
 
         Where no use of it has arrived, there is nothing to give.
         """
@@ -195,26 +241,38 @@ class Assembly:
         if columns is None or not account.is_reached:
             return
         if isinstance(owner, Tensor):
-            self._run.sink.take(owner, columns)
+            complete.append((owner, columns))
             return
         if account.has_blocks:
             subset = columns.narrow()
-            for parameter, block in self._pulled_back(owner, columns.dense()):
+            channel = self._run.channel
+            found = retried(self._limit, pull_back, channel, owner, columns.dense(), self._limit)
+            for parameter, block in found:
                 of_parameter = self._account(parameter).columns
                 assert of_parameter is not None
                 of_parameter.add(Region.of_parameter(parameter), block, subset)
         for parameter in owner.sources:
-            self._count(self._account(parameter))
+            self._count(self._account(parameter), complete)
 
-    @retried_with_less
-    def _contributions(
-        self, use: Use, layout: Layout | None, saved: tuple[Tensor, ...], cotangent: Tensor
-    ) -> list[Contribution]:
-        """The blocks of a use."""
-        return list(use.contributions(layout, cotangent, saved, self._limit.elements))
+    def _take(self, complete: Complete) -> None:
+        """Takes all columns of some parameters, which come once in a pass."""
+        run = self._run
+        parts: dict[Columns, Tensor | None] = {}
+        for parameter, columns in complete:
+            if run.form is not None:
+                memory = None if run.arena is None else run.arena.take
+                self._taken += retried(self._limit, columns.keep, run.form, self._taken, memory)
+                self._columns[parameter] = columns
+            if run.check is not None:
+                see, are_kept = run.check.see_columns, run.form is not None
+                parts[columns] = retried(self._limit, see, parameter, columns, are_kept=are_kept)
+        if run.is_summed:
+            for bundle in self._bundles.add(*[columns for _, columns in complete]):
+                part = parts.get(bundle[0]) if len(bundle) == 1 else None
+                self._add_up(retried(self._limit, gram_of_bundle, bundle) if part is None else part)
 
-    @retried_with_less
-    def _pulled_back(self, tracked: Tracked, rows: Tensor) -> list[tuple[Tensor, Block]]:
-        """Rows of a derived tensor as blocks of the parameters that it is computed from."""
-        channel, limit = self._run.channel, self._limit.elements
-        return list(pull_back(channel, tracked, rows, limit))
+    def _add_up(self, part: Tensor | None) -> None:
+        """Adds the Gramian of some columns, ``None`` where they are zero."""
+        if part is not None:
+            total = self._total
+            self._total = part if total is None else total + part.to(total.device)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from autogram._capture.backward.assembly import Run
-from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
@@ -35,7 +34,7 @@ def confirm(run: Run, check: Check) -> None:
         NonFiniteError: A gradient is infinite or not a number.
     """
     compared = check.compare(run.channel)
-    _refuse_non_finite(run.sink.gramian, compared)
+    _refuse_non_finite(run.gramian, compared)
     differing = check.differing(compared)
     if not differing:
         return
@@ -80,8 +79,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
         total = (check.losses * check.vector).sum()
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
-    objectives, sink = Objectives(total, None), Sink(run.limit)
-    of_total = Run(run.channel, run.limit, run.devices, survey, objectives, sink, whole)
+    of_total = Run(run.channel, run.devices, survey, Objectives(total, None), whole)
     of_total.assemble(None, retain_graph=True)
     return whole.differing(whole.compare(run.channel))
 

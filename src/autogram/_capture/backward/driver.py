@@ -13,11 +13,10 @@ from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import Run
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
-from autogram._capture.backward.sink import Sink
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
-from autogram._capture.limit import Limit, retried_with_less
+from autogram._capture.limit import retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.remembered import Remembered
@@ -45,8 +44,7 @@ class Driver:
     Args:
         channel: The channel of the engine's taps.
         batch_dim: As for the engine.
-        limit: What the engine and its Jacobians share.
-        devices: How to contract blocks.
+        devices: How to contract blocks, and the limit that the engine and its Jacobians share.
         verify: As for the engine.
         unseen: As for the engine.
         replays: What replays of captured calls are asked for.
@@ -59,7 +57,6 @@ class Driver:
         self,
         channel: Channel,
         batch_dim: BatchDim,
-        limit: Limit,
         devices: Devices,
         verify: Verify,
         unseen: Unseen,
@@ -67,14 +64,14 @@ class Driver:
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
-        self._limit = limit
+        self._limit = devices.limit
         self._devices = devices
         self._on_unseen: Unseen = unseen
         self._replays = replays
         self._is_repeatable = False
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
-        self.summary = Summary(limit)
+        self.summary = Summary(devices.limit)
 
     @retried_with_less
     def gramian(self, losses: Tensor, *, verify: bool = False) -> Tensor:
@@ -86,15 +83,16 @@ class Driver:
                 done.
         """
         with exact(losses.device):
-            run = self._begin(losses, Sink(self._limit), must_verify=verify)
+            run = self._begin(losses, must_verify=verify)
             self._collect(run)
-            return run.sink.gramian
+            return run.gramian
 
     @retried_with_less
     def columns(self, losses: Tensor, form: Keep) -> Kept:
         """The columns of J, kept, the objectives of their rows, and the names of the parameters."""
         with exact(losses.device):
-            run = self._begin(losses, Sink(self._limit, form, is_summed=False))
+            run = self._begin(losses)
+            run.form, run.is_summed = form, False
             self._collect(run)
             return self._kept(run)
 
@@ -112,18 +110,18 @@ class Driver:
                 other leaves, it is freed on the way, unless samples may have to be sought yet.
         """
         with exact(losses.device):
-            run = self._begin(losses, Sink(self._limit, form, arena))
-            run.is_step = True
+            run = self._begin(losses)
+            run.form, run.arena, run.is_step = form, arena, True
             leaves = run.survey.leaves
             inside, left_out = self._channel.parameters(leaves), run.survey.left_out
             outside = [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
             run.retain_graph = retain_graph or bool(outside) or run.check is not None
             self._collect(run)
-            return self._kept(run), run.sink.gramian, outside
+            return self._kept(run), run.gramian, outside
 
     def _kept(self, run: Run) -> Kept:
         """What a call leaves for a Jacobian."""
-        columns = run.sink.columns
+        columns = run.columns
         return run.objectives, columns, self._channel.names(columns, run.survey.left_out)
 
     @property
@@ -131,7 +129,7 @@ class Driver:
         """Whether a call that equals the last one needs no search, and results were confirmed."""
         return self._is_repeatable and self._schedule.is_confirmed
 
-    def _begin(self, losses: Tensor, sink: Sink, *, must_verify: bool = False) -> Run:
+    def _begin(self, losses: Tensor, *, must_verify: bool = False) -> Run:
         """One call, before its first pass."""
         with explaining_freed_graphs():
             survey = Survey(self._channel, losses)
@@ -148,18 +146,16 @@ class Driver:
             check = self._schedule.next(survey, must=must_verify)
         return Run(
             self._channel,
-            self._limit,
             self._devices,
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
-            sink,
             check,
-            None if survey.key == self.summary.key else Summary(self._limit, survey.key),
+            summary=None if survey.key == self.summary.key else Summary(self._limit, survey.key),
             must_verify=must_verify,
         )
 
     def _collect(self, run: Run) -> None:
-        """Fills the sink, verified where that is due, and remembers what was done."""
+        """Computes what the run is for, verified where that is due, and remembers what was done."""
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
@@ -177,7 +173,7 @@ class Driver:
             tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
 
     def _collect_per_sample(self, run: Run) -> bool:
-        """Fills the sink, unless the losses turn out not to be per-sample, and says whether."""
+        """Makes passes, unless the losses turn out not to be per-sample, and says whether."""
         replays = self._replays if is_captured(run.survey.losses.device) else None
         search = Search(self._remembered, run.objectives, run.survey, replays)
         try:
@@ -222,7 +218,7 @@ class Driver:
             search.doubt()
 
     def _confirm(self, run: Run) -> None:
-        """Raises if what the sink has is wrong, as far as a check shows it."""
+        """Raises if what was computed is wrong, as far as a check shows it."""
         if run.check is None:
             return
         is_confirmed = True

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autogram._blocks import Lookup, Placement, Region, Subset
-from autogram._capture.limit import Limit
+from autogram._blocks import Limit, Lookup, Placement, Region, Subset
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.uses import Contribution, RuleUse, Use
 

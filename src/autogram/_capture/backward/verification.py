@@ -56,7 +56,7 @@ class Comparison:
 class Check:
     """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
 
-    An assembly shows it each use, and a sink the columns of each parameter.
+    An assembly shows it each use, and the columns of each parameter.
 
     Args:
         survey: The graph behind the objectives.

@@ -6,6 +6,7 @@ Nothing is carried out here, and nothing is noted but the edge of a derived tens
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -83,15 +84,15 @@ def decide(
     Raises:
         UnsupportedError: A nested tensor meets a tracked one.
     """
-    is_batched = has_tracked = False
-    for _, status in reads:
+    is_batched = False
+    tracked: Reads = []
+    for tensor, status in reads:
         if status is BATCHED:
             is_batched = True
         elif status is not None:
-            has_tracked = True
-    if not has_tracked or not torch.is_grad_enabled():
+            tracked.append((tensor, status))
+    if not tracked or not torch.is_grad_enabled():
         return _BATCHED if is_batched else _CONSTANT
-    tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
     if not is_batched:
         return Run(is_batched=False, origins=[status for _, status in tracked])
     if True in [tensor.is_nested for tensor, _ in reads]:
@@ -100,7 +101,7 @@ def decide(
             f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples to "
             "one length, and mask what was added; or put them one behind the other in one tensor."
         )
-    now = [(x, as_of_now(x, status)) for x, status in tracked]
+    now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
     if rule is None:
         body = inlined(kind.function)
@@ -131,15 +132,17 @@ def _ask(
         operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
         known = [status for status in operands if status is not None]
         if known:
-            answer = answers.setdefault(recipe.output, Answer([], [], []))
+            if recipe.output not in answers:
+                answers[recipe.output] = Answer([], [], [])
+            answer = answers[recipe.output]
             start = len(answer.saved)
             answer.reads.extend(known)
             answer.saved.extend(recipe.saved)
             saved = slice(start, len(answer.saved))
             answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
-    expected = sorted([id(tracked[id(tensor)]) for tensor, _ in reads])
+    expected = [status for _, status in reads]
     for answer in answers.values():
-        if sorted([id(status) for status in answer.reads]) != expected:
+        if answer.reads != expected and Counter(answer.reads) != Counter(expected):
             return None
     return answers

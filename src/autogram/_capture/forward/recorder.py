@@ -38,7 +38,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
         super().__init__()
         left_out = channel.left_out_now()
-        parameters = {p: name for p, name in parameters.items() if p not in left_out}
+        if left_out:
+            parameters = {p: name for p, name in parameters.items() if p not in left_out}
         _refuse_complex(parameters)
         self.recording = Recording(channel, parameters, left_out)
         self._statuses = Statuses(self.recording)

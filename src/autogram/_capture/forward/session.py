@@ -32,7 +32,9 @@ class Parameters:
 
         What such a call puts in their place is derived from them, if it is derived from anything.
         """
-        names = {p: name for p, name in self._names().items() if p.is_leaf}
+        names = self._names()
+        for exchanged in [p for p in names if not p.is_leaf]:
+            del names[exchanged]
         for reference, name in self._originals:
             parameter = reference()
             if parameter is not None:

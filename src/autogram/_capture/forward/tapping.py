@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.graph import is_any_tap, nodes_behind
+from autogram._capture.autograd.graph import nodes_behind, use_of
 from autogram._capture.forward.calls import Kind, first_of, results_of
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.recording import Recording
@@ -80,7 +80,7 @@ def run_without_rule(
     tapped: dict[int, Tensor] = {}
     nodes = {edge.node for edge in edges}
     for tensor in results_of(kind, aliased, options, output):
-        if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, is_any_tap)):
+        if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, use_of)):
             use = FallbackUse.of(recording, kind.name, tensor, tuple(read), tuple(edges))
             tapped[id(tensor)] = tap(use, tensor, (), in_place=kind.is_in_place)
     return exchange(output, tapped)

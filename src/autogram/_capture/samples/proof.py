@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.graph import in_dense, is_any_tap, nodes_leading_to
+from autogram._capture.autograd.graph import in_dense, nodes_leading_to, use_of
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.samples.carrying import Edge, Shape, carried, is_packed, moves_nothing
 from autogram._capture.samples.survey import Survey, kind_of_node
@@ -161,7 +161,7 @@ class Prover:
         """The way from an input of a node to another node."""
         edge = Edge(node, position, target.shape, target.shape)
         is_alike = {spot.shape for spot in self._results(node)} == {target.shape}
-        stays = is_alike and (is_any_tap(node) or moves_nothing(edge))
+        stays = is_alike and (use_of(node) is not None or moves_nothing(edge))
         return _Way(Spot(self.survey.numbers[node], position, True, target.shape), target, stays)
 
     def _deciding(

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from autogram import Engine
-from autogram._blocks import Block, Columns, Devices
+from autogram._blocks import Block, Columns, Devices, Limit
 from autogram._blocks.kernels import CudaKernels, cuda
 from autogram._blocks.products import directional, explicit, products, weighted_sum
 from autogram._blocks.region import Region
-from autogram._capture.limit import Limit
 from autogram.testing import reference_jacobian
 from tests.unit._blocks.blocks import EQUATIONS, SIZES, Operators, dense, gramian_of, make_block
 

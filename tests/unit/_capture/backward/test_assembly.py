@@ -54,7 +54,8 @@ def test_factors_are_dropped_on_the_way(keeps: bool, monkeypatch: pytest.MonkeyP
 
     def counted(self: Assembly, *args: Any) -> None:  # type: ignore[type-arg]
         add(self, *args)
-        waiting.append(sum(x.has_blocks and x.columns is not None for x in self._accounts.values()))
+        accounts = set(self._accounts.values())
+        waiting.append(sum(x.has_blocks and x.columns is not None for x in accounts))
 
     monkeypatch.setattr(Assembly, "_add", counted)
     for _ in range(3):
