@@ -1,0 +1,167 @@
+"""What an engine has apart from its products: modules, hooks, reports, captures, and an end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Self
+
+from torch import Tensor, nn
+
+from autogram._arguments import check_losses, check_modules, check_options
+from autogram._blocks import Devices
+from autogram._capture import (
+    BatchDim,
+    Channel,
+    Driver,
+    Drivers,
+    Parameters,
+    Replays,
+    Session,
+    Unseen,
+    Verify,
+    limit_of_bytes,
+    refuse_pass,
+    refuse_shards,
+)
+from autogram._capture.forward.session import hook_all, take_off
+from autogram._errors import RemovedEngineError, UnsupportedError
+from autogram._losses import Losses, joined
+from autogram._report import Report, make_report
+from autogram.hooks import HookManager
+
+
+class Hooked:
+    """Modules with the hooks of an engine on them, until these are removed.
+
+    Arguments are those of :class:`autogram.Engine`, which adds the products.
+    """
+
+    def __init__(
+        self,
+        *modules: nn.Module,
+        batch_dim: BatchDim = "auto",
+        memory_limit_bytes: int = 2**29,
+        verify: Verify = "first",
+        unseen: Unseen = "rows",
+    ) -> None:
+        check_modules(modules)
+        check_options(batch_dim, verify, unseen)
+        refuse_shards(modules)
+        self._batch_dim = batch_dim
+        references = tuple(weakref.ref(module) for module in modules)
+        hooks = HookManager()
+        parameters = Parameters(references, hooks)
+        self._channel = channel = Channel(parameters, parameters.left_out)
+        self._limit = limit_of_bytes(memory_limit_bytes)
+        self._session = session = Session(channel, references)
+        self._devices = devices = Devices(self._limit)
+        self._replays = Replays()
+        self._drivers = Drivers(
+            partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
+        )
+        self._hooks = hooks
+        hook_all(session, hooks)
+        self._remove = weakref.finalize(self, take_off, hooks, session)
+
+    def report(self) -> Report:
+        """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.
+
+        Small parameters are contracted together, and listed as if each was alone.
+        """
+        return make_report(self._drivers.last.summary)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def prepare_capture(self) -> None:
+        """Lets the next steps be captured into CUDA graphs, and replayed.
+
+        Call it behind eager steps that are those to be captured, on the stream of the capture. A
+        replay gives, bit for bit, what an eager step would give for the values in the same tensors.
+        Captured steps are not verified, and look for no samples.
+
+        Raises:
+            UnsupportedError: It has to be found out in each step anew where the samples lie; or no
+                step was verified yet. When a step is captured: it is not one of those before.
+
+        Example:
+            `docs/cuda_graphs.md` has a whole training loop.
+        """
+        if not self._drivers.last.is_settled:
+            raise UnsupportedError(
+                "A step cannot be captured: no step was verified yet, or in the last one the "
+                "engine could not remember where the samples lie. Run the step that is to be "
+                "captured eagerly first; pass `batch_dim=None` to `Engine` if that does not help."
+            )
+        self._replays.prepare({parameter.device for parameter in self._channel.parameters_now()})
+
+    def check_replays(self) -> None:
+        """Raises if steps in CUDA graphs were replayed with values that they are not right for.
+
+        Where samples lie may follow from index values and masks. Each replay compares them with
+        those of the captured step. This method reads the answer for all replays since it was called
+        last, and waits for the device.
+
+        Raises:
+            StaleCaptureError: They were not right.
+        """
+        self._replays.check()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Lets the modules run in a block, and in this thread, as if the engine was not there.
+
+        Losses of forward passes from before the block may be used inside.
+        """
+        return self._session.paused()
+
+    @property
+    def hooks(self) -> HookManager:
+        """The hooks of the engine on its modules, of the kind ``"around"``.
+
+        A module whose hook is inactive keeps the parameters of all modules inside of it out of J,
+        from the next forward pass on, unless another module has them too. To J they are constants,
+        and :meth:`backward` gives them their gradient like other leaves.
+
+        Example:
+            >>> from torch import nn
+            >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+            >>> engine = Engine(model)
+            >>> engine.hooks.deactivate(module=model[0])  # J is of `1.weight` and `1.bias` now
+        """
+        return self._hooks
+
+    def remove(self) -> None:
+        """Takes the engine off its modules for good, which leaves nothing on them."""
+        self._remove()
+        self._devices.free()
+
+    def _checked(self, losses: Losses) -> Tensor:
+        """Losses as one tensor. Refuses those that have no Jacobian here."""
+        if not self._remove.alive:
+            raise RemovedEngineError(
+                "The engine has no modules: it was removed by `remove` or at the end of its `with` "
+                "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
+            )
+        losses = joined(losses, self._batch_dim, self._channel.told)
+        check_losses(losses, self._batch_dim, self._channel.told)
+        refuse_pass(self._channel, self._session.roots.values(), losses)
+        return losses
+
+    def __reduce__(self) -> tuple[Callable[[type[Self]], Hooked], tuple[type[Self]]]:
+        return _removed, (type(self),)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _removed(kind: type[Hooked]) -> Hooked:
+    """What an engine becomes in a copy, whose modules have no hooks."""
+    engine = kind(nn.Identity())
+    engine.remove()
+    return engine
