@@ -13,6 +13,7 @@ from autogram._capture import Objectives, is_exchanged, refuse_gradients
 from autogram._hooked import Hooked
 from autogram._jacobian import Jacobian
 from autogram._losses import L, Losses, shaped
+from autogram._scaled import Scaler, backward_scaled, is_scaling, weights_scaled
 
 
 class Engine(Hooked):
@@ -142,6 +143,7 @@ class Engine(Hooked):
         losses: L,
         weighting: Weighting,
         *,
+        scaler: Scaler | None = ...,
         retain_graph: bool = ...,
         return_gramian: Literal[False] = ...,
     ) -> L: ...
@@ -152,6 +154,7 @@ class Engine(Hooked):
         losses: L,
         weighting: Weighting,
         *,
+        scaler: Scaler | None = ...,
         retain_graph: bool = ...,
         return_gramian: Literal[True],
     ) -> tuple[L, Tensor]: ...
@@ -161,6 +164,7 @@ class Engine(Hooked):
         losses: Losses,
         weighting: Weighting,
         *,
+        scaler: Scaler | None = None,
         retain_graph: bool = False,
         return_gramian: bool = False,
     ) -> Losses | tuple[Losses, Tensor]:
@@ -176,6 +180,10 @@ class Engine(Hooked):
             losses: As for :meth:`compute_gramian`.
             weighting: Maps the Gramian ``(m, m)`` to weights, of shape ``(m,)`` or that of the
                 losses: any function, or a weighting of torchjd. It is called outside of autocast.
+            scaler: A `torch.amp.GradScaler`, which is given the losses without its scale. The
+                gradients have it, as ``scaler.step`` expects. Where something overflows, weights
+                and gradients are not a number, so that the scaler skips the step; the weighting is
+                not called. Reading whether it did waits for the device.
             retain_graph: Whether to keep the graph. If not, the pass frees it, or, where another
                 pass might be needed, it goes when the losses go.
             return_gramian: Whether to return the Gramian as well.
@@ -191,6 +199,7 @@ class Engine(Hooked):
         Raises:
             InvalidOperandError: The weights have another shape, or the weighting is no function of
                 a Gramian: it is an aggregator, a weighting of rows, or a tensor.
+            InvalidOptionError: ``scaler`` is none.
             UnsupportedError: `DistributedDataParallel` would exchange the gradients.
             MemoryLimitError: Memory ran out twice, or once after a part of the graph was freed.
             AutogramError: As for :meth:`compute_gramian`.
@@ -198,6 +207,9 @@ class Engine(Hooked):
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
+        if is_scaling(scaler):
+            both = backward_scaled(self, losses, weighting, scaler, retain_graph=retain_graph)
+            return both if return_gramian else both[0]
         given, losses = losses, self._checked(losses)
         check_weighting(weighting)
         if not losses.numel():
@@ -220,7 +232,7 @@ class Engine(Hooked):
         found = shaped(weights, given, self._batch_dim)
         return (found, gramian) if return_gramian else found
 
-    def weights(self, losses: L, weighting: Weighting) -> L:
+    def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
 
         ``losses.backward(engine.weights(losses, weighting))`` is a step in two passes, for losses
@@ -230,6 +242,7 @@ class Engine(Hooked):
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
             weighting: As for :meth:`backward`.
+            scaler: As for :meth:`backward`; then call ``scaler.scale(losses).backward(weights)``.
 
         Returns:
             The weights, as :meth:`backward` returns them.
@@ -238,6 +251,8 @@ class Engine(Hooked):
             InvalidOperandError: As for :meth:`backward`.
             AutogramError: As for :meth:`compute_gramian`.
         """
+        if is_scaling(scaler):
+            return weights_scaled(self, losses, weighting, scaler)  # type: ignore[no-any-return]
         check_weighting(weighting)
         total = self._checked(losses)
         gramian = self.compute_gramian(total)

@@ -30,7 +30,7 @@ def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
     """
     if isinstance(losses, Tensor):
         return losses
-    parts = _parts(losses)
+    parts = parts_of(losses)
     if batch_dim is None or all(part.dim() == 0 for part in parts):
         told.update({"coupled", "reduced"})
         return torch.cat([part.reshape(-1) for part in parts])
@@ -48,10 +48,10 @@ def shaped(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
     """Weights of all objectives, one by one, in the form of the losses."""
     if isinstance(losses, Tensor):
         return weights.reshape(losses.shape)
-    parts = _parts(losses)
+    parts = parts_of(losses)
     flat = weights.flatten()
     each = zip(_places(parts, batch_dim), parts, strict=True)
-    return _in_form([flat[place].reshape(part.shape) for place, part in each], losses)
+    return in_form([flat[place].reshape(part.shape) for place, part in each], losses)
 
 
 def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -> L:
@@ -84,7 +84,7 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
         >>> gramians["size"].shape
         torch.Size([5, 5])
     """
-    parts = _parts(losses)
+    parts = parts_of(losses)
     m = sum(part.numel() for part in parts)
     if tuple(gramian.shape) != (m, m):
         raise InvalidOperandError(
@@ -99,15 +99,17 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
         places = places.reshape(-1, samples)  # (k, b)
         return gramian[places.unsqueeze(2), places.unsqueeze(1)]
     found = [gramian[place][:, place] for place in _places(parts, batch_dim)]
-    return _in_form(found, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value
+    return in_form(found, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value
 
 
-def _in_form(found: list[Tensor], losses: Losses) -> Any:
-    """A list, or a dict where the losses are one."""
+def in_form(found: list[Tensor], losses: Losses) -> Any:
+    """Tensors in the form of the losses: one, a list, or a dict."""
+    if isinstance(losses, Tensor):
+        return found[0]
     return dict(zip(losses, found, strict=True)) if isinstance(losses, Mapping) else found
 
 
-def _parts(losses: Losses) -> list[Tensor]:
+def parts_of(losses: Losses) -> list[Tensor]:
     """The tensors of the losses."""
     if isinstance(losses, Tensor):
         return [losses]

@@ -4,6 +4,7 @@ from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.grad import add_to_grad
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
+from autogram._capture.backward.overflow import expecting_overflow
 from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
@@ -35,6 +36,7 @@ __all__ = [
     "Verify",
     "add_to_grad",
     "exact",
+    "expecting_overflow",
     "is_exchanged",
     "limit_of_bytes",
     "refuse_gradients",

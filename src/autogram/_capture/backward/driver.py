@@ -13,6 +13,7 @@ from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import Run
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
+from autogram._capture.backward.overflow import is_overflow_expected
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
@@ -227,7 +228,8 @@ class Driver:
         except NonFiniteError as error:
             if run.must_verify:
                 raise
-            warn_user(str(error), UnverifiedWarning)
+            if not is_overflow_expected():
+                warn_user(str(error), UnverifiedWarning)
             is_confirmed = False
         self._schedule.note_checked(is_confirmed=is_confirmed)
 
