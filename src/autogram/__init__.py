@@ -28,7 +28,7 @@ from autogram._errors import (
     UnverifiedWarning,
     VerificationError,
 )
-from autogram._jacobian import Jacobian
+from autogram._jacobian import Jacobian, concatenate
 from autogram._losses import gramians_by_task
 from autogram._report import ParameterReport, Report
 
@@ -62,5 +62,6 @@ __all__ = [
     "UnverifiedWarning",
     "UseReport",
     "VerificationError",
+    "concatenate",
     "gramians_by_task",
 ]

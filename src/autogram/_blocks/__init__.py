@@ -2,7 +2,7 @@
 
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
-from autogram._blocks.columns import Columns, Keep
+from autogram._blocks.columns import Columns, Keep, side_by_side
 from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
 from autogram._blocks.layout import (
     Folded,
@@ -44,5 +44,6 @@ __all__ = [
     "candidates",
     "gram_of_bundle",
     "pieces",
+    "side_by_side",
     "weighted_sums",
 ]

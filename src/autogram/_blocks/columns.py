@@ -300,3 +300,23 @@ class Columns:
 def _sum(totals: Sequence[Tensor]) -> Tensor | None:
     """The sum of some tensors, or ``None`` if there are none."""
     return reduce(torch.add, totals) if totals else None
+
+
+def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
+    """The columns of one parameter for several sets of samples, as those of all samples.
+
+    Factors are copied. All sets have the same number of objectives per sample.
+
+    Args:
+        parts: Columns, and which of all samples they have rows of.
+    """
+    first = parts[0][0]
+    total = Columns(first.parameter, first.kernels)
+    for columns, subset in parts:
+        columns._prepare()
+        for region, blocks in columns._blocks.items():
+            for block in blocks:
+                total.add(region, block, subset)
+        for lookup in columns._lookups:
+            total.add(total._whole, lookup, subset)
+    return total

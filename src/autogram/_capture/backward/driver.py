@@ -99,7 +99,13 @@ class Driver:
 
     @retried_with_less
     def step(
-        self, losses: Tensor, form: Keep, arena: Arena | None, *, retain_graph: bool
+        self,
+        losses: Tensor,
+        form: Keep,
+        arena: Arena | None,
+        *,
+        retain_graph: bool,
+        is_summed: bool = True,
     ) -> tuple[Kept, Tensor, list[Tensor]]:
         """What :meth:`columns` gives, the Gramian, and the leaves that are no part of J.
 
@@ -109,10 +115,12 @@ class Driver:
             arena: Where to put rows.
             retain_graph: Whether the graph is needed after the pass. If not, and there are no
                 other leaves, it is freed on the way, unless samples may have to be sought yet.
+            is_summed: Whether to add up the Gramian, which is empty if not.
         """
         with exact(losses.device):
             run = self._begin(losses)
             run.form, run.arena, run.is_step = form, arena, True
+            run.is_summed = is_summed
             leaves = run.survey.leaves
             inside, left_out = self._channel.parameters(leaves), run.survey.left_out
             outside = [leaf for leaf in leaves if leaf not in inside or leaf in left_out]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting, weights_by, weights_of
-from autogram._blocks import Keep
-from autogram._capture import Objectives, is_exchanged, refuse_gradients
-from autogram._hooked import Hooked
-from autogram._jacobian import Jacobian
+from autogram._blocks import Arena, Keep
+from autogram._capture import Objectives, is_exchanged
+from autogram._engine.accumulation import Accumulation
+from autogram._engine.hooked import Hooked
+from autogram._engine.scaled import Scaler, backward_scaled, is_scaling, weights_scaled
+from autogram._engine.steps import Step
+from autogram._jacobian import Jacobian, Part
 from autogram._losses import L, Losses, shaped
-from autogram._scaled import Scaler, backward_scaled, is_scaling, weights_scaled
 
 
 class Engine(Hooked):
@@ -131,11 +132,12 @@ class Engine(Hooked):
         losses = self._checked(losses)
         if not losses.numel():
             names = self._channel.names({}, self._channel.left_out_now())
-            return Jacobian(Objectives(losses, None), {}, names, self._limit)
+            return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
         with self._drivers.one() as driver:
-            kept = driver.columns(losses, keep)
+            objectives, columns, reached = driver.columns(losses, keep)
         exchanged = is_exchanged(self._channel, losses)
-        return Jacobian(*kept, self._limit, is_exchanged=exchanged)
+        part = Part.of(objectives, columns, reached)
+        return Jacobian([part], reached, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -216,21 +218,56 @@ class Engine(Hooked):
             gramian = self.compute_gramian(losses)
             found = shaped(gramian.new_zeros(0), given, self._batch_dim)
             return (found, gramian) if return_gramian else found
-        if is_exchanged(self._channel, losses):
-            refuse_gradients("engine.backward")
         with self._devices.step() as arena:
-            with self._drivers.one() as driver:
-                kept, gramian, outside = driver.step(
-                    losses, "rows", arena, retain_graph=retain_graph
-                )
-            weights = weights_by(weighting, gramian)
-            Jacobian(*kept, self._limit).accumulate_grad(weights)
-            del kept  # before another step may write where its rows are
-        if outside:
-            cotangent = weights.reshape(losses.shape).to(losses)
-            torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+            step = self._step("engine.backward", "rows", arena)
+            gramian = step.add(losses, retain_graph=retain_graph, is_only=True)
+            gramian, weights = step.finish(weighting, gramian)
+            # The rows are gone before another step may write where they are.
         found = shaped(weights, given, self._batch_dim)
         return (found, gramian) if return_gramian else found
+
+    def accumulate(self, weighting: Weighting, *, keep: Keep = "auto") -> Accumulation:
+        """A block that takes in the losses of several micro-batches as those of one step.
+
+        At its end, all objectives have one Gramian and one set of weights, and Jᵀ w is added into
+        ``.grad``, as :meth:`backward` would do for all losses at once. If the block is left by an
+        error, nothing is written.
+
+        Args:
+            weighting: As for :meth:`backward`: maps the Gramian of all objectives, in the order in
+                which they were added, to their weights.
+            keep: As for :meth:`jacobian`: what to keep between micro-batches.
+
+        Returns:
+            A context manager with a method ``add(losses)``. Behind the block, it has ``weights``,
+            for each call of ``add`` in the form of its losses, and ``gramian``.
+
+            Cost: for each micro-batch, a backward pass through the activations; at the end, one
+            product for all samples, whose cost grows with the square of their number, and the
+            weights' gradients. RAM: factors or rows of all micro-batches, whichever are smaller.
+
+        Raises:
+            InvalidOperandError: The weighting is no function of a Gramian.
+            AutogramError: As for :meth:`backward`.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> model = nn.Linear(3, 1)
+            >>> engine = Engine(model)
+            >>> with engine.accumulate(lambda gramian: gramian.diagonal().rsqrt()) as batch:
+            ...     for x in torch.randn(6, 3).split(2):
+            ...         batch.add(model(x).square().squeeze(1))
+            >>> batch.gramian.shape
+            torch.Size([6, 6])
+        """
+        check_weighting(weighting)
+        step = self._step("engine.accumulate", keep)
+        return Accumulation(step, weighting, self._checked, self._batch_dim)
+
+    def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
+        """A step that a method of the engine makes."""
+        return Step(self._drivers, self._channel, self._limit, call, keep, arena)
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
