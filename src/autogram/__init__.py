@@ -32,6 +32,8 @@ from autogram._jacobian import Jacobian, concatenate
 from autogram._losses import gramians_by_task
 from autogram._report import ParameterReport, Report
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AutogramError",
     "ChangedTensorError",
