@@ -57,9 +57,18 @@ class Accumulation:
             )
         given, losses = losses, self._checked(losses)
         if losses.numel():
-            self._step.add(losses, retain_graph=retain_graph)
+            self._take(self._step, losses, retain_graph=retain_graph)
         # Of the losses, their shapes alone: the graph is to go.
         self._forms.append((_without_graph(given), losses.numel()))
+
+    def _take(self, step: Step, losses: Tensor, *, retain_graph: bool) -> None:
+        """Takes in some losses, one at least."""
+        step.add(losses, retain_graph=retain_graph)
+
+    def _finish(self, step: Step, m: int) -> tuple[Tensor, Tensor]:
+        """The Gramian and the weights of all m objectives, behind the gradients."""
+        del m
+        return step.finish(self._weighting)
 
     @property
     def gramian(self) -> Tensor:
@@ -95,8 +104,9 @@ class Accumulation:
         step, self._step = self._step, None
         if kind is not None or step is None or not any(size for _, size in self._forms):
             return
-        gramian, weights = step.finish(self._weighting)
-        parts = weights.flatten().split([size for _, size in self._forms])
+        sizes = [size for _, size in self._forms]
+        gramian, weights = self._finish(step, sum(sizes))
+        parts = weights.flatten().split(sizes)
         each = zip(parts, self._forms, strict=True)
         self._found = gramian, [shaped(part, form, self._batch_dim) for part, (form, _) in each]
 

@@ -11,7 +11,13 @@ from autogram._blocks import Arena, Keep
 from autogram._capture import Objectives, is_exchanged
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.hooked import Hooked
-from autogram._engine.scaled import Scaler, backward_scaled, is_scaling, weights_scaled
+from autogram._engine.scaled import (
+    ScaledAccumulation,
+    Scaler,
+    backward_scaled,
+    is_scaling,
+    weights_scaled,
+)
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, Part
 from autogram._losses import L, Losses, shaped
@@ -226,7 +232,9 @@ class Engine(Hooked):
         found = shaped(weights, given, self._batch_dim)
         return (found, gramian) if return_gramian else found
 
-    def accumulate(self, weighting: Weighting, *, keep: Keep = "auto") -> Accumulation:
+    def accumulate(
+        self, weighting: Weighting, *, keep: Keep = "auto", scaler: Scaler | None = None
+    ) -> Accumulation:
         """A block that takes in the losses of several micro-batches as those of one step.
 
         At its end, all objectives have one Gramian and one set of weights, and Jᵀ w is added into
@@ -237,6 +245,7 @@ class Engine(Hooked):
             weighting: As for :meth:`backward`: maps the Gramian of all objectives, in the order in
                 which they were added, to their weights.
             keep: As for :meth:`jacobian`: what to keep between micro-batches.
+            scaler: As for :meth:`backward`. An overflow in one micro-batch skips the step.
 
         Returns:
             A context manager with a method ``add(losses)``. Behind the block, it has ``weights``,
@@ -263,6 +272,8 @@ class Engine(Hooked):
         """
         check_weighting(weighting)
         step = self._step("engine.accumulate", keep)
+        if is_scaling(scaler):
+            return ScaledAccumulation(scaler, step, weighting, self._checked, self._batch_dim)
         return Accumulation(step, weighting, self._checked, self._batch_dim)
 
     def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
