@@ -1,1 +1,0 @@
-"""What is released, tried where nothing of the checkout is: ``make release``."""
