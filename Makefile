@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit coverage fuzz hunt batching speed docs models format clean
+.PHONY: help demo test lint types unit coverage fuzz hunt batching speed docs models release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -63,6 +63,9 @@ docs: $(VENV)/.docs  ## Build the documentation into build/docs
 models: $(VENV)/.test  ## Write the table of docs/models.md anew
 	$(BIN)/python -m docs.generate_models
 
+release: $(VENV)/.test $(VENV)/.release  ## Build wheel and sdist into dist, and try them elsewhere
+	$(BIN)/python -m tests.release
+
 format: $(VENV)/.test  ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
@@ -78,8 +81,9 @@ $(BIN)/python:
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.test: EXTRAS := test,lint,demo
 $(VENV)/.docs: EXTRAS := docs
+$(VENV)/.release: EXTRAS := release
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing autogram[$(EXTRAS)] into $(VENV) ..."
 	@$(INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@

@@ -18,7 +18,6 @@ from autogram._errors import (
     MixedSamplesError,
     NonFiniteError,
     NotConnectedError,
-    RankError,
     RemovedEngineError,
     RuleCheckError,
     RuleError,
@@ -29,9 +28,11 @@ from autogram._errors import (
     UnverifiedWarning,
     VerificationError,
 )
-from autogram._jacobian import Jacobian
+from autogram._jacobian import Jacobian, concatenate
 from autogram._losses import gramians_by_task
 from autogram._report import ParameterReport, Report
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AutogramError",
@@ -52,7 +53,6 @@ __all__ = [
     "NonFiniteError",
     "NotConnectedError",
     "ParameterReport",
-    "RankError",
     "RemovedEngineError",
     "Report",
     "RuleCheckError",
@@ -64,5 +64,6 @@ __all__ = [
     "UnverifiedWarning",
     "UseReport",
     "VerificationError",
+    "concatenate",
     "gramians_by_task",
 ]

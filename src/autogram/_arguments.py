@@ -212,6 +212,15 @@ def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
     return by_parameter
 
 
+def check_related(names: Names, others: Names) -> None:
+    """Refuses Jacobians that have no parameter in common."""
+    if names.keys().isdisjoint(others):
+        raise InvalidOperandError(
+            "The two Jacobians have no parameter in common. Both must be of the same modules: "
+            "make them with one engine, or with engines on the same model."
+        )
+
+
 def parameter_of(name: str, names: Names) -> Tensor:
     """The parameter of some name."""
     for parameter, its_name in names.items():

@@ -47,7 +47,6 @@ BUILTINS = {
     "RemovedEngineError": RuntimeError,
     "MemoryLimitError": RuntimeError,
     "VerificationError": ArithmeticError,
-    "RankError": RuntimeError,
 }
 
 

@@ -281,3 +281,77 @@ def test_losses_of_no_objective() -> None:
     model = mlp()
     losses = per_sample(model(batch(0, 3)))
     assert Engine(model).weights(losses, weighting, scaler=scaler_of()).shape == (0,)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("overflows", [set(), {0}, {4}, {3, 8}], ids=str)
+def test_accumulation(overflows: set[int], several: bool) -> None:
+    """Of three micro-batches in each step: one that overflows skips the step of all."""
+    model, head = mlp(4, 3), nn.Linear(3, 3)
+    engine = Engine(model)
+    parameters = [*model.parameters(), *head.parameters()]
+    optimizer, scaler = torch.optim.SGD(parameters, lr=1e-3), scaler_of()
+    skipped = 0
+    for i in range(4):
+        batches = [3 * i + j for j in range(3)]
+        twin, twin_head = copy.deepcopy(model), copy.deepcopy(head)
+        rows = []
+        with engine.accumulate(weighting, scaler=scaler) as batch:
+            for number in batches:
+                x = batch_of(number)
+                output = head(model(x)).square()
+                losses: Any = output if several else output.sum(1)
+                batch.add(losses * torch.inf if number in overflows else losses)
+                expected = twin_head(twin(x)).square()
+                expected = expected if several else expected.sum(1)
+                both = [*twin.parameters(), *twin_head.parameters()]
+                rows.append(reference_jacobian(expected, both))
+        before = [p.detach().clone() for p in parameters]
+        scaler.step(optimizer)
+        scaler.update()
+        jacobian = torch.cat(rows)
+        inner = jacobian[:, : sum(p.numel() for p in model.parameters())]
+        assert batch.gramian.shape == (len(jacobian), len(jacobian))
+        assert [len(weights) for weights in batch.weights] == [2, 3, 2]
+        if overflows & set(batches):
+            skipped += 1
+            assert batch.gramian.isnan().all()
+            assert all(weights.isnan().all() for weights in batch.weights)
+            assert all(map(torch.equal, before, parameters))
+        else:
+            assert_close_to_reference(batch.gramian, inner @ inner.T)
+            weights = weighting(batch.gramian)
+            assert_close_to_reference(torch.cat([w.flatten() for w in batch.weights]), weights)
+            found = torch.cat([p.grad.flatten() for p in parameters])
+            assert_close_to_reference(found, weights @ jacobian)
+        optimizer.zero_grad()
+        assert scaler.get_scale() == SCALE / 2**skipped
+    assert skipped == len({number // 3 for number in overflows})
+
+
+def batch_of(number: int) -> Tensor:
+    """Inputs of one micro-batch, whose sizes differ."""
+    return batch(3 if number % 3 == 1 else 2, 4)
+
+
+def test_accumulation_that_an_error_ends() -> None:
+    """Nothing is written, whatever has overflown before."""
+    model = mlp(4, 3)
+    engine = Engine(model)
+
+    def take_step() -> None:
+        with engine.accumulate(weighting, scaler=scaler_of()) as step:
+            step.add(per_sample(model(batch(2, 4))) * torch.inf)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        take_step()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_accumulation_without_losses() -> None:
+    """As without a scaler: no gradients, and none that are not a number."""
+    model = mlp(4, 3)
+    with Engine(model).accumulate(weighting, scaler=scaler_of()) as step:
+        step.add(per_sample(model(batch(0, 4))))
+    assert all(p.grad is None for p in model.parameters())

@@ -2,7 +2,7 @@
 
 from autogram._blocks.block import Adjoint, Block, assemble
 from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
-from autogram._blocks.columns import Columns, Factors, Keep
+from autogram._blocks.columns import Columns, Keep, side_by_side
 from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
 from autogram._blocks.layout import (
     Folded,
@@ -17,7 +17,6 @@ from autogram._blocks.layout import (
     pieces,
 )
 from autogram._blocks.lookup import Lookup
-from autogram._blocks.plan import cost_of_products, cost_of_rows
 from autogram._blocks.region import Region
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Bundles",
     "Columns",
     "Devices",
-    "Factors",
     "Folded",
     "Keep",
     "Kernels",
@@ -44,9 +42,8 @@ __all__ = [
     "assemble",
     "bundled",
     "candidates",
-    "cost_of_products",
-    "cost_of_rows",
     "gram_of_bundle",
     "pieces",
+    "side_by_side",
     "weighted_sums",
 ]

@@ -115,11 +115,12 @@ class Driver:
             arena: Where to put rows.
             retain_graph: Whether the graph is needed after the pass. If not, and there are no
                 other leaves, it is freed on the way, unless samples may have to be sought yet.
-            is_summed: Whether the Gramian is needed. If not, it is empty.
+            is_summed: Whether to add up the Gramian, which is empty if not.
         """
         with exact(losses.device):
             run = self._begin(losses)
-            run.form, run.arena, run.is_step, run.is_summed = form, arena, True, is_summed
+            run.form, run.arena, run.is_step = form, arena, True
+            run.is_summed = is_summed
             leaves = run.survey.leaves
             inside, left_out = self._channel.parameters(leaves), run.survey.left_out
             outside = [leaf for leaf in leaves if leaf not in inside or leaf in left_out]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting, weights_by, weights_of
-from autogram._blocks import Keep
-from autogram._capture import Objectives, is_exchanged, refuse_gradients
-from autogram._distributed import backward_of_ranks, gramian_of_ranks, own_part, weights_of_ranks
-from autogram._hooked import Hooked
-from autogram._jacobian import Jacobian
+from autogram._blocks import Arena, Keep
+from autogram._capture import Objectives, is_exchanged
+from autogram._engine.accumulation import Accumulation
+from autogram._engine.hooked import Hooked
+from autogram._engine.scaled import (
+    ScaledAccumulation,
+    Scaler,
+    backward_scaled,
+    is_scaling,
+    weights_scaled,
+)
+from autogram._engine.steps import Step
+from autogram._jacobian import Jacobian, Part
 from autogram._losses import L, Losses, shaped
-from autogram._scaled import Scaler, backward_scaled, is_scaling, weights_scaled
 
 
 class Engine(Hooked):
@@ -43,8 +49,6 @@ class Engine(Hooked):
             a custom autograd Function, a gradient that is differentiated again, a forward pass from
             before the engine was made. ``"rows"`` computes their rows by vector-Jacobian products,
             exactly, and warns once; ``"error"`` refuses them.
-        distributed: The processes whose objectives make one Gramian: ``True`` for all, or a
-            `ProcessGroup` or a `DeviceMesh`. All of them make the engine, and each call, together.
 
     Raises:
         InvalidModulesError: No module is given, an argument is not one, or one is inside another.
@@ -108,8 +112,6 @@ class Engine(Hooked):
                 is enough, the engine and its Jacobians have this limit from then on.
             RemovedEngineError: The engine was removed.
         """
-        if self._ranks is not None:
-            return gramian_of_ranks(self, self._ranks, losses)
         losses = self._checked(losses)
         if not losses.numel():
             return self.jacobian(losses).gramian()
@@ -136,11 +138,12 @@ class Engine(Hooked):
         losses = self._checked(losses)
         if not losses.numel():
             names = self._channel.names({}, self._channel.left_out_now())
-            return Jacobian(Objectives(losses, None), {}, names, self._limit)
+            return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
         with self._drivers.one() as driver:
-            kept = driver.columns(losses, keep)
+            objectives, columns, reached = driver.columns(losses, keep)
         exchanged = is_exchanged(self._channel, losses)
-        return Jacobian(*kept, self._limit, is_exchanged=exchanged)
+        part = Part.of(objectives, columns, reached)
+        return Jacobian([part], reached, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -212,11 +215,6 @@ class Engine(Hooked):
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
-        if self._ranks is not None:
-            both = backward_of_ranks(
-                self, self._ranks, losses, weighting, scaler, retain_graph=retain_graph
-            )
-            return both if return_gramian else both[0]
         if is_scaling(scaler):
             both = backward_scaled(self, losses, weighting, scaler, retain_graph=retain_graph)
             return both if return_gramian else both[0]
@@ -226,21 +224,61 @@ class Engine(Hooked):
             gramian = self.compute_gramian(losses)
             found = shaped(gramian.new_zeros(0), given, self._batch_dim)
             return (found, gramian) if return_gramian else found
-        if is_exchanged(self._channel, losses):
-            refuse_gradients("engine.backward")
         with self._devices.step() as arena:
-            with self._drivers.one() as driver:
-                kept, gramian, outside = driver.step(
-                    losses, "rows", arena, retain_graph=retain_graph
-                )
-            weights = weights_by(weighting, gramian)
-            Jacobian(*kept, self._limit).accumulate_grad(weights)
-            del kept  # before another step may write where its rows are
-        if outside:
-            cotangent = weights.reshape(losses.shape).to(losses)
-            torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+            step = self._step("engine.backward", "rows", arena)
+            gramian = step.add(losses, retain_graph=retain_graph, is_only=True)
+            gramian, weights = step.finish(weighting, gramian)
+            # The rows are gone before another step may write where they are.
         found = shaped(weights, given, self._batch_dim)
         return (found, gramian) if return_gramian else found
+
+    def accumulate(
+        self, weighting: Weighting, *, keep: Keep = "auto", scaler: Scaler | None = None
+    ) -> Accumulation:
+        """A block that takes in the losses of several micro-batches as those of one step.
+
+        At its end, all objectives have one Gramian and one set of weights, and Jᵀ w is added into
+        ``.grad``, as :meth:`backward` would do for all losses at once. If the block is left by an
+        error, nothing is written.
+
+        Args:
+            weighting: As for :meth:`backward`: maps the Gramian of all objectives, in the order in
+                which they were added, to their weights.
+            keep: As for :meth:`jacobian`: what to keep between micro-batches.
+            scaler: As for :meth:`backward`. An overflow in one micro-batch skips the step.
+
+        Returns:
+            A context manager with a method ``add(losses)``. Behind the block, it has ``weights``,
+            for each call of ``add`` in the form of its losses, and ``gramian``.
+
+            Cost: for each micro-batch, a backward pass through the activations; at the end, one
+            product for all samples, whose cost grows with the square of their number, and the
+            weights' gradients. RAM: factors or rows of all micro-batches, whichever are smaller.
+
+        Raises:
+            InvalidOperandError: The weighting is no function of a Gramian.
+            AutogramError: As for :meth:`backward`.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> model = nn.Linear(3, 1)
+            >>> engine = Engine(model)
+            >>> with engine.accumulate(lambda gramian: gramian.diagonal().rsqrt()) as batch:
+            ...     for x in torch.randn(6, 3).split(2):
+            ...         batch.add(model(x).square().squeeze(1))
+            >>> batch.gramian.shape
+            torch.Size([6, 6])
+        """
+        check_weighting(weighting)
+        step = self._step("engine.accumulate", keep)
+        if is_scaling(scaler):
+            return ScaledAccumulation(scaler, step, weighting, self._checked, self._batch_dim)
+        return Accumulation(step, weighting, self._checked, self._batch_dim)
+
+    def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
+        """A step that a method of the engine makes."""
+        return Step(self._drivers, self._channel, self._limit, call, keep, arena)
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
@@ -261,8 +299,6 @@ class Engine(Hooked):
             InvalidOperandError: As for :meth:`backward`.
             AutogramError: As for :meth:`compute_gramian`.
         """
-        if self._ranks is not None:
-            return weights_of_ranks(self, self._ranks, losses, weighting, scaler)  # type: ignore[no-any-return]
         if is_scaling(scaler):
             return weights_scaled(self, losses, weighting, scaler)  # type: ignore[no-any-return]
         check_weighting(weighting)
@@ -271,22 +307,6 @@ class Engine(Hooked):
         weights = weights_by(weighting, gramian) if len(gramian) else gramian.new_zeros(0)
         weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return shaped(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
-
-    def own(self, weights: Tensor) -> Any:
-        """This rank's part of weights for the objectives of all ranks, of the last Gramian.
-
-        Args:
-            weights: ``(M,)``, in the order of the Gramian.
-
-        Returns:
-            The part, in the form of the losses that this rank gave: ``losses.backward(own)`` is the
-            backward pass of a step in two passes.
-
-        Raises:
-            InvalidOperandError: The weights have another shape, or the engine was made without
-                ``distributed``.
-        """
-        return own_part(self._ranks, weights)
 
     def verify(self, losses: Losses) -> None:
         """Compares the Gramian of some losses with one ordinary backward pass.

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ from autogram._capture import (
     refuse_shards,
 )
 from autogram._capture.forward.session import hook_all, take_off
-from autogram._distributed import Ranks
 from autogram._errors import RemovedEngineError, UnsupportedError
 from autogram._losses import Losses, joined
 from autogram._report import Report, make_report
@@ -47,7 +46,6 @@ class Hooked:
         memory_limit_bytes: int = 2**29,
         verify: Verify = "first",
         unseen: Unseen = "rows",
-        distributed: Any = None,
     ) -> None:
         check_modules(modules)
         check_options(batch_dim, verify, unseen)
@@ -65,7 +63,6 @@ class Hooked:
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
-        self._ranks = None if distributed is None else Ranks(distributed, self._limit)
         hook_all(session, hooks)
         self._remove = weakref.finalize(self, take_off, hooks, session)
 

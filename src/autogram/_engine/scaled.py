@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting
-from autogram._capture import expecting_overflow
+from autogram._capture import BatchDim, expecting_overflow
+from autogram._engine.accumulation import Accumulation
+from autogram._engine.steps import Step
 from autogram._errors import InvalidOptionError, NonFiniteError
 from autogram._losses import Losses, in_form, parts_of
 
@@ -42,27 +45,30 @@ def is_scaling(scaler: Scaler | None) -> TypeGuard[Scaler]:
     return scaler.is_enabled()
 
 
-class _Scaled:
+class _Scale:
     """Losses times the scale, and a weighting that knows nothing of it.
 
     Args:
-        losses: In any form that the engine takes.
-        weighting: The user's function of the Gramian of these losses.
+        weighting: The user's function of the Gramian of the losses.
         scaler: What knows the scale, which stays on the device.
 
     Attributes:
-        losses: Times the scale.
         is_weighted: Whether the weighting was called.
     """
 
-    def __init__(self, losses: Losses, weighting: Weighting, scaler: Scaler) -> None:
+    def __init__(self, weighting: Weighting, scaler: Scaler) -> None:
         check_weighting(weighting)
-        parts = parts_of(losses)
-        self.losses = in_form([scaler.scale(part) for part in parts], losses)
-        # Public, and it does not wait for the device, as `get_scale` does.
-        self._scale = scaler.scale(torch.ones((), device=parts[0].device)) if parts else 1
         self._weighting = weighting
+        self._scaler = scaler
+        self._scale: Tensor | float = 1.0
         self.is_weighted = False
+
+    def losses(self, losses: Losses) -> Any:
+        """Losses times the scale, in their form."""
+        parts = parts_of(losses)
+        # Public, and it does not wait for the device, as `get_scale` does.
+        self._scale = self._scaler.scale(torch.ones((), device=parts[0].device))
+        return in_form([self._scaler.scale(part) for part in parts], losses)
 
     def weighting(self, gramian: Tensor) -> Tensor:
         """The weights by the Gramian of the losses, from that of the scaled ones.
@@ -88,32 +94,81 @@ def backward_scaled(
     Returns:
         Weights, and the Gramian of the losses without the scale.
     """
-    scaled = _Scaled(losses, weighting, scaler)
+    scale = _Scale(weighting, scaler)
+    scaled = scale.losses(losses)
     try:
         with expecting_overflow():
             weights, gramian = engine.backward(
-                scaled.losses, scaled.weighting, retain_graph=retain_graph, return_gramian=True
+                scaled, scale.weighting, retain_graph=retain_graph, return_gramian=True
             )
     except NonFiniteError:
-        if scaled.is_weighted:
+        if scale.is_weighted:
             raise
-        weights = _not_a_number(losses)
-        torch.autograd.backward(parts_of(scaled.losses), parts_of(weights), retain_graph)
-        m = sum(part.numel() for part in parts_of(losses))
-        return weights, parts_of(weights)[0].new_full((m, m), torch.nan)
-    return weights, scaled.unscaled(gramian)
+        return _spoil(scaled, retain_graph=retain_graph)
+    return weights, scale.unscaled(gramian)
 
 
 def weights_scaled(engine: Engine, losses: Losses, weighting: Weighting, scaler: Scaler) -> Any:
     """``engine.weights`` for a scaler: not a number where something overflows."""
-    scaled = _Scaled(losses, weighting, scaler)
+    scale = _Scale(weighting, scaler)
     try:
         with expecting_overflow():
-            return engine.weights(scaled.losses, scaled.weighting)
+            return engine.weights(scale.losses(losses), scale.weighting)
     except NonFiniteError:
-        if scaled.is_weighted:
+        if scale.is_weighted:
             raise
         return _not_a_number(losses)
+
+
+class ScaledAccumulation(Accumulation):
+    """An accumulation for a scaler: where a micro-batch overflows, the whole step is skipped.
+
+    Args:
+        scaler: The scaler.
+        step: As for the base.
+        weighting: As for the base.
+        checked: As for the base.
+        batch_dim: As for the base.
+    """
+
+    def __init__(
+        self,
+        scaler: Scaler,
+        step: Step,
+        weighting: Weighting,
+        checked: Callable[[Losses], Tensor],
+        batch_dim: BatchDim,
+    ) -> None:
+        self._scale = _Scale(weighting, scaler)
+        super().__init__(step, self._scale.weighting, checked, batch_dim)
+        self._spoilt: Tensor | None = None
+        """Scaled losses with a graph, by which to spoil the gradients at the end of the block."""
+
+    def _take(self, step: Step, losses: Tensor, *, retain_graph: bool) -> None:
+        if self._spoilt is not None:
+            return  # nothing more is needed of this step
+        scaled = self._scale.losses(losses)
+        try:
+            with expecting_overflow():
+                super()._take(step, scaled, retain_graph=retain_graph)
+        except NonFiniteError:
+            self._spoilt = scaled
+
+    def _finish(self, step: Step, m: int) -> tuple[Tensor, Tensor]:
+        if self._spoilt is None:
+            gramian, weights = super()._finish(step, m)
+            return self._scale.unscaled(gramian), weights
+        weights, _ = _spoil(self._spoilt, retain_graph=True)  # others may share the graph
+        return weights.new_full((m, m), torch.nan), weights.new_full((m,), torch.nan)
+
+
+def _spoil(scaled: Losses, *, retain_graph: bool) -> tuple[Any, Tensor]:
+    """Makes gradients not a number, and returns such weights and a Gramian."""
+    weights = _not_a_number(scaled)
+    parts = parts_of(weights)
+    torch.autograd.backward(parts_of(scaled), parts, retain_graph)
+    m = sum(part.numel() for part in parts)
+    return weights, parts[0].new_full((m, m), torch.nan)
 
 
 def _not_a_number(losses: Losses) -> Any:

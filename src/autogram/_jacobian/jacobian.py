@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from autogram._arguments import Direction, Grouping, direction_of, labels, parameter_of, weights_of
-from autogram._blocks import Columns, Limit, bundled, gram_of_bundle, weighted_sums
+from autogram._arguments import (
+    Direction,
+    Grouping,
+    check_related,
+    direction_of,
+    labels,
+    parameter_of,
+)
+from autogram._blocks import Columns, Limit
 from autogram._capture import (
-    Objectives,
     add_to_grad,
     exact,
     refuse_gradients,
@@ -20,7 +26,8 @@ from autogram._capture import (
     running_pass,
 )
 from autogram._errors import InvalidOperandError, UnsupportedError
-from autogram._solve import damped_solution
+from autogram._jacobian.parts import Part, Parts
+from autogram._jacobian.solve import damped_solution
 
 
 class Jacobian:
@@ -59,16 +66,13 @@ class Jacobian:
 
     def __init__(
         self,
-        objectives: Objectives,
-        columns: Mapping[Tensor, Columns],
+        parts: Sequence[Part],
         names: Mapping[Tensor, str],
         limit: Limit,
         *,
         is_exchanged: bool = False,
     ) -> None:
-        # Without the graph: it may go while this lives.
-        self._objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
-        self._columns = {p: columns[p] for p in names if p in columns}
+        self._parts = Parts(parts)
         self._names = dict(names)
         self._limit = limit
         self._is_exchanged = is_exchanged
@@ -76,20 +80,20 @@ class Jacobian:
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of objectives and of parameters, m and n."""
-        return self._objectives.losses.numel(), sum(p.numel() for p in self._names)
+        return sum(self._parts.sizes), sum(p.numel() for p in self._names)
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the results, which have the dtype of the parameters, and at least float32."""
-        found = [columns.dtype for columns in self._columns.values()]
+        found = [columns.dtype for part in self._parts.each for columns in part.columns.values()]
         dtypes = [dtype for dtype in found if dtype is not None]
-        default = torch.promote_types(self._objectives.losses.dtype, torch.float32)
-        return reduce(torch.promote_types, dtypes) if dtypes else default
+        losses = [part.objectives.losses.dtype for part in self._parts.each]
+        return reduce(torch.promote_types, dtypes or [*losses, torch.float32])
 
     @property
     def device(self) -> torch.device:
         """The device of the losses, on which results with one entry for each objective are."""
-        return self._objectives.losses.device
+        return self._parts.each[0].objectives.losses.device
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +111,7 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with self._exact():
-            return self._gramian(self._columns.values())
+            return self._parts.products(self._parts, self._names, self.dtype)
 
     @retried_with_less
     def block_gramians(self, by: Grouping | None = None) -> dict[str, Tensor]:
@@ -119,13 +123,12 @@ class Jacobian:
                 ``"name"`` or else the number, and which may lack parameters. By default, each
                 parameter is its own group.
         """
-        groups: dict[str, list[Columns]] = {}
+        groups: dict[str, list[Tensor]] = {}
         for parameter, label in labels(by, self._names).items():
-            group = groups.setdefault(label, [])
-            if parameter in self._columns:
-                group.append(self._columns[parameter])
+            groups.setdefault(label, []).append(parameter)
         with self._exact():
-            return {name: self._gramian(columns) for name, columns in groups.items()}
+            parts, dtype = self._parts, self.dtype
+            return {name: parts.products(parts, group, dtype) for name, group in groups.items()}
 
     @retried_with_less
     def row_norms(self) -> Tensor:
@@ -135,9 +138,7 @@ class Jacobian:
             Goodfellow, Efficient Per-Example Gradient Computations, 2015, arXiv:1510.01799.
             Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
         """
-        with self._exact():
-            parts = (columns.square_norms() for columns in self._columns.values())
-            return self._objectives.in_order(self._sum(parts, self._sizes).flatten(), 0).sqrt()
+        return self._per_objective(lambda _, columns: columns.square_norms()).sqrt()
 
     @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:
@@ -160,9 +161,9 @@ class Jacobian:
             Cost, 2022, arXiv:2210.00038.
         """
         with self._exact():
-            weights = weights_of(w, self._objectives, can_be_stack=True)
-            found = dict(weighted_sums(self._columns, weights))
-            shape, dtype = weights.shape[:-2], self.dtype
+            weights = self._parts.weights_of(w, can_be_stack=True)
+            found = dict(self._parts.weighted_sums(weights))
+            shape, dtype = weights[0].shape[:-2], self.dtype
             gradients = {}
             for parameter, name in self._names.items():
                 gradient = found.get(parameter)
@@ -194,17 +195,16 @@ class Jacobian:
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
         with self._exact():
-            weights = weights_of(w, self._objectives)
-            gradients = self._gradients(weights)
+            gradients = self._gradients(self._parts.weights_of(w))
             while gradients:
                 add_to_grad(*gradients.popitem())
 
     @retried_with_less
-    def _gradients(self, weights: Tensor) -> dict[Tensor, Tensor]:
+    def _gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, Tensor]:
         """What to add to the parameters' gradients, from the last parameter to the first."""
         return {
             parameter: torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
-            for parameter, total in weighted_sums(self._columns, weights)
+            for parameter, total in self._parts.weighted_sums(weights)
         }
 
     @retried_with_less
@@ -218,14 +218,12 @@ class Jacobian:
         Raises:
             InvalidOperandError: A name is unknown, or a tensor or their number does not fit.
         """
-        with self._exact():
-            by_parameter = direction_of(direction, self._names)
-            parts = (
-                columns.directional(by_parameter[parameter])
-                for parameter, columns in self._columns.items()
-                if parameter in by_parameter
+        by_parameter = direction_of(direction, self._names)
+        return self._per_objective(
+            lambda parameter, columns: (
+                columns.directional(by_parameter[parameter]) if parameter in by_parameter else None
             )
-            return self._objectives.in_order(self._sum(parts, self._sizes).flatten(), 0)
+        )
 
     def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
         """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.
@@ -251,7 +249,7 @@ class Jacobian:
         """
         if not damping >= 0:
             raise InvalidOperandError(f"The damping is {damping}. Pass zero, or a positive number.")
-        weights_of(residuals, self._objectives)  # raises if the shape does not fit
+        self._parts.weights_of(residuals)  # raises if the shape does not fit
         return self.vjp(damped_solution(self.gramian(), residuals.detach().flatten(), damping))
 
     @retried_with_less
@@ -265,19 +263,9 @@ class Jacobian:
         Raises:
             InvalidOperandError: The two have no parameter in common.
         """
-        if self._names.keys().isdisjoint(other._names):
-            raise InvalidOperandError(
-                "The two Jacobians have no parameter in common. Both must be of the same modules: "
-                "make them with one engine, or with engines on the same model."
-            )
+        check_related(self._names, other._names)
         with self._exact(), other._exact():
-            parts = (
-                columns.cross_gram(other._columns[parameter])
-                for parameter, columns in self._columns.items()
-                if parameter in other._columns
-            )
-            total = self._sum(parts, self._sizes + other._sizes).flatten(0, 1).flatten(1)
-            return other._objectives.in_order(self._objectives.in_order(total, 0), 1)
+            return self._parts.products(other._parts, self._names, self.dtype)
 
     def rows(
         self,
@@ -301,19 +289,13 @@ class Jacobian:
         for name in names or ():
             parameter_of(name, self._names)  # raises where there is none
         with self._exact():
-            among = self._objectives.in_order(torch.arange(self.shape[0]), 0)  # (k, b), flattened
-            index = among[objectives].flatten()  # raises an IndexError
-            samples, b = torch.unique(index % self._sizes[1], return_inverse=True)
-            k, dtype, gradients = index // self._sizes[1], self.dtype, {}
+            index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
+            gradients = {}
             for parameter, name in self._names.items():
-                if names is not None and name not in names:
-                    continue
-                columns = self._columns.get(parameter)
-                found = None if columns is None else columns.rows(samples)
-                if found is None:
-                    gradients[name] = parameter.new_zeros(len(index), *parameter.shape, dtype=dtype)
-                else:
-                    gradients[name] = found[k, b]
+                if names is None or name in names:
+                    shape = len(index), *parameter.shape
+                    gradients[name] = parameter.new_zeros(shape, dtype=self.dtype)
+                    self._parts.put_rows(gradients[name], parameter, index)
             return gradients
 
     def dense(self) -> Tensor:
@@ -323,29 +305,18 @@ class Jacobian:
         flat = [gradient.reshape(m, p.numel()) for p, gradient in found]
         return torch.cat([x.to(self.device, self.dtype) for x in flat], 1)
 
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """K and B."""
-        return self._objectives.per_sample, self._objectives.samples
-
     @contextmanager
     def _exact(self) -> Iterator[None]:
         """Checks the factors, and makes results exact under autocast and no part of a graph."""
-        for columns in self._columns.values():
-            columns.check()
+        for part in self._parts.each:
+            for columns in part.columns.values():
+                columns.check()
         with exact(self.device):
             yield
 
-    def _gramian(self, found: Iterable[Columns]) -> Tensor:
-        """The Gramian of some columns, ``(m, m)``."""
-        parts = (gram_of_bundle(bundle) for bundle in bundled(found))
-        total = self._sum(parts, self._sizes * 2).flatten(0, 1).flatten(1)
-        return self._objectives.in_order(total, 0, 1)
-
-    def _sum(self, parts: Iterable[Tensor | None], shape: tuple[int, ...]) -> Tensor:
-        """The sum of what parameters contribute, on the device of the losses."""
-        total = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        for part in parts:
-            if part is not None:
-                total += part.to(total.device)
-        return total
+    def _per_objective(self, function: Callable[[Tensor, Columns], Tensor | None]) -> Tensor:
+        """The sum over parameters of a number for each objective, ``(m,)``."""
+        with self._exact():
+            dtype = self.dtype
+            found = [part.per_objective(function, dtype) for part in self._parts.each]
+            return torch.cat([x.to(self.device) for x in found]) if len(found) > 1 else found[0]

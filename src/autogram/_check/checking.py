@@ -1,0 +1,147 @@
+"""The check: the report, the verification, what falls back to rows, and what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any, Literal
+
+import torch
+
+from autogram._capture import BatchDim
+from autogram._check.subject import Subject, find_function
+from autogram._check.timing import Times, time_steps
+from autogram._errors import AutogramError, VerificationError
+from autogram._losses import parts_of
+from autogram._report import Report
+
+Status = Literal["fine", "wrong", "unsupported"]
+Tell = Callable[[str, float], None]
+"""Told what is being done, and which share of it is."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A parameter that costs explicit rows of J.
+
+    Attributes:
+        parameter: Its name.
+        functions: The calls that it is read by, and that have no rule.
+        elements: Numbers in these rows.
+        advice: What to do about it.
+    """
+
+    parameter: str
+    functions: tuple[str, ...]
+    elements: int
+    advice: str
+
+
+@dataclass
+class Found:
+    """What a check has found.
+
+    Attributes:
+        status: ``"wrong"`` if a result does not agree with an ordinary backward pass, and
+            ``"unsupported"`` if an error says that there is none.
+        error: What the engine raised.
+        kind: The class of that error.
+        warnings: What the engine warned of, each once.
+        shapes: Those of the losses.
+        device: That of the losses.
+        report: What the Gramian was computed from.
+        fallbacks: Parameters that cost rows.
+        times: Of training steps.
+    """
+
+    status: Status = "fine"
+    error: str | None = None
+    kind: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    device: str = ""
+    report: Report | None = None
+    fallbacks: list[Fallback] = field(default_factory=list)
+    times: Times | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists, numbers and strings."""
+        found = {**asdict(self), "report": None, "torch": torch.__version__}
+        if self.report is not None:
+            found["report"] = self.report.to_dict()
+        return found
+
+
+def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
+    """Checks what the user's function returns.
+
+    Args:
+        place: Where the function is, as ``module:function``.
+        batch_dim: For the engine.
+        seconds: How long to time steps. Not at all for 0.
+        tell: Told of the progress.
+
+    Raises:
+        UsageError: There is no such function, or it returns something else.
+    """
+    tell("loading", 0)
+    function = find_function(place)
+    found = Found()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            tell("computing losses", 0)
+            subject = Subject(function, batch_dim)
+            with subject.engine:
+                _check(subject, found, tell)
+                if seconds:
+                    found.times = time_steps(subject, seconds, lambda share: tell("timing", share))
+        except AutogramError as error:
+            found.status = "wrong" if isinstance(error, VerificationError) else "unsupported"
+            found.error, found.kind = str(error), type(error).__name__
+    for warning in caught:
+        if warning.category.__module__.startswith("autogram"):
+            found.warnings.append(str(warning.message))
+        else:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    return found
+
+
+def _check(subject: Subject, found: Found, tell: Tell) -> None:
+    """Report and verification: where samples are looked for, and where they are known."""
+    for i in range(2):
+        tell("verifying", i / 2)
+        losses = subject.losses()
+        parts = parts_of(losses)
+        found.shapes, found.device = [tuple(x.shape) for x in parts], str(parts[0].device)
+        subject.engine.verify(losses)
+        if i == 0:
+            found.report = subject.engine.report()
+            found.fallbacks = _fallbacks(found.report)
+
+
+def _fallbacks(report: Report) -> list[Fallback]:
+    """Parameters whose rows come from the fallback, with advice for each."""
+    found = []
+    for parameter in report.parameters:
+        functions = tuple(dict.fromkeys(x.function for x in parameter.uses if x.rule is None))
+        if not functions:
+            continue
+        if functions == ("the losses",):
+            advice = (
+                "No recorded call reads it. Use it in the `forward` of a module that is given to "
+                "the engine."
+            )
+        else:
+            advice = (
+                "If that is slow, write it by calls that have a rule "
+                "(`autogram.rules.registered_functions()` lists them), or register one by "
+                "`autogram.rules.register_rule`."
+            )
+        elements = report.samples * report.per_sample * prod(parameter.shape)
+        found.append(Fallback(parameter.name, functions, elements, advice))
+    return found

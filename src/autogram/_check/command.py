@@ -1,0 +1,90 @@
+"""The command line: ``python -m autogram check module:function``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Literal
+
+from autogram._check.checking import check
+from autogram._check.printing import Bar, text_of
+from autogram._check.subject import UsageError
+
+_EXIT_CODES = (
+    "Exit codes: 0 fine, 1 wrong or unsupported, 2 a wrong command, or a function that fails."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carries out a command, and returns the exit code.
+
+    Args:
+        arguments: Those of the command line, unless they are given.
+    """
+    given = _parser().parse_args(arguments)
+    bar = Bar(None if given.quiet else sys.stderr)
+    try:
+        found = check(given.function, given.batch_dim, given.seconds, bar.show)
+    except UsageError as error:
+        bar.close()
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"autogram: {error}", file=sys.stderr)
+        return 2
+    bar.close()
+    print(json.dumps(found.to_dict(), indent=2) if given.json else text_of(found))
+    return 0 if found.status == "fine" else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m autogram", description="Exact Gramians of Jacobians for PyTorch."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    checked = commands.add_parser(
+        "check",
+        help="what an engine does for your model: report, verification, times",
+        description="Takes a function of yours that returns a model and losses, and says how the "
+        "Gramian of these losses is computed, whether it is right, what to do about parameters "
+        "that cost explicit rows, and how long training steps take.",
+        epilog=_EXIT_CODES,
+    )
+    checked.add_argument(
+        "function",
+        help="module:function, or file.py:function. It returns (model, losses), or, for whole "
+        "steps to be timed, (model, function) with a function that computes the losses anew",
+    )
+    checked.add_argument("--json", action="store_true", help="print a JSON object")
+    checked.add_argument("--quiet", action="store_true", help="show no progress")
+    checked.add_argument(
+        "--seconds", type=_seconds, default=5.0, help="how long to time steps (5), 0 for not at all"
+    )
+    checked.add_argument(
+        "--batch-dim",
+        type=_batch_dim,
+        default="auto",
+        help="as for Engine: auto, none, or the dimension of the losses that counts the samples",
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    """A time to spend."""
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return seconds
+
+
+def _batch_dim(text: str) -> int | Literal["auto"] | None:
+    """A dimension, or one of the words."""
+    if text in ("auto", "none"):
+        return "auto" if text == "auto" else None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is none of auto, none, a number") from None

@@ -1,0 +1,88 @@
+"""What a check has found, as text, and a bar that shows how far it is."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from autogram._check.checking import Found
+from autogram._check.timing import Times
+
+_WIDTH = 24
+
+
+class Bar:
+    """Shows on a stream what is being done: a bar on a terminal, and else a line for each phase.
+
+    Args:
+        stream: Where to, or ``None`` to show nothing.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._phase = ""
+        self._is_terminal = stream is not None and stream.isatty()
+
+    def show(self, phase: str, share: float) -> None:
+        """Shows that a part of a phase is done."""
+        if self._stream is None:
+            return
+        if self._is_terminal:
+            done = round(_WIDTH * share)
+            bar = "█" * done + "·" * (_WIDTH - done)
+            self._stream.write(f"\r\x1b[K{bar} {phase}")
+        elif phase != self._phase:
+            self._stream.write(f"{phase} ...\n")
+        self._phase = phase
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._stream is not None and self._is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def text_of(found: Found) -> str:
+    """All that was found, in words."""
+    parts = []
+    if found.shapes:
+        shapes = " ".join(str(shape) for shape in found.shapes)
+        parts.append(f"Losses: {shapes}, {found.device}")
+    if found.report is not None:
+        parts.append(str(found.report))
+    parts += [
+        f"Explicit rows: `{fallback.parameter}` in {', '.join(fallback.functions)} "
+        f"({fallback.elements} numbers). {fallback.advice}"
+        for fallback in found.fallbacks
+    ]
+    parts += [f"Warning: {warning}" for warning in found.warnings]
+    if found.times is not None:
+        parts.append(_of_times(found.times))
+    parts.append(_verdict(found))
+    return "\n\n".join(parts)
+
+
+def _verdict(found: Found) -> str:
+    """The last line."""
+    if found.status == "fine":
+        return "Fine: the Gramian agrees with an ordinary backward pass, parameter by parameter."
+    return f"{found.status.capitalize()}: {found.kind}: {found.error}"
+
+
+def _of_times(times: Times) -> str:
+    """Times, and how they compare."""
+    lines = [
+        f"Medians of {times.count} {times.what} each, with weights that cost nothing:",
+        f"  SGD on the mean of the losses  {times.sgd:10.2f} ms",
+        _line("Gramian and a backward pass", times.two_passes, times),
+    ]
+    if times.fused is not None:
+        lines.append(_line("engine.backward", times.fused, times))
+    else:
+        lines.append("Return a function of the losses, and whole steps are timed.")
+    return "\n".join(lines)
+
+
+def _line(name: str, milliseconds: float, times: Times) -> str:
+    """One kind of step."""
+    return f"  {name:<29}  {milliseconds:10.2f} ms, {milliseconds / times.sgd:.2f} times"

@@ -1,0 +1,167 @@
+"""What is checked: the user's function, and the modules and losses that it returns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+
+from autogram._capture import BatchDim
+from autogram._engine import Engine
+from autogram._errors import AutogramError
+from autogram._losses import Losses
+
+_FORMS = (
+    "Return `(model, losses)`, or `(model, function)` with a function that computes losses anew: "
+    "a tensor, or a list or a dict of tensors."
+)
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as it was given, or the user's code raised its cause."""
+
+
+def _asked(function: Callable[[], Any]) -> Any:
+    """What a user's function returns."""
+    try:
+        return function()
+    except (AutogramError, UsageError):
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"Your code raised {type(error).__name__}, as shown above. Correct it first."
+        ) from error
+
+
+def find_function(place: str) -> Callable[[], Any]:
+    """The function at ``module:function`` or ``file.py:function``.
+
+    Raises:
+        UsageError: There is none.
+    """
+    source, _, name = place.rpartition(":")
+    if not source or not name:
+        raise UsageError(f"`{place}` names no function. Pass `module:function`.")
+    if source.endswith(".py"):
+        module = _asked(lambda: _load(Path(source)))
+    else:
+        try:
+            module = _asked(lambda: importlib.import_module(source))
+        except UsageError as error:
+            missing = getattr(error.__cause__, "name", None)
+            if missing is None or not f"{source}.".startswith(f"{missing}."):
+                raise  # by the module itself, or by what it imports
+            raise UsageError(
+                f"There is no module `{missing}`. Call the command in the folder that contains "
+                "it, or pass `file.py:function`."
+            ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, x in vars(module).items() if callable(x) and not key.startswith("_")]
+        raise UsageError(
+            f"`{source}` has no function `{name}`. Pass one of {', '.join(known) or 'its own'}."
+        )
+    found: Callable[[], Any] = function
+    return found
+
+
+def _load(path: Path) -> Any:
+    """A file as a module, which may import its neighbours."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UsageError(f"There is no file `{path}`. Pass `module:function`, or another path.")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Subject:
+    """Modules with an engine on them, and losses.
+
+    Args:
+        function: The user's.
+        batch_dim: For the engine.
+
+    Attributes:
+        engine: On the modules.
+        modules: Those that the function returned.
+        is_repeatable: Whether losses can be computed anew.
+
+    Raises:
+        UsageError: The function returns something else.
+        AutogramError: As for an engine.
+    """
+
+    def __init__(self, function: Callable[[], Any], batch_dim: BatchDim) -> None:
+        self.modules, losses = _both(_asked(function))
+        self.is_repeatable = callable(losses)
+        self._losses: Losses | None = None
+        if callable(losses):
+            self._compute: Callable[[], Any] = losses
+            self.engine = Engine(*self.modules, batch_dim=batch_dim)
+            return
+        # The losses are from before there was an engine, so that no call in them was recorded.
+        del losses
+        with _engine_at_first_call(type(self.modules[0]), batch_dim) as made:
+            self.modules, self._losses = _both(_asked(function))
+        if len(self.modules) > 1 or not made or made[0][0] is not self.modules[0]:
+            raise UsageError(
+                "The losses were not computed by calling the model that the function returned. "
+                "Return `(model, function)` instead, with a function that computes the losses."
+            )
+        self.engine = made[0][1]
+
+    def losses(self) -> Losses:
+        """The losses, with a graph.
+
+        Raises:
+            UsageError: They are none.
+        """
+        losses = _asked(self._compute) if self._losses is None else self._losses
+        parts = losses.values() if isinstance(losses, Mapping) else losses
+        is_right = isinstance(losses, Tensor) or (
+            isinstance(losses, Mapping | list | tuple) and all(isinstance(x, Tensor) for x in parts)
+        )
+        if not is_right:
+            raise UsageError(f"The losses are a {type(losses).__name__}. {_FORMS}")
+        return losses
+
+
+def _both(returned: Any) -> tuple[list[nn.Module], Any]:
+    """Modules, and losses or a function."""
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise UsageError(f"The function returned a {type(returned).__name__}. {_FORMS}")
+    model, losses = returned
+    modules = [model] if isinstance(model, nn.Module) else model
+    are_modules = isinstance(modules, list | tuple) and all(
+        isinstance(module, nn.Module) for module in modules
+    )
+    if not are_modules or not modules:
+        raise UsageError(f"A {type(model).__name__} was returned for the model. {_FORMS}")
+    return list(modules), losses
+
+
+@contextmanager
+def _engine_at_first_call(
+    kind: type[nn.Module], batch_dim: BatchDim
+) -> Iterator[list[tuple[nn.Module, Engine]]]:
+    """Puts an engine on the first module of some class that is called, before it runs."""
+    made: list[tuple[nn.Module, Engine]] = []
+    call = nn.Module.__call__
+
+    def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not made and type(module) is kind:
+            made.append((module, Engine(module, batch_dim=batch_dim)))
+        return call(module, *args, **kwargs)
+
+    with patch.object(nn.Module, "__call__", recorded):
+        yield made

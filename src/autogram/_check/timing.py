@@ -1,0 +1,107 @@
+"""Whole training steps with an engine, beside those of SGD."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram._check.subject import Subject
+from autogram._losses import parts_of
+
+_FEWEST, _MOST, _WARM_UP = 3, 200, 3
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians in milliseconds.
+
+    Attributes:
+        what: ``"steps"``, or ``"backward passes"`` where the losses cannot be computed anew.
+        sgd: With the mean of the losses.
+        fused: With ``engine.backward``.
+        two_passes: With ``engine.compute_gramian`` and a backward pass.
+        count: How many of each.
+    """
+
+    what: str
+    sgd: float
+    fused: float | None
+    two_passes: float
+    count: int
+
+
+def mean_weights(gramian: Tensor) -> Tensor:
+    """Weights that cost nothing, with which the step is that of SGD."""
+    return gramian.new_full((len(gramian),), 1 / len(gramian))
+
+
+def time_steps(subject: Subject, seconds: float, tell: Callable[[float], None]) -> Times:
+    """Times the steps in turns, so that all see the same load.
+
+    Args:
+        subject: The modules and the losses.
+        seconds: After which no turn begins, once there are a few.
+        tell: Told which share of the time has passed.
+    """
+    parameters = [p for module in subject.modules for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    steps: dict[str, Callable[[], object]] = {
+        "sgd": lambda: _plain(subject),
+        "fused": lambda: subject.engine.backward(subject.losses(), mean_weights),
+        "two_passes": lambda: _two_passes(subject),
+    }
+    if not subject.is_repeatable:
+        del steps["fused"]  # the graph is needed again
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    device = parts_of(subject.losses())[0].device
+    start = time.perf_counter()
+    while len(times["sgd"]) < _MOST:
+        passed = time.perf_counter() - start
+        if passed > seconds and len(times["sgd"]) >= _FEWEST + _WARM_UP:
+            break
+        tell(min(1.0, max(passed / seconds, len(times["sgd"]) / _MOST)))
+        for name, step in steps.items():
+            _wait_for(device)
+            before = time.perf_counter()
+            optimizer.zero_grad()
+            step()
+            if subject.is_repeatable:
+                optimizer.step()  # which changes parameters in place, as far as their graph knows
+            _wait_for(device)
+            times[name].append(1e3 * (time.perf_counter() - before))
+    optimizer.zero_grad()
+    middle = {name: median(found[_WARM_UP:]) for name, found in times.items()}
+    return Times(
+        "steps" if subject.is_repeatable else "backward passes",
+        middle["sgd"],
+        middle.get("fused"),
+        middle["two_passes"],
+        len(times["sgd"]) - _WARM_UP,
+    )
+
+
+def _plain(subject: Subject) -> None:
+    """A step without the engine."""
+    with subject.engine.paused():
+        losses = parts_of(subject.losses())
+        weights = [torch.full_like(x, 1 / sum(y.numel() for y in losses)) for x in losses]
+        torch.autograd.backward(losses, weights, retain_graph=not subject.is_repeatable)
+
+
+def _two_passes(subject: Subject) -> None:
+    """The Gramian, and a backward pass of the weighted losses."""
+    losses: Any = subject.losses()
+    weights = parts_of(subject.engine.weights(losses, mean_weights))
+    torch.autograd.backward(parts_of(losses), weights, retain_graph=not subject.is_repeatable)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Waits until a device has nothing left to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

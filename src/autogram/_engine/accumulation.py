@@ -1,0 +1,120 @@
+"""Gradient accumulation: one Gramian and one set of weights for many micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from autogram._arguments import Weighting
+from autogram._capture import BatchDim
+from autogram._engine.steps import Step
+from autogram._errors import InvalidOperandError
+from autogram._losses import Losses, shaped
+
+
+class Accumulation:
+    """Micro-batches of one step, of which :meth:`autogram.Engine.accumulate` makes a block.
+
+    Between micro-batches, it keeps of each parameter factors or rows, whichever are smaller, and
+    no graph: factors are the inputs of layers and the cotangents of their outputs. Where a leaf
+    that is no part of J requires a gradient, the graph stays until the end of the block.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        weighting: Weighting,
+        checked: Callable[[Losses], Tensor],
+        batch_dim: BatchDim,
+    ) -> None:
+        self._step: Step | None = step
+        self._is_open = False
+        self._weighting = weighting
+        self._checked = checked
+        self._batch_dim = batch_dim
+        self._forms: list[tuple[Any, int]] = []
+        self._found: tuple[Tensor, list[Any]] | None = None
+
+    def add(self, losses: Losses, *, retain_graph: bool = False) -> None:
+        """Takes in the losses of a micro-batch, by one pass through the activations.
+
+        Args:
+            losses: As for :meth:`autogram.Engine.compute_gramian`, and with any number of
+                objectives.
+            retain_graph: Whether to keep their graph, because other losses share it.
+
+        Raises:
+            InvalidOperandError: It is not called inside of the block.
+            AutogramError: As for :meth:`autogram.Engine.backward`.
+        """
+        if self._step is None or not self._is_open:
+            raise InvalidOperandError(
+                "Losses are added outside of the block of `engine.accumulate`. Call `add` inside: "
+                "`with engine.accumulate(weighting) as batch: batch.add(losses)`."
+            )
+        given, losses = losses, self._checked(losses)
+        if losses.numel():
+            self._take(self._step, losses, retain_graph=retain_graph)
+        # Of the losses, their shapes alone: the graph is to go.
+        self._forms.append((_without_graph(given), losses.numel()))
+
+    def _take(self, step: Step, losses: Tensor, *, retain_graph: bool) -> None:
+        """Takes in some losses, one at least."""
+        step.add(losses, retain_graph=retain_graph)
+
+    def _finish(self, step: Step, m: int) -> tuple[Tensor, Tensor]:
+        """The Gramian and the weights of all m objectives, behind the gradients."""
+        del m
+        return step.finish(self._weighting)
+
+    @property
+    def gramian(self) -> Tensor:
+        """The Gramian ``(m, m)`` of all objectives in the order in which they were added."""
+        return self._result()[0]
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weights of each call of :meth:`add`, in the form of its losses."""
+        return self._result()[1]
+
+    def _result(self) -> tuple[Tensor, list[Any]]:
+        """What the block has computed."""
+        if self._found is None:
+            raise InvalidOperandError(
+                "The Gramian and the weights of an accumulation are there behind its block, if "
+                "losses were added and no error was raised. Look at them after the `with` block."
+            )
+        return self._found
+
+    def __enter__(self) -> Self:
+        if self._step is None or self._is_open:
+            raise InvalidOperandError(
+                "A block of `engine.accumulate` is entered a second time. Call "
+                "`engine.accumulate(weighting)` for each step."
+            )
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        step, self._step = self._step, None
+        if kind is not None or step is None or not any(size for _, size in self._forms):
+            return
+        sizes = [size for _, size in self._forms]
+        gramian, weights = self._finish(step, sum(sizes))
+        parts = weights.flatten().split(sizes)
+        each = zip(parts, self._forms, strict=True)
+        self._found = gramian, [shaped(part, form, self._batch_dim) for part, (form, _) in each]
+
+
+def _without_graph(losses: Losses) -> Any:
+    """Losses in their form, without their graph."""
+    if isinstance(losses, Tensor):
+        return losses.detach()
+    if isinstance(losses, Mapping):
+        return {key: part.detach() for key, part in losses.items()}
+    return [part.detach() for part in losses]

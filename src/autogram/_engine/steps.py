@@ -1,0 +1,94 @@
+"""A step: rows of the losses, one Gramian, one set of weights, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autogram._arguments import Weighting, weights_by
+from autogram._blocks import Arena, Keep, Limit
+from autogram._capture import Channel, Drivers, is_exchanged, refuse_gradients
+from autogram._jacobian import Jacobian, Part
+
+
+class Step:
+    """The backward pass of a step, in which losses are added one after the other.
+
+    Args:
+        drivers: Those of the engine.
+        channel: That of the engine.
+        limit: That of the engine.
+        call: What the user has called.
+        keep: As for the Jacobian.
+        arena: Where to put rows, if losses are added once.
+    """
+
+    def __init__(
+        self,
+        drivers: Drivers,
+        channel: Channel,
+        limit: Limit,
+        call: str,
+        keep: Keep,
+        arena: Arena | None = None,
+    ) -> None:
+        self._drivers = drivers
+        self._channel = channel
+        self._limit = limit
+        self._call = call
+        self._keep = keep
+        self._arena = arena
+        self._parts: list[Part] = []
+        self._names: dict[Tensor, str] = {}
+        self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
+        """By part: losses, leaves that are not of J, and whether to keep the graph."""
+
+    def add(self, losses: Tensor, *, retain_graph: bool, is_only: bool = False) -> Tensor:
+        """Takes in the rows of some losses, one at least.
+
+        Args:
+            losses: The objectives.
+            retain_graph: Whether their graph is needed by others. It is kept until the end of the
+                step where leaves that are not of J need it.
+            is_only: Whether there are no others, so that the Gramian is added up on the way.
+
+        Returns:
+            Their Gramian ``(m, m)``, empty if it was not added up.
+        """
+        if is_exchanged(self._channel, losses):
+            refuse_gradients(self._call)
+        with self._drivers.one() as driver:
+            (objectives, columns, names), gramian, outside = driver.step(
+                losses, self._keep, self._arena, retain_graph=retain_graph, is_summed=is_only
+            )
+        if outside:
+            self._rest[len(self._parts)] = losses, outside, retain_graph
+        self._parts.append(Part.of(objectives, columns, names))
+        self._names.update({p: name for p, name in names.items() if p not in self._names})
+        return gramian
+
+    def finish(self, weighting: Weighting, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weighs what was added, and adds Jᵀ w to ``.grad`` of all leaves.
+
+        Args:
+            weighting: Gives the weights of all objectives.
+            gramian: Their Gramian, if it is known.
+
+        Returns:
+            The Gramian ``(m, m)``, and the weights of all objectives, one by one or in the shape
+            of the losses if these were added once.
+        """
+        jacobian = Jacobian(self._parts, self._names, self._limit)
+        gramian = jacobian.gramian() if gramian is None else gramian
+        weights = weights_by(weighting, gramian)
+        jacobian.accumulate_grad(weights)
+        sizes = [part.m for part in self._parts]
+        self._parts.clear()
+        for i, part in enumerate(weights.flatten().split(sizes)):
+            if i in self._rest:
+                losses, outside, retain_graph = self._rest.pop(i)
+                cotangent = part.reshape(losses.shape).to(losses)
+                torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+        return gramian, weights

@@ -1,0 +1,7 @@
+"""The Jacobian as an operator. See README.md here."""
+
+from autogram._jacobian.concatenation import concatenate
+from autogram._jacobian.jacobian import Jacobian
+from autogram._jacobian.parts import Part
+
+__all__ = ["Jacobian", "Part", "concatenate"]

@@ -1,0 +1,68 @@
+"""Jacobians of several backward passes as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autogram._arguments import check_related
+from autogram._errors import InvalidOperandError
+from autogram._jacobian.jacobian import Jacobian
+
+
+def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
+    """The Jacobian of all objectives of some Jacobians, in their order.
+
+    With it, a Gramian of more samples than one forward pass has room for is exact. No factor is
+    copied before a product needs it; products of rows copy those of one parameter at a time.
+
+    Args:
+        jacobians: Jacobians of the same modules, from any graphs and of any numbers of objectives.
+
+    Returns:
+        An ordinary Jacobian, whose vectors over objectives have shape ``(m,)``, with m the sum of
+        all numbers of objectives. The columns of a parameter that one of the Jacobians does not
+        have are zero there.
+
+    Raises:
+        InvalidOperandError: There is none, one is something else, or two have no parameter in
+            common, or different ones of one name.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from autogram import Engine, concatenate
+        >>> model = nn.Linear(3, 1)
+        >>> engine = Engine(model)
+        >>> batches = [torch.randn(4, 3), torch.randn(2, 3)]
+        >>> jacobian = concatenate([engine.jacobian(model(x).squeeze(1)) for x in batches])
+        >>> jacobian.gramian().shape
+        torch.Size([6, 6])
+    """
+    jacobians = list(jacobians)
+    for jacobian in jacobians:
+        if not isinstance(jacobian, Jacobian):
+            raise InvalidOperandError(
+                f"A {type(jacobian).__name__} is to be concatenated with Jacobians. Pass a list of "
+                "what `engine.jacobian` returns."
+            )
+    if not jacobians:
+        raise InvalidOperandError("There is no Jacobian to concatenate. Pass one at least.")
+    first, *others = jacobians
+    names = dict(first._names)
+    for other in others:
+        check_related(names, other._names)
+        names.update({p: name for p, name in other._names.items() if p not in names})
+    if len(set(names.values())) < len(names):
+        name = next(name for name in names.values() if list(names.values()).count(name) > 1)
+        raise InvalidOperandError(
+            f"The Jacobians have different parameters of the name `{name}`. Pass Jacobians of "
+            "one engine, or of engines on the same model."
+        )
+    parts = [part for jacobian in jacobians for part in jacobian._parts.each]
+    is_exchanged = any(jacobian._is_exchanged for jacobian in jacobians)
+    return Jacobian(
+        [part for part in parts if part.m] or parts[:1],
+        names,
+        first._limit,
+        is_exchanged=is_exchanged,
+    )

@@ -1,0 +1,221 @@
+"""Parts of a Jacobian: the rows that one backward pass gave, alone and beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from autogram._arguments import weights_of
+from autogram._blocks import (
+    Columns,
+    Subset,
+    bundled,
+    gram_of_bundle,
+    side_by_side,
+    weighted_sums,
+)
+from autogram._capture import Objectives
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of J for the losses of one backward pass.
+
+    Attributes:
+        objectives: The losses, without their graph, and where the samples lie in them.
+        columns: The columns of each parameter that the losses reach.
+    """
+
+    objectives: Objectives
+    columns: Mapping[Tensor, Columns]
+
+    @classmethod
+    def of(
+        cls, objectives: Objectives, columns: Mapping[Tensor, Columns], names: Iterable[Tensor]
+    ) -> Part:
+        """The rows for some parameters, in their order, without the graph: it may go."""
+        objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
+        return cls(objectives, {p: columns[p] for p in names if p in columns})
+
+    @property
+    def m(self) -> int:
+        """The number of objectives."""
+        return self.objectives.losses.numel()
+
+    def per_objective(
+        self, function: Callable[[Tensor, Columns], Tensor | None], dtype: torch.dtype
+    ) -> Tensor:
+        """The sum over parameters of a number for each objective, ``(m,)``.
+
+        Args:
+            function: Gives ``(k, b)`` for a parameter and its columns, or ``None`` for zeros.
+            dtype: That of the result.
+        """
+        losses = self.objectives.losses
+        shape = self.objectives.per_sample, self.objectives.samples
+        total = torch.zeros(shape, dtype=dtype, device=losses.device)
+        for parameter, columns in self.columns.items():
+            _add(total, function(parameter, columns))
+        return self.objectives.in_order(total.flatten(), 0)
+
+    def rows(self, parameter: Tensor, index: Tensor) -> Tensor | None:
+        """The rows of some objectives for a parameter, ``(index, *parameter)``; none for zeros."""
+        columns = self.columns.get(parameter)
+        if columns is None or not len(index):
+            return None
+        among = self.objectives.in_order(torch.arange(self.m), 0)[index]  # (k, b), flattened
+        samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
+        found = columns.rows(samples)
+        return None if found is None else found[among // self.objectives.samples, b]
+
+
+class Group:
+    """Parts with equally many objectives per sample, whose samples are taken together.
+
+    Their blocks then are those that one backward pass of all samples would have given: rows are
+    formed once, and a product of all samples is one product.
+
+    Args:
+        parts: The parts.
+        starts: The number of the first objective of each part, among those of all parts.
+    """
+
+    def __init__(self, parts: Sequence[Part], starts: Sequence[int]) -> None:
+        self._parts = parts
+        self._starts = starts
+        self.per_sample = parts[0].objectives.per_sample
+        self.samples = sum(part.objectives.samples for part in parts)
+
+    def columns(self, parameter: Tensor) -> Columns | None:
+        """The columns of a parameter, of all samples, or ``None`` where all are zero.
+
+        Those of several parts are a copy, which is to be dropped after the product.
+        """
+        found = [part.columns.get(parameter) for part in self._parts]
+        if len(found) == 1:
+            return found[0]
+        ends = list(accumulate(part.objectives.samples for part in self._parts))
+        there = []
+        for part, columns, end in zip(self._parts, found, ends, strict=True):
+            if columns is not None:
+                samples = tuple(range(end - part.objectives.samples, end))
+                there.append((columns, Subset(samples, self.samples)))
+        return side_by_side(there) if there else None
+
+    def numbers(self) -> Tensor:
+        """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
+        found = []
+        for part, start in zip(self._parts, self._starts, strict=True):
+            numbers = torch.arange(start, start + part.m).view(part.objectives.losses.shape)
+            found.append(part.objectives.by_sample(numbers))
+        return torch.cat(found, 1).flatten()
+
+    def add_products(self, total: Tensor, other: Group, parameters: Iterable[Tensor]) -> None:
+        """Adds inner products with the rows of a group, or with its own, to ``(K B, K' B')``."""
+        if other is self:
+            found = (self.columns(parameter) for parameter in parameters)
+            for bundle in bundled(columns for columns in found if columns is not None):
+                _add(total, gram_of_bundle(bundle))
+            return
+        for parameter in parameters:
+            first, second = self.columns(parameter), other.columns(parameter)
+            if first is not None and second is not None:
+                _add(total, first.cross_gram(second))
+
+
+class Parts:
+    """Parts one behind the other, whose objectives are those of one Jacobian.
+
+    Args:
+        parts: One part at least.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.each = tuple(parts)
+        self.sizes = [part.m for part in parts]
+        self._starts = [0, *accumulate(self.sizes)][:-1]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Parts by the number of objectives per sample."""
+        kinds: dict[int, list[int]] = {}
+        for i, part in enumerate(self.each):
+            kinds.setdefault(part.objectives.per_sample, []).append(i)
+        return [
+            Group([self.each[i] for i in kind], [self._starts[i] for i in kind])
+            for kind in kinds.values()
+        ]
+
+    def products(self, other: Parts, parameters: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+        """Inner products of the rows with those of other parts, or of the same, ``(m, m')``."""
+        parameters, device = list(parameters), self.each[0].objectives.losses.device
+        rows: list[list[Tensor]] = []
+        for i, first in enumerate(self.groups):
+            row = [found[i].T for found in rows] if other is self else []
+            for second in other.groups[len(row) :]:
+                shape = first.per_sample * first.samples, second.per_sample * second.samples
+                row.append(torch.zeros(shape, dtype=dtype, device=device))
+                first.add_products(row[-1], second, parameters)
+            rows.append(row)
+        whole = rows[0][0] if len(rows) == len(rows[0]) == 1 else _assembled(rows)
+        return other.in_order(self.in_order(whole, 0), 1)
+
+    def weights_of(self, w: Tensor, *, can_be_stack: bool = False) -> list[Tensor]:
+        """Weights of all objectives as ``(k, b)`` or ``(s, k, b)``, part by part."""
+        if len(self.each) == 1:
+            return [weights_of(w, self.each[0].objectives, can_be_stack=can_be_stack)]
+        flat = Objectives(torch.empty(sum(self.sizes), device="meta"), None)
+        found = weights_of(w, flat, can_be_stack=can_be_stack).squeeze(-1)
+        pairs = zip(self.each, found.split(self.sizes, -1), strict=True)
+        return [
+            part.objectives.by_sample(x.unflatten(-1, part.objectives.losses.shape))
+            for part, x in pairs
+        ]
+
+    def weighted_sums(self, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero."""
+        totals: dict[Tensor, Tensor | None] = {}
+        for part, w in zip(self.each, weights, strict=True):
+            for parameter, found in weighted_sums(part.columns, w):
+                if len(self.each) == 1:
+                    yield parameter, found
+                    continue
+                total = totals.get(parameter)
+                if total is not None and found is not None:
+                    total += found
+                else:
+                    totals[parameter] = found if total is None else total
+        yield from totals.items()
+
+    def put_rows(self, rows: Tensor, parameter: Tensor, index: Tensor) -> None:
+        """Writes the rows of some objectives, of which those that are zero stay as they are."""
+        for part, start in zip(self.each, self._starts, strict=True):
+            (among,) = torch.nonzero((index >= start) & (index < start + part.m), as_tuple=True)
+            found = part.rows(parameter, index[among] - start)
+            if found is not None:
+                rows[among] = found.to(rows)
+
+    def in_order(self, values: Tensor, *dims: int) -> Tensor:
+        """Values along some dimensions in the order of the losses, which come group by group."""
+        if len(self.each) == 1:
+            return self.each[0].objectives.in_order(values, *dims)
+        order = torch.cat([group.numbers() for group in self.groups]).argsort().to(values.device)
+        for dim in dims:
+            values = values.index_select(dim, order)
+        return values
+
+
+def _assembled(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """A matrix from its blocks."""
+    return torch.cat([torch.cat(list(row), 1) for row in rows])
+
+
+def _add(total: Tensor, part: Tensor | None) -> None:
+    """Adds what a parameter contributes, on the device of the losses."""
+    if part is not None:
+        total += part.to(total.device).reshape(total.shape)

@@ -1,0 +1,1 @@
+"""What is released, tried where nothing of the checkout is: ``make release``."""

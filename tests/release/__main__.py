@@ -1,0 +1,105 @@
+"""Builds what is released, and tries it: ``make release``.
+
+1. A source distribution, and a wheel that is built from it.
+2. The wheel is installed into an empty environment, and takes a step there, outside of all this.
+3. The source distribution is unpacked, and some of its tests run there: those that read its files,
+   and the collection of all of them.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import ZipFile
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/unit/test_docs.py", "tests/unit/test_messages.py", "tests/unit/test_check.py"]
+
+# What somebody who packages it needs, and what nobody does.
+NEEDED = [
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "SECURITY.md",
+    "constraints.txt",
+    "demo/__main__.py",
+    "docs/index.md",
+    "examples/clipping.py",
+    "pyproject.toml",
+    "src/autogram/py.typed",
+    "tests/unit/conftest.py",
+]
+UNWANTED = (".venv", ".git/", "__pycache__", ".pyc", ".coverage", ".mypy_cache", "build/", "dist/")
+
+
+def main() -> None:
+    """Raises where a step fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to leave both files")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("autogram-*"):
+        old.unlink()
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
+    (source,), (wheel,) = out.glob("autogram-*.tar.gz"), out.glob("autogram-*.whl")
+    look_into(source, wheel)
+    with tempfile.TemporaryDirectory() as folder:
+        try_wheel(wheel, Path(folder))
+        try_source(source, Path(folder))
+    print(f"\n{source.name} and {wheel.name} are in {out}.")
+
+
+def look_into(source: Path, wheel: Path) -> None:
+    """Whether both have the files that they should."""
+    with tarfile.open(source) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    missing = sorted(set(NEEDED) - set(names))
+    assert not missing, f"not in {source.name}: {missing}"
+    assert not [name for name in names if any(part in name for part in UNWANTED)]
+    with ZipFile(wheel) as archive:
+        folders = {name.partition("/")[0] for name in archive.namelist()}
+    assert folders == {"autogram", f"{wheel.name.split('-py3')[0]}.dist-info"}, folders
+
+
+def try_wheel(wheel: Path, folder: Path) -> None:
+    """Installs it into an environment of its own, with nothing but what it requires."""
+    run([sys.executable, "-m", "venv", str(folder / "environment")])
+    python = folder / "environment" / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+    run([*pip, "--constraint", str(ROOT / "constraints.txt"), str(wheel)])
+    smoke = folder / "smoke.py"
+    smoke.write_bytes((ROOT / "tests" / "release" / "smoke.py").read_bytes())
+    run([str(python), "-W", "ignore:Failed to initialize NumPy", str(smoke), str(ROOT)], folder)
+
+
+def try_source(source: Path, folder: Path) -> None:
+    """Runs tests in it, with the packages of this environment and the code of the distribution."""
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / source.name.removesuffix(".tar.gz")
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    run(
+        [sys.executable, "-c", f"import autogram; assert '{folder}' in autogram.__file__"], unpacked
+    )
+    run([*pytest, "--collect-only", "-qq"], unpacked, quiet=True)
+    run([*pytest, *TESTS], unpacked)
+
+
+def run(command: Sequence[str], folder: Path = ROOT, *, quiet: bool = False) -> None:
+    """Runs a command in a folder, with the code that is there before what is installed."""
+    print("$", " ".join(command), flush=True)
+    path = {"PYTHONPATH": str(folder / "src")} if (folder / "src").is_dir() else {}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | path
+    out = subprocess.DEVNULL if quiet else None
+    subprocess.run(command, cwd=folder, env=environment, stdout=out, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Jacobians of several batches as one, against the rows of all batches under one another."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from autogram import Engine, InvalidOperandError, Jacobian, concatenate
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, irregular, trainable
+from tests.unit.jacobians import assert_gradients_are_close, assert_operator_is
+from tests.unit.test_jacobian import Language, Norms, TwoLookups, Unused
+
+
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    """One loss for each sample."""
+    return model(x).flatten(1).square().sum(1)
+
+
+def assert_is_concatenation(model: nn.Module, batches: list[Tensor], **options: object) -> Jacobian:
+    """Assert that all products are those of the rows of all batches, and return the operator."""
+    twin = copy.deepcopy(model)
+    engine = Engine(model, **options)
+    jacobian = concatenate([engine.jacobian(losses_of(model, x)) for x in batches])
+    rows = [reference_jacobian(losses_of(twin, x), trainable(twin)) for x in batches]
+    assert_operator_is(jacobian, torch.cat(rows))
+    weights = irregular(len(jacobian.gramian())).to(rows[0])
+    jacobian.accumulate_grad(weights)
+    for x, w in zip(batches, weights.split([len(x) for x in batches]), strict=True):
+        losses_of(twin, x).backward(w)
+    assert_gradients_are_close(model, twin)
+    return jacobian
+
+
+def tokens(*sizes: tuple[int, int]) -> list[Tensor]:
+    return [torch.randint(0, 6, size) for size in sizes]
+
+
+@pytest.mark.parametrize("make_model", [Language, lambda: Language(is_tied=False), TwoLookups])
+def test_lookups_of_batches_of_other_sizes(make_model) -> None:
+    assert_is_concatenation(make_model(), tokens((3, 5), (1, 5), (4, 2)))
+
+
+@pytest.mark.parametrize("limit", [2**29, 200])
+@pytest.mark.parametrize(
+    "make_model",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+        lambda: nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 30)),
+        Unused,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    ],
+)
+def test_dense_layers(make_model, limit: int) -> None:
+    batches = [torch.randn(n, 4) for n in (3, 2, 1)]
+    assert_is_concatenation(make_model(), batches, memory_limit_bytes=limit)
+
+
+def test_convolutions_of_images_of_other_sizes() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 1))
+    images = [torch.randn(n, 2, size, size) for n, size in ((2, 5), (3, 4), (1, 5))]
+    assert_is_concatenation(model, images)
+
+
+def test_norms_and_groups() -> None:
+    assert_is_concatenation(Norms(), [torch.randn(n, 4, 4) for n in (2, 3)])
+
+
+class Some(nn.Module):
+    """Layers of which each call reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+        self.head = nn.Linear(3, 2)
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return self.head(self.layers[self.number % 2](x).tanh())
+
+
+def test_a_parameter_that_one_batch_does_not_reach() -> None:
+    model = Some()
+    twin = copy.deepcopy(model)
+    engine = Engine(model)
+    batches = [torch.randn(n, 4) for n in (3, 2)]
+    jacobian = concatenate([engine.jacobian(losses_of(model, x)) for x in batches])
+    rows = [reference_jacobian(losses_of(twin, x), trainable(twin)) for x in batches]
+    assert_operator_is(jacobian, torch.cat(rows))
+
+
+def test_numbers_of_objectives_that_differ() -> None:
+    """Several losses of each sample, one, and losses of the whole batch, which are no samples'."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    twin = copy.deepcopy(model)
+    engine = Engine(model)
+
+    def parts(module: nn.Module) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = [torch.randn(n, 4) for n in (3, 2, 4, 2)]
+        coupled = F.softmax(module(x[2]), 0).square().sum(0)
+        return [module(x[0]), module(x[1])[:, 0].exp(), coupled, module(x[3]).sin()]
+
+    with pytest.warns(UserWarning, match="whole batch|not per-sample|samples"):
+        jacobian = concatenate([engine.jacobian(losses) for losses in parts(model)])
+    expected = torch.cat([reference_jacobian(x, trainable(twin)) for x in parts(twin)])
+    assert_operator_is(jacobian, expected)
+    other = engine.jacobian(losses_of(model, torch.ones(2, 4)))
+    rows = reference_jacobian(losses_of(twin, torch.ones(2, 4)), trainable(twin))
+    assert_close_to_reference(jacobian.cross_gramian(other), expected @ rows.T)
+    assert_close_to_reference(other.cross_gramian(jacobian), rows @ expected.T)
+    both = concatenate([jacobian, other])
+    assert_operator_is(both, torch.cat([expected, rows]))
+
+
+def test_losses_of_no_sample_are_left_out() -> None:
+    model = nn.Linear(4, 1)
+    engine = Engine(model)
+    empty = engine.jacobian(losses_of(model, torch.randn(0, 4)))
+    some = engine.jacobian(losses_of(model, torch.randn(3, 4)))
+    assert concatenate([empty, some, empty]).gramian().shape == (3, 3)
+    assert concatenate([empty, empty]).gramian().shape == (0, 0)
+
+
+def test_least_squares_of_all_batches() -> None:
+    model = nn.Linear(4, 2)
+    engine = Engine(model)
+    x = torch.randn(5, 4)
+    whole = engine.jacobian(losses_of(model, x))
+    parts = concatenate([engine.jacobian(losses_of(model, part)) for part in x.split(3)])
+    residuals = torch.randn(5)
+    for name, step in whole.least_squares(residuals, damping=0.1).items():
+        found = parts.least_squares(residuals, damping=0.1)[name]
+        assert_close_to_reference(found, step)
+
+
+def test_rows_are_formed_once() -> None:
+    """Products of n batches cost no more than those of one batch of all samples."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    engine = Engine(model)
+    x = torch.randn(12, 30, 8)
+    batches = [x] * 1, list(x.split(3))
+    counts = []
+    for some in batches:
+        jacobians = [engine.jacobian(losses_of(model, x), keep="factors") for x in some]
+        with FlopCounterMode(display=False) as counter:
+            concatenate(jacobians).gramian()
+        counts.append(counter.get_total_flops())
+    assert 0 < counts[1] <= counts[0]
+
+
+def test_what_cannot_be_concatenated() -> None:
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    jacobian = Engine(model).jacobian(losses_of(model, torch.randn(3, 4)))
+    stranger = Engine(other).jacobian(losses_of(other, torch.randn(3, 4)))
+    with pytest.raises(InvalidOperandError, match="no Jacobian to concatenate"):
+        concatenate([])
+    with pytest.raises(InvalidOperandError, match="A Tensor is to be concatenated with"):
+        concatenate([jacobian, jacobian.gramian()])
+    with pytest.raises(InvalidOperandError, match="no parameter in common"):
+        concatenate([jacobian, stranger])
+    shared = nn.Linear(4, 2)
+    shared.weight = model.weight
+    third = Engine(shared).jacobian(losses_of(shared, torch.randn(3, 4)))
+    with pytest.raises(InvalidOperandError, match="different parameters of the name `bias`"):
+        concatenate([jacobian, third])
+    with pytest.raises(InvalidOperandError, match="vector of shape"):
+        concatenate([jacobian, jacobian]).vjp(torch.ones(5))
