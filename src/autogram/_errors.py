@@ -113,6 +113,20 @@ class RemovedEngineError(AutogramError, RuntimeError):
     """The engine was removed from its modules."""
 
 
+class RankError(AutogramError, RuntimeError):
+    """A step of several processes failed in one of them, or they do not fit together.
+
+    All of them raise it, and the next step works.
+
+    Attributes:
+        ranks: The processes that are to blame, by their number in the engine's group.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
 class RuleCheckError(AutogramError, AssertionError):
     """A rule disagrees with plain autograd, or did not answer for a parameter."""
 

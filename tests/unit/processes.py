@@ -1,4 +1,4 @@
-"""Scenarios that run in two processes of one group, on CPUs."""
+"""Scenarios that run in a few processes of one group, on CPUs."""
 
 import json
 import os
@@ -24,20 +24,28 @@ Scenario = Callable[[int], None]
 def run_in_two_processes(
     find_scenarios: Callable[[], Mapping[str, Scenario]], folder: Path
 ) -> dict[str, list[str]]:
-    """Runs scenarios one after the other in a group of two new processes.
+    """Runs scenarios one after the other in a group of two new processes."""
+    return run_in_processes(find_scenarios, folder, RANKS)
+
+
+def run_in_processes(
+    find_scenarios: Callable[[], Mapping[str, Scenario]], folder: Path, ranks: int
+) -> dict[str, list[str]]:
+    """Runs scenarios one after the other in a group of new processes.
 
     Args:
         find_scenarios: Gives the scenarios, in a new process: a function of a module.
         folder: An empty folder, for the files by which processes find each other.
+        ranks: How many processes.
 
     Returns:
         For each scenario that was begun, what each process says: nothing, or a traceback.
     """
     context = torch.multiprocessing.get_context("spawn")
-    files = [folder / f"{rank}.json" for rank in range(RANKS)]
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
     store = folder / "store"
     processes = [
-        context.Process(target=_run, args=(find_scenarios, rank, store, file), daemon=True)
+        context.Process(target=_run, args=(find_scenarios, rank, ranks, store, file), daemon=True)
         for rank, file in enumerate(files)
     ]
     for process in processes:
@@ -54,7 +62,11 @@ def run_in_two_processes(
 
 
 def _run(
-    find_scenarios: Callable[[], Mapping[str, Scenario]], rank: int, store: Path, file: Path
+    find_scenarios: Callable[[], Mapping[str, Scenario]],
+    rank: int,
+    ranks: int,
+    store: Path,
+    file: Path,
 ) -> None:
     """What one of the processes does."""
     if platform.system() == "Linux":
@@ -64,9 +76,9 @@ def _run(
     torch.set_default_dtype(torch.float64)
     torch.distributed.init_process_group(
         "gloo",
-        store=torch.distributed.FileStore(str(store), RANKS),
+        store=torch.distributed.FileStore(str(store), ranks),
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=20),
     )
     said = {}

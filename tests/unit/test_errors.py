@@ -47,6 +47,7 @@ BUILTINS = {
     "RemovedEngineError": RuntimeError,
     "MemoryLimitError": RuntimeError,
     "VerificationError": ArithmeticError,
+    "RankError": RuntimeError,
 }
 
 

@@ -1,8 +1,14 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
 from autogram._blocks.block import Adjoint, Block, assemble
-from autogram._blocks.bundle import Bundles, bundled, gram_of_bundle, weighted_sums
-from autogram._blocks.columns import Columns, Keep, side_by_side
+from autogram._blocks.bundle import (
+    Bundles,
+    bundled,
+    gram_of_bundle,
+    side_by_side,
+    weighted_sums,
+)
+from autogram._blocks.columns import Columns, Keep
 from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
 from autogram._blocks.layout import (
     Folded,
@@ -16,7 +22,8 @@ from autogram._blocks.layout import (
     candidates,
     pieces,
 )
-from autogram._blocks.lookup import Lookup
+from autogram._blocks.lookup import Factors, Lookup
+from autogram._blocks.plan import cost_of_products, cost_of_rows
 from autogram._blocks.region import Region
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "Bundles",
     "Columns",
     "Devices",
+    "Factors",
     "Folded",
     "Keep",
     "Kernels",
@@ -42,6 +50,8 @@ __all__ = [
     "assemble",
     "bundled",
     "candidates",
+    "cost_of_products",
+    "cost_of_rows",
     "gram_of_bundle",
     "pieces",
     "side_by_side",

@@ -18,6 +18,7 @@ from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.contraction import unused_labels
+from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
 from autogram._blocks.region import Region, from_storage
 
@@ -170,3 +171,23 @@ def _stacked_equation(equation: str) -> tuple[str, int]:
     if inputs[:2] == "kb" and len(inputs) == len(output):
         return f"kb{label}{inputs[2:]}->{stacked}", 2
     return f"{','.join(label + term for term in inputs.split(','))}->{stacked}", 0
+
+
+def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
+    """The columns of one parameter for several sets of samples, as those of all samples.
+
+    Factors are copied. All sets have the same number of objectives per sample.
+
+    Args:
+        parts: Columns, and which of all samples they have rows of.
+    """
+    first = parts[0][0]
+    total = Columns(first.parameter, first.kernels)
+    for columns, subset in parts:
+        columns._prepare()
+        for region, blocks in columns._blocks.items():
+            for block in blocks:
+                total.add(region, block, subset)
+        for lookup in columns._lookups:
+            total.add(total._whole, lookup, subset)
+    return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import chain, combinations
 from typing import Literal
@@ -15,6 +15,7 @@ from autogram._blocks.gather import Gathering
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import (
+    Factors,
     Lookup,
     concatenate,
     cross_products_of_lookup,
@@ -226,6 +227,40 @@ class Columns:
         self._prepare()
         return rows(self._spread(), self.kernels)
 
+    def slice(self, start: int, stop: int) -> Tensor:
+        """What :meth:`dense` gives, of a range of the outermost dimension in storage alone."""
+        block = self.single
+        size = self._whole.shape[0] if self._whole.shape else 1
+        if block is None or (start, stop) == (0, size):
+            step = self.parameter.places // size
+            return self.dense()[:, :, start * step : stop * step]
+        self.check()
+        return rows([block.narrow(block.parameter[0], start, stop - start)], self.kernels).flatten(
+            2
+        )
+
+    def factors(self) -> list[Factors]:
+        """Everything that was added, in a form in which it can be sent to other processes."""
+        self._prepare()
+        found = [
+            Factors(region, block.equation, block.operands)
+            for region, blocks in self._blocks.items()
+            for block in blocks
+        ]
+        return found + [Factors(self._whole, "", lookup.tensors) for lookup in self._lookups]
+
+    @classmethod
+    def of(cls, parameter: Region, kernels: Kernels, found: Iterable[Factors]) -> Columns:
+        """Columns from what the :meth:`factors` of others have become elsewhere."""
+        columns = cls(parameter, kernels)
+        for factors in found:
+            if factors.equation:
+                blocks = columns._blocks.setdefault(factors.region, [])
+                blocks.append(Block(factors.equation, factors.operands))
+            else:
+                columns._lookups.append(Lookup(*factors.operands))
+        return columns
+
     def narrow(self) -> Subset | None:
         """Leaves out the samples that have no rows here, if all uses were of some samples alone.
 
@@ -300,23 +335,3 @@ class Columns:
 def _sum(totals: Sequence[Tensor]) -> Tensor | None:
     """The sum of some tensors, or ``None`` if there are none."""
     return reduce(torch.add, totals) if totals else None
-
-
-def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
-    """The columns of one parameter for several sets of samples, as those of all samples.
-
-    Factors are copied. All sets have the same number of objectives per sample.
-
-    Args:
-        parts: Columns, and which of all samples they have rows of.
-    """
-    first = parts[0][0]
-    total = Columns(first.parameter, first.kernels)
-    for columns, subset in parts:
-        columns._prepare()
-        for region, blocks in columns._blocks.items():
-            for block in blocks:
-                total.add(region, block, subset)
-        for lookup in columns._lookups:
-            total.add(total._whole, lookup, subset)
-    return total

@@ -9,10 +9,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Kept
+from autogram._blocks.block import Block, Kept, parsed
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.plan import Kind, cross, mirrored
 from autogram._blocks.products import products
+from autogram._blocks.region import Region
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,21 @@ class Lookup(Kept):
     def _wide(self) -> Tensor:
         """The cotangents in a dtype in which sums of them are exact enough."""
         return self.cotangents.to(torch.promote_types(self.cotangents.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A block or a lookup of one parameter, in a form in which it can be sent."""
+
+    region: Region
+    equation: str
+    """Empty for a lookup."""
+    operands: tuple[Tensor, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The indices of each operand, of which ``b`` counts the samples."""
+        return parsed(self.equation).inputs if self.equation else ("bt", "kbtd")
 
 
 def concatenate(lookups: Sequence[Lookup]) -> Lookup:

@@ -190,6 +190,16 @@ def contracted_again(blocks: Sequence[Block]) -> int:
     return sum(find_path(block.equation, block.shapes).multiplications for block in blocks)
 
 
+def cost_of_rows(equation: str, shapes: Shapes) -> float:
+    """Multiply-adds of the explicit rows of a block, from shapes alone."""
+    return float(find_path(equation, shapes).multiplications)
+
+
+def cost_of_products(first: str, of_first: Shapes, second: str, of_second: Shapes) -> float:
+    """Multiply-adds of all inner products of the rows of two blocks, by factors."""
+    return float(find_path(cross_equation(first, second), of_first + of_second).multiplications)
+
+
 @lru_cache(maxsize=4096)
 def _find_plans(
     kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int

@@ -89,8 +89,13 @@ class Region:
     @cached_property
     def is_gapless(self) -> bool:
         """Whether no place between the first and the last is left out."""
+        return prod(self.shape) == self.places
+
+    @property
+    def places(self) -> int:
+        """How many places there are from the first to the last."""
         first, last = self.bounds
-        return prod(self.shape) == last - first + 1
+        return last - first + 1
 
     @cached_property
     def bounds(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from autogram._capture.distribution import (
     refuse_gradients,
     refuse_pass,
     refuse_shards,
+    wrappers_of,
 )
 from autogram._capture.forward.session import Parameters, Session
 from autogram._capture.limit import limit_of_bytes, retried_with_less
@@ -45,4 +46,5 @@ __all__ = [
     "retried_with_less",
     "running_pass",
     "without_autocast",
+    "wrappers_of",
 ]

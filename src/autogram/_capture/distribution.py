@@ -8,6 +8,7 @@ no columns for shards of parameters.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autogram._capture.autograd.graph import leaves_behind, nodes_behind, nodes_leading_to
-from autogram._capture.recording import Channel
+from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError
 
@@ -27,17 +28,30 @@ _TWO_PASSES = (
 )
 
 
-def will_exchange() -> bool:
-    """Whether DistributedDataParallel will exchange the gradients of the forward that runs now.
+def wrapper_now() -> Any:
+    """The DistributedDataParallel whose forward runs now, or ``None``."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+def note_wrapper(recording: Recording, wrapper: Any) -> None:
+    """Notes what runs a recorded forward pass, and whether it will exchange the gradients.
 
     It will not inside of its ``no_sync``, nor in a group of one process.
     """
-    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    return (
-        wrapper is not None
-        and wrapper.require_backward_grad_sync
-        and wrapper.process_group.size() > 1
-    )
+    will_exchange = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
+    recording.wrappers[weakref.ref(wrapper)] = will_exchange
+
+
+def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, bool]:
+    """What has run the forward passes behind some losses, and whether it exchanges gradients."""
+    found: dict[Any, bool] = {}
+    for node in nodes_behind(losses):
+        if is_tap_of(channel, node):
+            for reference, will_exchange in node.use.recording.wrappers.items():
+                wrapper = reference()
+                if wrapper is not None:
+                    found[wrapper] = will_exchange or found.get(wrapper, False)
+    return found
 
 
 def is_exchanged(channel: Channel, losses: Tensor) -> bool:
@@ -49,7 +63,7 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
     if not _is_distributed() or torch.distributed.get_world_size() == 1:
         return False
     taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
-    return not taps or any(tap.use.recording.is_exchanged for tap in taps)
+    return not taps or any(any(tap.use.recording.wrappers.values()) for tap in taps)
 
 
 def refuse_gradients(call: str) -> None:
@@ -116,6 +130,7 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
     if not on_the_way and any(_is_shard(leaf) for leaf in leaves_behind(losses)):
         raise _refusal("The losses are computed from parameters that are sharded")
     for node in on_the_way:
+        _refuse_exchange(node)
         if node.name() == "RegisterPostBackwardFunctionBackward":
             raise _refusal("The losses are computed through a part that is fully sharded")
         wrapper = getattr(node, "ddp_weakref", None)
@@ -126,6 +141,24 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
                 "which learns from its first backward pass when to exchange gradients, and would "
                 "take the engine's own pass for that one. Pass `static_graph=False`."
             )
+
+
+def _refuse_exchange(node: Any) -> None:
+    """Refuses a node that exchanges tensors with other processes in its backward pass.
+
+    Raises:
+        UnsupportedError: It does, as `SyncBatchNorm` or a collective of `torch.distributed.nn`.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
+    is_collective = module.startswith("torch.distributed.nn.")
+    if is_collective or (module == "torch.nn.modules._functions" and name == "SyncBatchNorm"):
+        raise UnsupportedError(
+            f"The losses are computed through `{name}`, by which the objectives of a process "
+            "depend on the samples of others: their gradients are not in this process. Use "
+            "`nn.GroupNorm`, or `nn.BatchNorm2d` of each process alone; call `.eval()` on a "
+            "`SyncBatchNorm`; or gather tensors without their gradients."
+        )
 
 
 def _is_distributed() -> bool:

@@ -118,8 +118,9 @@ class Recording:
     """Whether a backward pass through it may be batched."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """Those in which autocast carried out uses, whatever the dtype of their outputs."""
-    is_exchanged: bool = False
-    """Whether DistributedDataParallel exchanges its gradients in an ordinary backward pass."""
+    wrappers: dict[Any, bool] = field(default_factory=dict)
+    """Weak references to DistributedDataParallel that runs it, and whether that exchanges its
+    gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
     derived_inputs: dict[ModuleCall, frozenset[int]] = field(default_factory=dict)

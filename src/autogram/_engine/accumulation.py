@@ -99,10 +99,17 @@ class Accumulation:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
     ) -> None:
         step, self._step = self._step, None
-        if kind is not None or step is None or not any(size for _, size in self._forms):
+        if step is None:
+            return
+        if step.has_others and (error is None or isinstance(error, Exception)):
+            step.error = error  # raised behind the block, on all ranks
+        elif kind is not None or not any(size for _, size in self._forms):
             return
         sizes = [size for _, size in self._forms]
         gramian, weights = self._finish(step, sum(sizes))

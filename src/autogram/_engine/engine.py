@@ -10,6 +10,12 @@ from autogram._arguments import Weighting, check_weighting, weights_by, weights_
 from autogram._blocks import Arena, Keep
 from autogram._capture import Objectives, is_exchanged
 from autogram._engine.accumulation import Accumulation
+from autogram._engine.distributed import (
+    backward_of_ranks,
+    gramian_of_ranks,
+    refuse_scaler,
+    weights_of_ranks,
+)
 from autogram._engine.hooked import Hooked
 from autogram._engine.scaled import (
     ScaledAccumulation,
@@ -49,6 +55,8 @@ class Engine(Hooked):
             a custom autograd Function, a gradient that is differentiated again, a forward pass from
             before the engine was made. ``"rows"`` computes their rows by vector-Jacobian products,
             exactly, and warns once; ``"error"`` refuses them.
+        distributed: Processes whose objectives make one Gramian, and who make each call together:
+            ``True`` for all, or a `ProcessGroup` or a `DeviceMesh`.
 
     Raises:
         InvalidModulesError: No module is given, an argument is not one, or one is inside another.
@@ -112,8 +120,9 @@ class Engine(Hooked):
                 is enough, the engine and its Jacobians have this limit from then on.
             RemovedEngineError: The engine was removed.
         """
-        losses = self._checked(losses)
-        if not losses.numel():
+        if self._ranks is not None:
+            return gramian_of_ranks(self, self._ranks, losses)
+        if not (losses := self._checked(losses)).numel():
             return self.jacobian(losses).gramian()
         with self._drivers.one() as driver:
             return driver.gramian(losses)
@@ -215,6 +224,9 @@ class Engine(Hooked):
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
+        if self._ranks is not None:
+            both = backward_of_ranks(self, losses, weighting, scaler, retain_graph=retain_graph)
+            return both if return_gramian else both[0]
         if is_scaling(scaler):
             both = backward_scaled(self, losses, weighting, scaler, retain_graph=retain_graph)
             return both if return_gramian else both[0]
@@ -272,13 +284,15 @@ class Engine(Hooked):
         """
         check_weighting(weighting)
         step = self._step("engine.accumulate", keep)
+        if self._ranks is not None:
+            refuse_scaler(scaler)
         if is_scaling(scaler):
             return ScaledAccumulation(scaler, step, weighting, self._checked, self._batch_dim)
         return Accumulation(step, weighting, self._checked, self._batch_dim)
 
     def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
         """A step that a method of the engine makes."""
-        return Step(self._drivers, self._channel, self._limit, call, keep, arena)
+        return Step(self._drivers, self._channel, self._limit, call, keep, arena, self._ranks)
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
@@ -299,6 +313,8 @@ class Engine(Hooked):
             InvalidOperandError: As for :meth:`backward`.
             AutogramError: As for :meth:`compute_gramian`.
         """
+        if self._ranks is not None:
+            return weights_of_ranks(self, self._ranks, losses, weighting, scaler)
         if is_scaling(scaler):
             return weights_scaled(self, losses, weighting, scaler)  # type: ignore[no-any-return]
         check_weighting(weighting)

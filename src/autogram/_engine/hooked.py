@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -27,6 +27,8 @@ from autogram._capture import (
     refuse_shards,
 )
 from autogram._capture.forward.session import hook_all, take_off
+from autogram._distributed import Ranks
+from autogram._engine.distributed import own_part
 from autogram._errors import RemovedEngineError, UnsupportedError
 from autogram._losses import Losses, joined
 from autogram._report import Report, make_report
@@ -46,6 +48,7 @@ class Hooked:
         memory_limit_bytes: int = 2**29,
         verify: Verify = "first",
         unseen: Unseen = "rows",
+        distributed: Any = None,
     ) -> None:
         check_modules(modules)
         check_options(batch_dim, verify, unseen)
@@ -63,6 +66,7 @@ class Hooked:
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
+        self._ranks = None if distributed is None else Ranks(distributed)
         hook_all(session, hooks)
         self._remove = weakref.finalize(self, take_off, hooks, session)
 
@@ -132,6 +136,22 @@ class Hooked:
             >>> engine.hooks.deactivate(module=model[0])  # J is of `1.weight` and `1.bias` now
         """
         return self._hooks
+
+    def own(self, weights: Tensor) -> Any:
+        """This rank's part of weights for the objectives of all ranks, of the last Gramian.
+
+        Args:
+            weights: ``(M,)``, in the order of the Gramian.
+
+        Returns:
+            The part, in the form of the losses that this rank gave: ``losses.backward(own)`` is the
+            backward pass of a step in two passes.
+
+        Raises:
+            InvalidOperandError: The weights have another shape, or the engine was made without
+                ``distributed``.
+        """
+        return own_part(self._ranks, weights)
 
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, weights_by
 from autogram._blocks import Arena, Keep, Limit
-from autogram._capture import Channel, Drivers, is_exchanged, refuse_gradients
+from autogram._capture import (
+    Channel,
+    Drivers,
+    Objectives,
+    is_exchanged,
+    refuse_gradients,
+    wrappers_of,
+)
+from autogram._distributed import Ranks, accumulate, check_outside
 from autogram._jacobian import Jacobian, Part
 
 
@@ -23,6 +32,10 @@ class Step:
         call: What the user has called.
         keep: As for the Jacobian.
         arena: Where to put rows, if losses are added once.
+        ranks: The processes whose losses make one step, or ``None`` for this one alone.
+
+    Attributes:
+        error: What has failed on this rank, to be told to the others.
     """
 
     def __init__(
@@ -33,6 +46,7 @@ class Step:
         call: str,
         keep: Keep,
         arena: Arena | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._drivers = drivers
         self._channel = channel
@@ -40,10 +54,18 @@ class Step:
         self._call = call
         self._keep = keep
         self._arena = arena
+        self._ranks = ranks
+        self.error: BaseException | None = None
+        self._wrappers: dict[Any, bool] = {}
         self._parts: list[Part] = []
         self._names: dict[Tensor, str] = {}
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other ranks wait for this one, whatever happens here."""
+        return self._ranks is not None
 
     def add(self, losses: Tensor, *, retain_graph: bool, is_only: bool = False) -> Tensor:
         """Takes in the rows of some losses, one at least.
@@ -57,12 +79,21 @@ class Step:
         Returns:
             Their Gramian ``(m, m)``, empty if it was not added up.
         """
-        if is_exchanged(self._channel, losses):
+        if self._ranks is not None:
+            for wrapper, will_exchange in wrappers_of(self._channel, losses).items():
+                self._wrappers[wrapper] = will_exchange or self._wrappers.get(wrapper, False)
+        elif is_exchanged(self._channel, losses):
             refuse_gradients(self._call)
         with self._drivers.one() as driver:
             (objectives, columns, names), gramian, outside = driver.step(
-                losses, self._keep, self._arena, retain_graph=retain_graph, is_summed=is_only
+                losses,
+                self._keep,
+                self._arena,
+                retain_graph=retain_graph,
+                is_summed=is_only and self._ranks is None,
             )
+        if self._ranks is not None:
+            check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
         self._parts.append(Part.of(objectives, columns, names))
@@ -78,12 +109,16 @@ class Step:
 
         Returns:
             The Gramian ``(m, m)``, and the weights of all objectives, one by one or in the shape
-            of the losses if these were added once.
+            of the losses if these were added once. Of several ranks, the Gramian of the objectives
+            of all, and the weights of this one's.
         """
-        jacobian = Jacobian(self._parts, self._names, self._limit)
-        gramian = jacobian.gramian() if gramian is None else gramian
-        weights = weights_by(weighting, gramian)
-        jacobian.accumulate_grad(weights)
+        if self._ranks is not None:
+            gramian, weights = self._finish_with_others(self._ranks, weighting)
+        else:
+            jacobian = Jacobian(self._parts, self._names, self._limit)
+            gramian = jacobian.gramian() if gramian is None else gramian
+            weights = weights_by(weighting, gramian)
+            jacobian.accumulate_grad(weights)
         sizes = [part.m for part in self._parts]
         self._parts.clear()
         for i, part in enumerate(weights.flatten().split(sizes)):
@@ -92,3 +127,24 @@ class Step:
                 cotangent = part.reshape(losses.shape).to(losses)
                 torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
         return gramian, weights
+
+    def _finish_with_others(self, ranks: Ranks, weighting: Weighting) -> tuple[Tensor, Tensor]:
+        """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
+        found: list[Jacobian] = []
+
+        def jacobian() -> Jacobian:
+            if self.error is not None:
+                raise self.error
+            names, parts = self._names, self._parts
+            if not parts:  # this rank has no objectives
+                names = self._channel.names({}, self._channel.left_out_now())
+                device = next((p.device for p in names), torch.device("cpu"))
+                losses = torch.zeros(0, device=device)
+                parts = [Part.of(Objectives(losses, None), {}, ())]
+            found.append(Jacobian(parts, names, self._limit))
+            return found[0]
+
+        weights, gramian = ranks.weights(jacobian, weighting)
+        own = ranks.own(weights)
+        accumulate(ranks.group, found[0], own, ranks.reached, self._wrappers)
+        return gramian, own

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autogram._capture.distribution import will_exchange
+from autogram._capture.distribution import note_wrapper, wrapper_now
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
@@ -116,8 +116,8 @@ class Session(threading.local):
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
-        if self._recorder is not None and will_exchange():
-            self._recorder.recording.is_exchanged = True
+        if self._recorder is not None and (wrapper := wrapper_now()) is not None:
+            note_wrapper(self._recorder.recording, wrapper)
 
     def end(self, module: nn.Module, output: Any) -> Any:
         """Leaves a module, also if its forward raised."""

@@ -1,0 +1,106 @@
+"""Agreement: what all ranks know before they exchange data, and errors that all of them raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autogram._distributed.group import Group
+from autogram._distributed.share import Share
+from autogram._errors import RankError, listed
+
+_MOST = 64  # steps of different shapes that are remembered
+
+Digests = tuple[tuple[int, ...], ...]
+
+
+class Agreement:
+    """What the ranks of a group know of one another. The same on all of them, at each step.
+
+    Args:
+        group: The group.
+
+    Attributes:
+        calls: How often the ranks have told one another that all is well, or not.
+        exchanged: How often shapes were exchanged.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._known: dict[Digests, list[Share]] = {}
+        self.calls = 0
+        self.exchanged = 0
+
+    def shares(self, own: Share | None, error: BaseException | None = None) -> list[Share]:
+        """What each rank has. Shapes that all ranks have seen together are told by a hash.
+
+        Args:
+            own: What this rank has, or ``None`` if it has failed.
+            error: Why it has failed.
+
+        Raises:
+            RankError: A rank has failed, or the ranks have different parameters.
+        """
+        self.calls += 1
+        digest = (-1, -1) if own is None else own.digest
+        digests = tuple(tuple(found) for found in self._group.gather_numbers(*digest))
+        if (-1, -1) in digests:
+            self._raise(error)
+        found = self._known.pop(digests, None)
+        if found is None:
+            self.exchanged += 1
+            found = self._group.gather_objects(own)
+            _compare(found)
+        self._known[digests] = found
+        if len(self._known) > _MOST:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def confirm(self, error: BaseException | None = None) -> None:
+        """Waits until all ranks have come here.
+
+        Raises:
+            RankError: One of them has failed.
+        """
+        self.calls += 1
+        if any(flag for (flag,) in self._group.gather_numbers(int(error is not None))):
+            self._raise(error)
+
+    def _raise(self, error: BaseException | None) -> None:
+        """Tells all ranks what has happened on some of them."""
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        texts: list[str | None] = self._group.gather_objects(text)
+        ranks = [rank for rank, said in enumerate(texts) if said is not None]
+        said = texts[ranks[0]]
+        others = f" (and {len(ranks) - 1} other ranks)" if len(ranks) > 1 else ""
+        raise RankError(
+            f"The step failed on rank {ranks[0]}{others}, and all ranks raise this error, so that "
+            "none of them waits for another. Correct what that rank says, or skip the step on all "
+            f"ranks; the next one works. Rank {ranks[0]} says: {said}",
+            ranks=ranks,
+        ) from error
+
+
+def _compare(shares: Sequence[Share]) -> None:
+    """Refuses ranks with different parameters."""
+    first = dict(shares[0].parameters)
+    for rank, share in enumerate(shares):
+        own = dict(share.parameters)
+        missing = [f"`{name}`" for name in first if name not in own]
+        further = [f"`{name}`" for name in own if name not in first]
+        if missing or further:
+            has = f"lacks {listed(missing)}" if missing else f"has {listed(further)} as well"
+            raise RankError(
+                f"Rank {rank} {has}, compared with the trainable parameters of rank 0. Make the "
+                "same model on all ranks, with the same parameters frozen, and give the same "
+                "modules to `Engine`.",
+                ranks=[rank],
+            )
+        for name, region in own.items():
+            other = first[name]
+            if region != other:
+                raise RankError(
+                    f"`{name}` has shape {region.shape} and strides {region.strides} on rank "
+                    f"{rank}, and {other.shape} and {other.strides} on rank 0. Make the same model "
+                    "on all ranks.",
+                    ranks=[rank],
+                )

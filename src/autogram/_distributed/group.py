@@ -1,0 +1,132 @@
+"""The process group of an engine: its own, so that its order depends on no wrapper's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from autogram._errors import InvalidOptionError
+
+Given = Any
+"""``True``, a `ProcessGroup` or a `DeviceMesh`: what a user names the processes by."""
+
+
+class Group:
+    """Communication of the processes that compute one Gramian together.
+
+    Two new groups of the same processes: one for the tensors, and one on the CPU for what the ranks
+    agree on, so that nobody waits for a device.
+
+    Args:
+        given: ``True`` for all processes, a `ProcessGroup`, or a `DeviceMesh` of any number of
+            dimensions whose size is that of one group, or with one dimension.
+
+    Attributes:
+        rank: The number of this process in the group.
+        size: How many there are.
+
+    Raises:
+        InvalidOptionError: There is no process group, or this process is not in it.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self.members, outer = _processes_of(given)
+        if dist.get_rank() not in self.members:
+            raise InvalidOptionError(
+                f"`distributed` has the processes {self.members}, and this is {dist.get_rank()}. "
+                "Pass a group that this process is in."
+            )
+        self.members = sorted(self.members)  # as PyTorch sorts those of a new group
+        self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
+        backend, timeout = str(dist.get_backend_config(outer)), _timeout_of(outer)
+        self._data = _new(self.members, backend, timeout)
+        self._control = self._data
+        if "cpu" not in backend:
+            self._control = _new(self.members, "gloo", timeout)
+
+    def gather_numbers(self, *numbers: int) -> list[list[int]]:
+        """Some integers of each rank, by way of the CPU."""
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self._control)
+        return [x.tolist() for x in found]
+
+    def gather_objects(self, own: object) -> list[Any]:
+        """An object of each rank."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self._control)
+        return found
+
+    def add_up(self, tensor: Tensor) -> dist.Work:
+        """Begins to replace a tensor by its sum over the ranks, the same on all of them."""
+        work: dist.Work = dist.all_reduce(tensor, group=self._data, async_op=True)
+        return work
+
+    def broadcast(self, tensor: Tensor, rank: int = 0) -> None:
+        """Replaces a tensor by that of one rank."""
+        dist.broadcast(tensor, self.members[rank], group=self._data)
+
+    def exchange(self, sent: Tensor, received: Tensor, sizes: Sequence[int]) -> dist.Work:
+        """Begins an all-to-all: equal parts of what is sent, parts of some sizes received."""
+        split = [len(sent) // self.size] * self.size
+        work: dist.Work = dist.all_to_all_single(
+            received, sent, list(sizes), split, group=self._data, async_op=True
+        )
+        return work
+
+    def gather(self, own: Tensor, found: list[Tensor]) -> dist.Work:
+        """Begins to gather a tensor of each rank, which have one shape."""
+        work: dist.Work = dist.all_gather(found, own, group=self._data, async_op=True)
+        return work
+
+    def shift(
+        self, sent: Tensor | None, to: int, received: Tensor | None, source: int
+    ) -> list[dist.Work]:
+        """Begins to send a tensor to one rank, and to receive one from another."""
+        calls = []
+        if sent is not None and sent.numel():
+            calls.append(dist.P2POp(dist.isend, sent, self.members[to], self._data))
+        if received is not None and received.numel():
+            calls.append(dist.P2POp(dist.irecv, received, self.members[source], self._data))
+        return list(dist.batch_isend_irecv(calls)) if calls else []
+
+
+def _processes_of(given: Given) -> tuple[list[int], Any]:
+    """The processes that a user names, and a group of them, or of some of them."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InvalidOptionError(
+            "`distributed` is given, and this process is in no group. Call "
+            "`torch.distributed.init_process_group` before the engine is made, or leave out "
+            "`distributed`."
+        )
+    if isinstance(given, dist.device_mesh.DeviceMesh):
+        members: list[int] = given.mesh.flatten().tolist()
+        return members, given.get_group(0) if dist.get_rank() in members else None
+    if given is True or isinstance(given, dist.ProcessGroup):
+        group = dist.group.WORLD if given is True else given
+        return dist.get_process_group_ranks(group), group
+    raise InvalidOptionError(
+        f"`distributed` is {given!r}. Pass `True` for all processes, a `ProcessGroup` or a "
+        "`DeviceMesh` for some, or leave it out where each process is on its own."
+    )
+
+
+def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:
+    """A new group of some processes, made by these alone."""
+    is_of_some = len(members) < dist.get_world_size()
+    return dist.new_group(members, timeout, backend, use_local_synchronization=is_of_some)
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long the calls of a group wait for the others, if the backend tells."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None

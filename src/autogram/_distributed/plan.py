@@ -1,0 +1,199 @@
+"""Plans: how the rows of each parameter meet those of other ranks, by cost, from shapes alone.
+
+Three ways. *Rows*: each rank gets a slice of the parameter, for the objectives of all ranks.
+*Gathered*: all ranks get the factors of all others. *Ring*: each rank gets the factors of half of
+the others, as one of two ranks is enough for the products of both. All ranks know all shapes, and
+decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from autogram._blocks import Region, cost_of_products, cost_of_rows
+from autogram._distributed.share import Piece, Share, cut
+
+Way = Literal["rows", "gathered", "ring"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection of two ranks, in multiply-adds that a rank makes in the same time.
+
+    Attributes:
+        element: Sending one element of four bytes.
+        call: Beginning and ending one message.
+    """
+
+    element: float = 200.0
+    call: float = 2e6
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A range of the outermost dimension of a parameter in storage."""
+
+    name: str
+    start: int
+    stop: int
+    elements: int
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Factors of some parameters, or of some of the samples of one, that travel together."""
+
+    names: tuple[str, ...]
+    piece: int = 0
+    pieces: int = 1
+    """How many ranges of samples there are."""
+    turn: int = 0
+    """Of two opposite ranks in a ring, which one gets the other's factors: by turns."""
+
+    def samples(self, count: int) -> slice | None:
+        """The range of samples of a part that has some number of them."""
+        if self.pieces == 1:
+            return None
+        step = -(-count // self.pieces)
+        return slice(min(count, self.piece * step), min(count, (self.piece + 1) * step))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is exchanged.
+
+    Attributes:
+        ways: The way of each parameter that any rank has blocks of.
+        buckets: What is exchanged together as rows.
+        packets: What is exchanged together as factors, and on which way.
+    """
+
+    ways: dict[str, Way]
+    buckets: tuple[tuple[Slice, ...], ...]
+    packets: tuple[tuple[Way, Packet], ...]
+
+
+def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Plan:
+    """The plan of a step.
+
+    Args:
+        shares: What each rank has.
+        link: The connection of the ranks.
+        way: The way for all parameters, or ``None`` for the cheapest of each.
+    """
+    regions = dict(shares[0].parameters)
+    names = [name for name in regions if any(name in share.pieces for share in shares)]
+    ways: dict[str, Way] = {}
+    for name in names:
+        costs = costs_of(name, regions[name], shares, link)
+        cheapest: Way = min(costs, key=costs.__getitem__)
+        ways[name] = cheapest if way is None else way
+    limit = min(share.limit for share in shares)
+    buckets = _buckets([n for n in names if ways[n] == "rows"], regions, shares, limit)
+    packets: list[tuple[Way, Packet]] = []
+    travelling: tuple[Way, ...] = ("gathered", "ring")
+    for of in travelling:
+        count = len(shares) if of == "gathered" else 1  # how many packets are there at once
+        found = _packets([n for n in names if ways[n] == of], shares, limit // count)
+        packets += [(of, packet) for packet in found]
+    return Plan(ways, tuple(buckets), tuple(packets))
+
+
+def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> dict[Way, float]:
+    """What each way costs the slowest rank, in multiply-adds, latency left out for rows.
+
+    Parameters on the way of rows share their messages, and so do those on the others.
+    """
+    world, m, n = len(shares), sum(share.m for share in shares), region.places
+    costs: dict[Way, float] = {"rows": 0.0, "gathered": 0.0, "ring": 0.0}
+    largest = max(_bytes(share, name) for share in shares) / 4
+    for share in shares:
+        pieces = share.pieces.get(name, ())
+        forming = sum(_forming(piece) for piece in pieces)
+        sent = share.m * n * (world - 1) / world
+        rows = sent * link.element + forming + m * m * n / world
+        pairs = sum(_pair(p, q) for p in pieces for q in pieces)
+        costs["rows"] = max(costs["rows"], rows)
+        gathered = (world - 1) * largest * link.element + world * pairs
+        costs["gathered"] = max(costs["gathered"], gathered)
+        ring = (world // 2) * (largest * link.element + pairs) + pairs
+        costs["ring"] = max(costs["ring"], ring)
+    return costs
+
+
+def _forming(piece: Piece) -> float:
+    """Multiply-adds of explicit rows."""
+    shapes = tuple([operand.shape for operand in piece.operands])
+    if not piece.equation:
+        return float(prod(shapes[1]))
+    return cost_of_rows(piece.equation, shapes)
+
+
+def _pair(first: Piece, second: Piece) -> float:
+    """Multiply-adds of the products of two pieces, of the same rank or alike."""
+    shapes = [tuple([operand.shape for operand in of.operands]) for of in (first, second)]
+    if first.equation and second.equation:
+        return cost_of_products(first.equation, shapes[0], second.equation, shapes[1])
+    # A lookup meets the tokens that it has in common with the other, at most all.
+    read = min(prod(of[-1]) for of in shapes)
+    return float(read * shapes[0][0][0] * 16)
+
+
+def _bytes(share: Share, name: str) -> int:
+    """How many bytes the factors of a parameter have, each tensor once."""
+    found = {
+        (operand.slot, operand.sample): cut(operand, None)[1] * operand.dtype.itemsize
+        for piece in share.pieces.get(name, ())
+        for operand in piece.operands
+    }
+    return sum(found.values())
+
+
+def _buckets(
+    names: Sequence[str], regions: dict[str, Region], shares: Sequence[Share], limit: int
+) -> list[tuple[Slice, ...]]:
+    """What is exchanged together as rows, so that neither end has too many elements at once."""
+    world = len(shares)
+    most = max(max(share.m for share in shares), -(-sum(share.m for share in shares) // world))
+    room = max(1, limit // max(1, most))
+    buckets: list[tuple[Slice, ...]] = []
+    bucket: list[Slice] = []
+    taken = 0
+    for name in names:
+        canonical = regions[name].canonical
+        size = canonical.shape[0] if canonical.shape else 1
+        step = regions[name].places // size
+        start = 0
+        while start < size:
+            if bucket and taken + step > room:
+                buckets.append(tuple(bucket))
+                bucket, taken = [], 0
+            stop = min(size, start + max(1, (room - taken) // step))
+            bucket.append(Slice(name, start, stop, (stop - start) * step))
+            taken += (stop - start) * step
+            start = stop
+    return [*buckets, tuple(bucket)] if bucket else buckets
+
+
+def _packets(names: Sequence[str], shares: Sequence[Share], limit: int) -> list[Packet]:
+    """What is exchanged together as factors."""
+    groups: list[tuple[list[str], int]] = []
+    taken = 0
+    for name in names:
+        elements = max(_bytes(share, name) for share in shares) // 4
+        if not groups or taken + elements > limit:
+            groups.append(([], 1))
+            taken = 0
+        groups[-1][0].append(name)
+        taken += elements
+        if elements > limit:  # it is alone
+            most = max((b for share in shares for _, b in share.sizes), default=1)
+            groups[-1] = groups[-1][0], min(-(-elements // max(1, limit)), most)
+    return [
+        Packet(tuple(group), piece, pieces, turn % 2)
+        for turn, (group, pieces) in enumerate(groups)
+        for piece in range(pieces)
+    ]

@@ -1,0 +1,146 @@
+"""The ranks of an engine: one Gramian, one vector of weights and one gradient for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram._arguments import Weighting, weights_by
+from autogram._capture import exact
+from autogram._distributed.agreement import Agreement
+from autogram._distributed.exchange import Exchange
+from autogram._distributed.group import Given, Group
+from autogram._distributed.plan import Link, Plan, Way, make_plan
+from autogram._distributed.share import Share, describe
+from autogram._errors import InvalidOperandError
+from autogram._jacobian import Jacobian
+
+_MOST = 64  # plans that are remembered
+
+
+class Ranks:
+    """What an engine does together with those of the other ranks.
+
+    Each method is called on all ranks, in the same order. What this rank has is computed by a
+    function, whose error becomes one of all ranks.
+
+    Args:
+        given: As for the engine.
+
+    Attributes:
+        group: The processes.
+        way: The way of all parameters, or ``None`` for the cheapest of each.
+        plan: That of the last step.
+        form: Brings weights into the form of the losses of the last Gramian.
+        sent: How many bytes this rank has sent in the last step, by the way.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self.group = Group(given)
+        self.agreement = Agreement(self.group)
+        self.link = Link()
+        self.way: Way | None = None
+        self.plan: Plan | None = None
+        self.sent: dict[str, int] = {}
+        self.form: Callable[[Tensor], Any] | None = None
+        self._shares: Sequence[Share] = ()
+        self._plans: dict[int, tuple[Sequence[Share], Plan]] = {}
+
+    def gramian(self, compute: Callable[[], Jacobian]) -> Tensor:
+        """The Gramian of all ranks' objectives.
+
+        Args:
+            compute: Computes the Jacobian of this rank's objectives.
+
+        Raises:
+            RankError: A rank has failed, or the ranks have different parameters.
+        """
+        exchange, total = self._exchanged(compute)
+        self.agreement.confirm(exchange.error)
+        return total
+
+    def weights(
+        self, compute: Callable[[], Jacobian], weighting: Weighting
+    ) -> tuple[Tensor, Tensor]:
+        """The weights of all objectives, by a function that the first rank calls; and the Gramian.
+
+        Raises:
+            RankError: A rank has failed, or the ranks have different parameters.
+        """
+        exchange, gramian = self._exchanged(compute)
+        error, weights = exchange.error, torch.empty_like(gramian[:, :0].sum(1))
+        if self.group.rank == 0 and error is None:
+            try:
+                weights = self._weights_by(weighting, gramian)
+            except Exception as raised:
+                error = raised
+        self.agreement.confirm(error)
+        self.group.broadcast(weights)
+        return weights, gramian
+
+    def own(self, weights: Tensor) -> Tensor:
+        """This rank's part of a vector with an entry for each objective of all ranks.
+
+        Raises:
+            InvalidOperandError: It has another shape, or there was no step.
+        """
+        sizes = [share.m for share in self._shares]
+        total = sum(sizes)
+        if not sizes or weights.shape != (total,):
+            raise InvalidOperandError(
+                f"The weights have shape {tuple(weights.shape)}, and the last Gramian had {total} "
+                "objectives of all ranks. Pass one weight for each, in the order of the Gramian."
+            )
+        start = sum(sizes[: self.group.rank])
+        return weights[start : start + sizes[self.group.rank]]
+
+    @property
+    def reached(self) -> list[str]:
+        """The parameters that the losses of any rank reach, in one order on all ranks."""
+        found: set[str] = set()
+        for share in self._shares:
+            found |= share.gradients
+        return [name for name, _ in self._shares[0].parameters if name in found]
+
+    def _weights_by(self, weighting: Weighting, gramian: Tensor) -> Tensor:
+        """What the weighting gives, checked."""
+        weights = weights_by(weighting, gramian)
+        if weights.shape != gramian.shape[:1]:
+            raise InvalidOperandError(
+                f"The weighting returned the shape {tuple(weights.shape)} for a Gramian of shape "
+                f"{tuple(gramian.shape)}, of the objectives of all ranks. Return one weight for "
+                "each of these."
+            )
+        return weights.to(gramian)
+
+    def _exchanged(self, compute: Callable[[], Jacobian]) -> tuple[Exchange, Tensor]:
+        """What the ranks have computed together, before they know whether one of them failed."""
+        data, error = None, None
+        try:
+            jacobian = compute()
+            with exact(jacobian.device):
+                data = describe(jacobian)
+        except Exception as raised:
+            error = raised
+        shares = self.agreement.shares(None if data is None else data.share, error)
+        assert data is not None
+        self._shares = shares
+        device = data.jacobian.device
+        with exact(device):
+            plan = self.plan = self._plan_of(shares)
+            exchange = Exchange(self.group, data, shares, device)
+            total = exchange(plan)
+        self.sent = exchange.sent
+        return exchange, total
+
+    def _plan_of(self, shares: Sequence[Share]) -> Plan:
+        """The plan for some shares, found once."""
+        found = self._plans.get(id(shares))
+        if found is None or found[0] is not shares:
+            if len(self._plans) > _MOST:
+                self._plans.clear()
+            found = self._plans[id(shares)] = shares, make_plan(shares, self.link, self.way)
+        return found[1]

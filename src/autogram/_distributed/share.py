@@ -1,0 +1,209 @@
+"""Shares: what a rank tells the others of its Jacobians, all but the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns, Region
+from autogram._capture import Objectives
+from autogram._jacobian import Jacobian
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of a block, without its data."""
+
+    slot: int
+    """Which tensor of the rank it is. Blocks may share one."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    """Those of a view that repeats elements, as patches of an image do, or ``None``."""
+    dtype: torch.dtype
+    sample: int | None
+    """The dimension that counts the samples."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of one parameter, without its data."""
+
+    part: int
+    """Which of the rank's Jacobians it belongs to."""
+    region: Region
+    equation: str
+    """That of the block, or an empty text for a lookup."""
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has: everything that decides how results are exchanged."""
+
+    shapes: tuple[tuple[tuple[int, ...], int | None], ...]
+    """The shape of the losses of each part, and which dimension counts the samples."""
+    parameters: tuple[tuple[str, Region], ...]
+    """All trainable parameters."""
+    dtype: torch.dtype
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """The blocks of each parameter that has any."""
+    gradients: frozenset[str]
+    """The parameters that the losses reach."""
+    limit: int
+    """How many elements may be sent, or received, at once."""
+
+    @cached_property
+    def digest(self) -> tuple[int, int]:
+        """By which the share is known again. Neither number is negative."""
+        text = repr((self.shapes, self.parameters, self.dtype, sorted(self.pieces.items())))
+        text += repr((sorted(self.gradients), self.limit))
+        found = blake2b(text.encode(), digest_size=16).digest()
+        first, second = (int.from_bytes(found[i : i + 8], "big") >> 1 for i in (0, 8))
+        return first, second
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """K and B of each part."""
+        objectives = [_objectives(*of) for of in self.shapes]
+        return tuple([(x.per_sample, x.samples) for x in objectives])
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first objective of each part, and the number of all."""
+        starts = [0]
+        for k, b in self.sizes:
+            starts.append(starts[-1] + k * b)
+        return tuple(starts)
+
+    @property
+    def m(self) -> int:
+        """How many objectives the rank has."""
+        return self.starts[-1]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, ...]:
+        """For each part, which of the rank's objectives are those by ``(k, b)``, flattened."""
+        found = []
+        for of, start in zip(self.shapes, self.starts, strict=False):
+            objectives = _objectives(*of)
+            count = objectives.losses.numel()
+            numbers = torch.arange(start, start + count, device="cpu")
+            found.append(objectives.by_sample(numbers.view(objectives.losses.shape)).flatten())
+        return tuple(found)
+
+
+def _objectives(shape: tuple[int, ...], batch_dim: int | None) -> Objectives:
+    """Objectives of some shape, without values."""
+    return Objectives(torch.empty(shape, device="cpu"), batch_dim if prod(shape) else None)
+
+
+@dataclass
+class Data:
+    """What one rank has, with its data."""
+
+    jacobian: Jacobian
+    share: Share
+    tensors: list[Tensor] = field(default_factory=list)
+    """By slot."""
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of a parameter's blocks, which this rank has."""
+        return self.tensors[self.share.pieces[name][0].operands[0].slot].device
+
+    def columns(self, name: str) -> Iterator[tuple[int, Columns]]:
+        """The columns of a parameter in each part that has any."""
+        parameter = self.parameters[name]
+        for number, part in enumerate(self.jacobian._parts.each):
+            columns = part.columns.get(parameter)
+            if columns is not None and columns.dtype is not None:
+                yield number, columns
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {name: parameter for parameter, name in self.jacobian._names.items()}
+
+
+def describe(jacobian: Jacobian) -> Data:
+    """What a rank has to tell of its Jacobian."""
+    tensors: list[Tensor] = []
+    slots: dict[Any, int] = {}
+    pieces: dict[str, list[Piece]] = {}
+    reached: set[str] = set()
+    for number, part in enumerate(jacobian._parts.each):
+        for parameter, columns in part.columns.items():
+            name = jacobian._names[parameter]
+            reached.add(name)
+            for factors in columns.factors():
+                operands = tuple(
+                    [
+                        _operand(x, of, slots, tensors)
+                        for x, of in zip(factors.operands, factors.inputs, strict=True)
+                    ]
+                )
+                piece = Piece(number, factors.region, factors.equation, operands)
+                pieces.setdefault(name, []).append(piece)
+    objectives = [part.objectives for part in jacobian._parts.each]
+    names = jacobian._names.items()
+    share = Share(
+        tuple([(tuple(x.losses.shape), x.batch_dim) for x in objectives]),
+        tuple([(name, Region.of_parameter(parameter)) for parameter, name in names]),
+        torch.promote_types(jacobian.dtype, torch.float32),
+        {name: tuple(found) for name, found in pieces.items()},
+        frozenset(reached),
+        jacobian._limit.elements,
+    )
+    return Data(jacobian, share, tensors)
+
+
+def _operand(x: Tensor, labels: str, slots: dict[Any, int], tensors: list[Tensor]) -> Operand:
+    """A tensor without its data, which is listed once."""
+    key = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
+    if key not in slots:
+        slots[key] = len(tensors)
+        tensors.append(x.detach())
+    strides = x.stride() if _span(x.shape, x.stride()) < x.numel() else None
+    sample = labels.find("b")
+    return Operand(slots[key], tuple(x.shape), strides, x.dtype, None if sample < 0 else sample)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many places there are from the first to the last element."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def cut(operand: Operand, samples: slice | None) -> tuple[tuple[int, ...], int]:
+    """The shape of an operand with some of the samples, and how many elements are sent for it."""
+    shape = list(operand.shape)
+    if samples is not None and operand.sample is not None:
+        start, stop, _ = samples.indices(shape[operand.sample])
+        shape[operand.sample] = max(0, stop - start)
+    count = prod(shape)
+    if operand.strides is not None and count:
+        count = _span(shape, operand.strides)
+    return tuple(shape), count
+
+
+def flat(tensor: Tensor, operand: Operand, samples: slice | None) -> Tensor:
+    """The elements of an operand that are sent."""
+    if samples is not None and operand.sample is not None:
+        tensor = tensor[(slice(None),) * operand.sample + (samples,)]
+    if operand.strides is not None and tensor.numel():
+        return tensor.as_strided((_span(tensor.shape, tensor.stride()),), (1,))
+    return tensor.reshape(-1)
+
+
+def shaped(elements: Tensor, operand: Operand, samples: slice | None) -> Tensor:
+    """An operand from the elements that have arrived."""
+    shape, _ = cut(operand, samples)
+    strides = operand.strides
+    if strides is None or not elements.numel():
+        return elements.view(shape)
+    return elements.as_strided(shape, strides)

@@ -1,0 +1,94 @@
+"""Steps together with the engines of other ranks: what methods do with ``distributed``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autogram._arguments import Weighting, check_weighting
+from autogram._distributed import Ranks
+from autogram._engine.scaled import is_scaling
+from autogram._errors import InvalidOperandError, UnsupportedError
+from autogram._jacobian import Jacobian
+from autogram._losses import L, Losses, in_form, parts_of, shaped
+
+if TYPE_CHECKING:
+    from autogram._engine.engine import Engine
+
+
+def gramian_of_ranks(engine: Engine, ranks: Ranks, losses: Losses) -> Tensor:
+    """``engine.compute_gramian``: of the objectives of all ranks, one after the other."""
+    gramian = ranks.gramian(lambda: engine.jacobian(checked(engine, losses)))
+    _note_form(engine, ranks, losses)
+    return gramian
+
+
+def weights_of_ranks(
+    engine: Engine, ranks: Ranks, losses: L, weighting: Weighting, scaler: Any
+) -> L:
+    """``engine.weights``: of this rank's objectives, by the Gramian of all."""
+
+    def compute() -> Jacobian:
+        refuse_scaler(scaler)
+        check_weighting(weighting)
+        return engine.jacobian(checked(engine, losses))
+
+    weights, _ = ranks.weights(compute, weighting)
+    _note_form(engine, ranks, losses)
+    own = ranks.own(weights)
+    return shaped(own, losses, engine._batch_dim)  # type: ignore[no-any-return]  # their form
+
+
+def backward_of_ranks(
+    engine: Engine, losses: Losses, weighting: Weighting, scaler: Any, *, retain_graph: bool
+) -> tuple[Any, Tensor]:
+    """``engine.backward``: the sum over the ranks is added to ``.grad``."""
+    step = engine._step("engine.backward", "rows")
+    try:
+        refuse_scaler(scaler)
+        check_weighting(weighting)
+        total = checked(engine, losses)
+        if total.numel():
+            step.add(total, retain_graph=retain_graph, is_only=True)
+    except Exception as error:
+        step.error = error
+    gramian, weights = step.finish(weighting)
+    assert engine._ranks is not None
+    _note_form(engine, engine._ranks, losses)
+    return shaped(weights, losses, engine._batch_dim), gramian
+
+
+def own_part(ranks: Ranks | None, weights: Tensor) -> Any:
+    """``engine.own``: this rank's part of weights, in the form of its losses."""
+    if ranks is None:
+        raise InvalidOperandError(
+            "The engine computes the Gramian of this process alone, of which all weights are its "
+            "own. Make it with `Engine(model, distributed=True)`, or use the weights as they are."
+        )
+    own = ranks.own(weights)
+    return own if ranks.form is None else ranks.form(own)
+
+
+def checked(engine: Engine, losses: Losses) -> Tensor:
+    """The losses as one tensor. A rank without objectives may give any empty tensor."""
+    if isinstance(losses, Tensor) and not losses.numel() and not losses.requires_grad:
+        return losses.detach().requires_grad_()
+    return engine._checked(losses)
+
+
+def refuse_scaler(scaler: Any) -> None:
+    """Refuses a gradient scaler, which would have to skip a step on all ranks."""
+    if is_scaling(scaler):
+        raise UnsupportedError(
+            "A scaler is given to an engine of several ranks. Use bfloat16, which needs none, and "
+            "pass `scaler=None`."
+        )
+
+
+def _note_form(engine: Engine, ranks: Ranks, losses: Losses) -> None:
+    """Notes how weights get the form of some losses, of which nothing is kept but shapes."""
+    like = in_form([torch.empty(x.shape, device="meta") for x in parts_of(losses)], losses)
+    batch_dim = engine._batch_dim
+    ranks.form = lambda own: shaped(own, like, batch_dim)
