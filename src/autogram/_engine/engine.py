@@ -25,7 +25,7 @@ from autogram._engine.scaled import (
     weights_scaled,
 )
 from autogram._engine.steps import Step
-from autogram._jacobian import Jacobian, Part
+from autogram._jacobian import Jacobian, Part, Sketch, Sketching
 from autogram._losses import L, Losses, shaped
 
 
@@ -323,6 +323,39 @@ class Engine(Hooked):
         weights = weights_by(weighting, gramian) if len(gramian) else gramian.new_zeros(0)
         weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return shaped(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
+
+    def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
+        """The rows of the Jacobian in a few random dimensions, for batches in the thousands.
+
+        Each element of a parameter has a random sign and is added to one of d numbers. Products of
+        rows, of any number of micro-batches and processes, then are products of m rows of length d.
+
+        Args:
+            losses: As for :meth:`compute_gramian`. Their graph is kept.
+            dimensions: d. The error falls with its square root.
+            seed: Of the random numbers. Equal seeds give the same projection everywhere.
+
+        Returns:
+            The sketch, with ``rows`` of shape ``(m, d)`` and an unbiased ``gramian()``.
+
+            Cost: a backward pass through the activations, and for each parameter that of forming
+            its rows, or of projecting its factors where these have fewer elements. RAM: rows of one
+            parameter, in parts that keep the memory limit.
+
+        Raises:
+            InvalidOptionError: ``dimensions`` is not positive, or one of the two is no integer.
+            AutogramError: As for :meth:`compute_gramian`.
+
+        References:
+            Charikar, Chen and Farach-Colton 2002 (count sketch); Pham and Pagh 2013,
+            doi:10.1145/2487575.2487591 (of outer products).
+        """
+        losses = self._checked(losses)
+        sketching = Sketching(self._channel, dimensions, seed, self._projections)
+        if not losses.numel():
+            return Sketch(sketching.rows(Objectives(losses, None)), seed)
+        with self._drivers.one() as driver:
+            return Sketch(sketching.rows(driver.feed(losses, sketching)), seed)
 
     def verify(self, losses: Losses) -> None:
         """Compares the Gramian of some losses with one ordinary backward pass.

@@ -30,6 +30,7 @@ from autogram._capture.forward.session import hook_all, take_off
 from autogram._distributed import Ranks
 from autogram._engine.distributed import own_part
 from autogram._errors import RemovedEngineError, UnsupportedError
+from autogram._jacobian import Projections
 from autogram._losses import Losses, joined
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
@@ -62,6 +63,7 @@ class Hooked:
         self._session = session = Session(channel, references)
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
+        self._projections = Projections()
         self._drivers = Drivers(
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
