@@ -356,28 +356,3 @@ class Engine(Hooked):
             return Sketch(sketching.rows(Objectives(losses, None)), seed)
         with self._drivers.one() as driver:
             return Sketch(sketching.rows(driver.feed(losses, sketching)), seed)
-
-    def verify(self, losses: Losses) -> None:
-        """Compares the Gramian of some losses with one ordinary backward pass.
-
-        For a random vector u, uᵀ G u must be the squared norm of Jᵀ u, parameter by parameter, to
-        within the square root of the precision of the coarsest dtype on the way: 1.5e-8 in float64,
-        3.5e-4 in float32, 9e-2 in bfloat16, and 3e-2 on a GPU that may use TF32. The random state,
-        ``.grad``, and hooks on parameters are not touched. Costs :meth:`compute_gramian` and an
-        ordinary backward pass.
-
-        Args:
-            losses: As for :meth:`compute_gramian`. Their graph is kept.
-
-        Raises:
-            VerificationError: They do not agree, by parameters that the error names.
-            NonFiniteError: A gradient is infinite or not a number, so that nothing can be said.
-            AutogramError: As for :meth:`compute_gramian`.
-
-        References:
-            Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
-        """
-        losses = self._checked(losses)
-        if losses.numel():
-            with self._drivers.one() as driver:
-                driver.gramian(losses, verify=True)
