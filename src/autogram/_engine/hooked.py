@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from autogram._arguments import check_losses, check_modules, check_options
-from autogram._blocks import Devices
+from autogram._blocks import Arena, Devices, Keep
 from autogram._capture import (
     BatchDim,
     Channel,
@@ -29,6 +29,7 @@ from autogram._capture import (
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._distributed import Ranks
 from autogram._engine.distributed import own_part
+from autogram._engine.steps import Step
 from autogram._errors import RemovedEngineError, UnsupportedError
 from autogram._jacobian import Projections
 from autogram._losses import Losses, joined
@@ -184,6 +185,10 @@ class Hooked:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
         self._devices.free()
+
+    def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
+        """A step that a method of the engine makes."""
+        return Step(self._drivers, self._channel, self._limit, call, keep, arena, self._ranks)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""
