@@ -12,11 +12,12 @@ html_theme = "furo"
 html_title = "autogram"
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["matplotlib", "torchjd"]  # which the documentation is built without
+# What the documentation is built without.
+autodoc_mock_imports = ["accelerate", "matplotlib", "torchjd", "transformers"]
 napoleon_use_ivar = True  # else attributes of data classes are there twice
 # Types of other packages, whose documentation is not asked for, and types that are not public.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|contextlib|matplotlib|typing)\..*"),
+    ("py:.*", r"(accelerate|collections|contextlib|matplotlib|torch|transformers|typing)\..*"),
     ("py:.*", r"autogram\.(\w+\.)*_.*"),
     ("py:class", r"Tensor|Axes|Block|Lookup|(tuple|dict)\[.*|autogram\.hooks\.switch\.Switch"),
 ]

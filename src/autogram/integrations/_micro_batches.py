@@ -1,0 +1,50 @@
+"""A step of an engine whose micro-batches come one by one from somebody else's loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autogram import Engine
+from autogram._arguments import Weighting, check_weighting
+from autogram._engine.accumulation import Accumulation
+from autogram._engine.scaled import Scaler
+from autogram._losses import Losses
+
+
+class MicroBatches:
+    """Takes in losses until the loop says that a step is complete.
+
+    Args:
+        engine: On the model.
+        weighting: Of the Gramian of all objectives of a step.
+    """
+
+    def __init__(self, engine: Engine, weighting: Weighting) -> None:
+        check_weighting(weighting)
+        self.engine = engine
+        self._weighting = weighting
+        self._open: Accumulation | None = None
+
+    def add(self, losses: Losses, *, is_last: bool, scaler: Scaler | None) -> list[Any] | None:
+        """Takes in the losses of a micro-batch.
+
+        Returns:
+            The weights of each micro-batch of the step, if this one was the last, whose gradients
+            are in ``.grad`` then.
+        """
+        if self._open is None:
+            if is_last:  # in one piece, which needs no factors to be kept
+                return [self.engine.backward(losses, self._weighting, scaler=scaler)]
+            self._open = self.engine.accumulate(self._weighting, scaler=scaler).__enter__()
+        batch, self._open = self._open, None  # an error ends the step
+        batch.add(losses)
+        if not is_last:
+            self._open = batch
+            return None
+        batch.__exit__(None, None, None)
+        return batch.weights
+
+    def close(self) -> None:
+        """Forgets a step that is not complete, and takes the engine off the model."""
+        self._open = None
+        self.engine.remove()

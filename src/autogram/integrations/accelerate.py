@@ -1,0 +1,82 @@
+"""For accelerate: steps of an engine in the loop of an ``Accelerator``.
+
+Needs accelerate, which this file imports.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from autogram import Engine, UnsupportedError
+from autogram._arguments import Weighting
+from autogram._losses import Losses
+from autogram.integrations._micro_batches import MicroBatches
+
+__all__ = ["Accelerated"]
+
+
+class Accelerated:
+    """What ``accelerator.backward`` is for a loss, for losses and a weighting.
+
+    It knows of the accelerator's gradient scaler, and of its accumulation: all micro-batches of a
+    step have one Gramian and one set of weights. Unlike ``accelerator.backward``, it does not
+    divide by the number of micro-batches, because the weights are of all objectives.
+
+    Args:
+        engine: On the model, before or behind ``accelerator.prepare``.
+        weighting: As for :meth:`autogram.Engine.backward`.
+        accelerator: The one that has prepared the optimizer.
+
+    Raises:
+        InvalidOperandError: The weighting is no function of a Gramian.
+        UnsupportedError: The accelerator leaves backward passes to DeepSpeed or Megatron-LM.
+
+    Example:
+        >>> import torch
+        >>> from accelerate import Accelerator
+        >>> from autogram import Engine
+        >>> from autogram.integrations.accelerate import Accelerated
+        >>> from autogram.weightings import UPGrad
+        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> steps = Accelerated(Engine(model), UPGrad(), accelerator)
+        >>> for x in torch.randn(4, 5, 3):
+        ...     with accelerator.accumulate(model):
+        ...         weights = steps.backward(model(x).square().squeeze(1))
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> [len(of_batch) for of_batch in weights]
+        [5, 5]
+    """
+
+    def __init__(self, engine: Engine, weighting: Weighting, accelerator: Accelerator) -> None:
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise UnsupportedError(
+                f"The accelerator leaves backward passes to {accelerator.distributed_type.value}, "
+                "which knows nothing of weights. Use an accelerator without it, or call "
+                "`engine.weights` and weigh the losses that it is given."
+            )
+        self._micro_batches = MicroBatches(engine, weighting)
+        self._accelerator = accelerator
+
+    def backward(self, losses: Losses) -> list[Any] | None:
+        """Takes in the losses of a micro-batch, and at the last one of a step makes gradients.
+
+        Args:
+            losses: As for :meth:`autogram.Engine.backward`.
+
+        Returns:
+            For the last micro-batch, the weights of each one of the step in the form of its losses,
+            not a number if the gradient scaler is to skip the step; else ``None``.
+
+        Raises:
+            AutogramError: As for :meth:`autogram.Engine.backward`. The step begins anew.
+        """
+        return self._micro_batches.add(
+            losses, is_last=self._accelerator.sync_gradients, scaler=self._accelerator.scaler
+        )
