@@ -29,7 +29,7 @@ from autogram._errors import (
     UnverifiedWarning,
     VerificationError,
 )
-from autogram._jacobian import Jacobian, concatenate
+from autogram._jacobian import Jacobian, Sketch, concatenate
 from autogram._losses import gramians_by_task
 from autogram._report import ParameterReport, Report
 
@@ -59,6 +59,7 @@ __all__ = [
     "Report",
     "RuleCheckError",
     "RuleError",
+    "Sketch",
     "StaleCaptureError",
     "UnseenUseError",
     "UnseenUseWarning",

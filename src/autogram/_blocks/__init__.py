@@ -25,6 +25,7 @@ from autogram._blocks.layout import (
 from autogram._blocks.lookup import Factors, Lookup
 from autogram._blocks.plan import cost_of_products, cost_of_rows
 from autogram._blocks.region import Region
+from autogram._blocks.sketch import Projection, projected
 
 __all__ = [
     "Adjoint",
@@ -42,6 +43,7 @@ __all__ = [
     "Lookup",
     "Partial",
     "Placement",
+    "Projection",
     "Region",
     "Routed",
     "Scattered",
@@ -54,6 +56,7 @@ __all__ = [
     "cost_of_rows",
     "gram_of_bundle",
     "pieces",
+    "projected",
     "side_by_side",
     "weighted_sums",
 ]

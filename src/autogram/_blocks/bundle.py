@@ -184,10 +184,6 @@ def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
     first = parts[0][0]
     total = Columns(first.parameter, first.kernels)
     for columns, subset in parts:
-        columns._prepare()
-        for region, blocks in columns._blocks.items():
-            for block in blocks:
-                total.add(region, block, subset)
-        for lookup in columns._lookups:
-            total.add(total._whole, lookup, subset)
+        for region, block in columns.found():
+            total.add(region, block, subset)
     return total

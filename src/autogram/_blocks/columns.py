@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import chain, combinations
 from typing import Literal
@@ -214,13 +214,25 @@ class Columns:
         """The explicit rows of some samples, ``(k, samples, *parameter)``."""
         if self.dtype is None:
             return None
-        self.check()
-        some = Columns(self.parameter, self.kernels)
-        some._blocks = {of: [x.at(samples) for x in blocks] for of, blocks in self._blocks.items()}
-        some._lookups = [lookup.at(samples) for lookup in self._lookups]
-        dense = some.dense()
+        dense = self.at(samples).dense()
         found = from_storage(dense.flatten(0, 1), self.parameter)
         return found.view(*dense.shape[:2], *self.parameter.shape)
+
+    def at(self, samples: Tensor) -> Columns:
+        """The columns of some samples."""
+        some = Columns(self.parameter, self.kernels)
+        for region, block in self.found():
+            some.add(region, block.at(samples))
+        return some
+
+    def found(self) -> Iterator[tuple[Region, Block | Lookup]]:
+        """Everything that was added, of all samples, and the region that it covers."""
+        self._prepare()
+        for region, blocks in self._blocks.items():
+            for block in blocks:
+                yield region, block
+        for lookup in self._lookups:
+            yield self._whole, lookup
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""
@@ -241,13 +253,12 @@ class Columns:
 
     def factors(self) -> list[Factors]:
         """Everything that was added, in a form in which it can be sent to other processes."""
-        self._prepare()
-        found = [
+        return [
             Factors(region, block.equation, block.operands)
-            for region, blocks in self._blocks.items()
-            for block in blocks
+            if isinstance(block, Block)
+            else Factors(region, "", block.tensors)
+            for region, block in self.found()
         ]
-        return found + [Factors(self._whole, "", lookup.tensors) for lookup in self._lookups]
 
     @classmethod
     def of(cls, parameter: Region, kernels: Kernels, found: Iterable[Factors]) -> Columns:

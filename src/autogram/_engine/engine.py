@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting, weights_by, weights_of
-from autogram._blocks import Arena, Keep
+from autogram._blocks import Keep
 from autogram._capture import Objectives, is_exchanged
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.distributed import (
@@ -24,8 +24,7 @@ from autogram._engine.scaled import (
     is_scaling,
     weights_scaled,
 )
-from autogram._engine.steps import Step
-from autogram._jacobian import Jacobian, Part
+from autogram._jacobian import Jacobian, Part, Sketch, Sketching
 from autogram._losses import L, Losses, shaped
 
 
@@ -224,11 +223,9 @@ class Engine(Hooked):
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
-        if self._ranks is not None:
-            both = backward_of_ranks(self, losses, weighting, scaler, retain_graph=retain_graph)
-            return both if return_gramian else both[0]
-        if is_scaling(scaler):
-            both = backward_scaled(self, losses, weighting, scaler, retain_graph=retain_graph)
+        if self._ranks is not None or is_scaling(scaler):
+            step_of = backward_scaled if self._ranks is None else backward_of_ranks
+            both = step_of(self, losses, weighting, scaler, retain_graph=retain_graph)
             return both if return_gramian else both[0]
         given, losses = losses, self._checked(losses)
         check_weighting(weighting)
@@ -260,8 +257,8 @@ class Engine(Hooked):
             scaler: As for :meth:`backward`. An overflow in one micro-batch skips the step.
 
         Returns:
-            A context manager with a method ``add(losses)``. Behind the block, it has ``weights``,
-            for each call of ``add`` in the form of its losses, and ``gramian``.
+            A context manager with a method ``add(losses)``, and behind the block with ``gramian``
+            and ``weights``, for each call of ``add`` in the form of its losses.
 
             Cost: for each micro-batch, a backward pass through the activations; at the end, one
             product for all samples, whose cost grows with the square of their number, and the
@@ -289,10 +286,6 @@ class Engine(Hooked):
         if is_scaling(scaler):
             return ScaledAccumulation(scaler, step, weighting, self._checked, self._batch_dim)
         return Accumulation(step, weighting, self._checked, self._batch_dim)
-
-    def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
-        """A step that a method of the engine makes."""
-        return Step(self._drivers, self._channel, self._limit, call, keep, arena, self._ranks)
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
@@ -324,27 +317,33 @@ class Engine(Hooked):
         weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return shaped(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 
-    def verify(self, losses: Losses) -> None:
-        """Compares the Gramian of some losses with one ordinary backward pass.
+    def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
+        """The rows of the Jacobian in a few random dimensions, for batches in the thousands.
 
-        For a random vector u, uᵀ G u must be the squared norm of Jᵀ u, parameter by parameter, to
-        within the square root of the precision of the coarsest dtype on the way: 1.5e-8 in float64,
-        3.5e-4 in float32, 9e-2 in bfloat16, and 3e-2 on a GPU that may use TF32. The random state,
-        ``.grad``, and hooks on parameters are not touched. Costs :meth:`compute_gramian` and an
-        ordinary backward pass.
+        Products of rows, of any micro-batches and processes, then are products of d numbers.
 
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
+            dimensions: d. The error falls with its square root.
+            seed: Equal seeds give the same projection everywhere.
+
+        Returns:
+            The sketch, with ``rows`` of shape ``(m, d)`` and an unbiased ``gramian()``.
+
+            Cost: a backward pass through the activations, and for each parameter that of forming
+            its rows, or of projecting its factors where these have fewer elements. RAM: rows of one
+            parameter, in parts that keep the memory limit.
 
         Raises:
-            VerificationError: They do not agree, by parameters that the error names.
-            NonFiniteError: A gradient is infinite or not a number, so that nothing can be said.
+            InvalidOptionError: ``dimensions`` is not positive, or one of the two is no integer.
             AutogramError: As for :meth:`compute_gramian`.
 
         References:
-            Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
+            Charikar, Chen and Farach-Colton 2002; Pham and Pagh 2013, doi:10.1145/2487575.2487591.
         """
         losses = self._checked(losses)
-        if losses.numel():
-            with self._drivers.one() as driver:
-                driver.gramian(losses, verify=True)
+        sketching = Sketching(self._channel, dimensions, seed, self._projections)
+        if not losses.numel():
+            return Sketch(sketching.rows(Objectives(losses, None)), seed)
+        with self._drivers.one() as driver:
+            return Sketch(sketching.rows(driver.feed(losses, sketching)), seed)

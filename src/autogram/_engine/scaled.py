@@ -87,7 +87,7 @@ class _Scale:
 
 
 def backward_scaled(
-    engine: Engine, losses: Losses, weighting: Weighting, scaler: Scaler, *, retain_graph: bool
+    engine: Engine, losses: Losses, weighting: Weighting, scaler: Any, *, retain_graph: bool
 ) -> tuple[Any, Tensor]:
     """``engine.backward`` for a scaler: gradients of the scaled losses, or ones to skip a step by.
 

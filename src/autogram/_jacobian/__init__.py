@@ -3,5 +3,6 @@
 from autogram._jacobian.concatenation import concatenate
 from autogram._jacobian.jacobian import Jacobian
 from autogram._jacobian.parts import Part
+from autogram._jacobian.sketch import Projections, Sketch, Sketching
 
-__all__ = ["Jacobian", "Part", "concatenate"]
+__all__ = ["Jacobian", "Part", "Projections", "Sketch", "Sketching", "concatenate"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,16 @@ LayoutOf = Callable[[Use, Tensor], Placement | None]
 Complete = list[tuple[Tensor, Columns]]
 
 
+class Sink(Protocol):
+    """Takes the columns of parameters one after the other, which are dropped behind it."""
+
+    def restart(self, objectives: Objectives) -> None:
+        """Begins a pass, and forgets what was taken in another."""
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Takes all columns of a parameter, which come once in a pass."""
+
+
 @dataclass(eq=False)
 class Run:
     """One call of an engine, which makes as many passes as it needs. It dies with the call."""
@@ -53,6 +64,8 @@ class Run:
     """Where to put kept rows."""
     is_summed: bool = True
     """Whether to add up the Gramian."""
+    sink: Sink | None = None
+    """What else takes the columns."""
     summary: Summary | None = None
     """What is told of each block, if that is not known from an earlier call."""
     must_verify: bool = False
@@ -130,7 +143,7 @@ class Assembly:
                 self._account(tracked).expected += 1
         self._is_complete = not run.survey.may_hide_taps
         run.unseen.clear()
-        for listener in (run.check, run.summary):
+        for listener in (run.check, run.summary, run.sink):
             if listener is not None:
                 listener.restart(run.objectives)
         if run.arena is not None:
@@ -264,8 +277,10 @@ class Assembly:
                 self._taken += retried(self._limit, columns.keep, run.form, self._taken, memory)
                 self._columns[parameter] = columns
             if run.check is not None:
-                see, are_kept = run.check.see_columns, run.form is not None
+                see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None
                 parts[columns] = retried(self._limit, see, parameter, columns, are_kept=are_kept)
+            if run.sink is not None:
+                retried(self._limit, run.sink.take, parameter, columns)
         if run.is_summed:
             for bundle in self._bundles.add(*[columns for _, columns in complete]):
                 part = parts.get(bundle[0]) if len(bundle) == 1 else None

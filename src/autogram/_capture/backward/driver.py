@@ -11,7 +11,7 @@ from torch import Tensor
 from autogram._blocks import Arena, Columns, Devices, Keep
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
-from autogram._capture.backward.assembly import Run
+from autogram._capture.backward.assembly import Run, Sink
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.overflow import is_overflow_expected
 from autogram._capture.backward.summary import Summary
@@ -127,6 +127,15 @@ class Driver:
             run.retain_graph = retain_graph or bool(outside) or run.check is not None
             self._collect(run)
             return self._kept(run), run.gramian, outside
+
+    @retried_with_less
+    def feed(self, losses: Tensor, sink: Sink) -> Objectives:
+        """Gives the columns of each parameter to a sink, and returns the objectives."""
+        with exact(losses.device):
+            run = self._begin(losses)
+            run.sink, run.is_summed = sink, False
+            self._collect(run)
+            return run.objectives
 
     def _kept(self, run: Run) -> Kept:
         """What a call leaves for a Jacobian."""

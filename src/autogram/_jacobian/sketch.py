@@ -1,0 +1,154 @@
+"""Sketches: rows of J in a few random dimensions, for batches in the thousands."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns, Projection, Region, projected
+from autogram._capture import Channel, Objectives
+from autogram._errors import InvalidOperandError, InvalidOptionError
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """Random projections S of the rows of J to d dimensions, with E[S Sᵀ] = J Jᵀ over the seeds.
+
+    :meth:`autogram.Engine.sketch` makes it. Sketches of equal seed and d are of one projection, on
+    every process and for every micro-batch. So their rows may be put under one another:
+    ``Sketch(torch.cat([first.rows, second.rows]), seed=first.seed)``.
+
+    Attributes:
+        rows: S, ``(m, d)``, in the row-major order of the losses, detached, at least float32.
+        seed: What the projection was drawn from.
+    """
+
+    rows: Tensor
+    seed: int
+
+    @property
+    def dimensions(self) -> int:
+        """D."""
+        return self.rows.shape[1]
+
+    def gramian(self) -> Tensor:
+        """S Sᵀ, an unbiased estimate of the Gramian, ``(m, m)``, symmetric and of rank d at most.
+
+        Costs m² d multiplications, whatever the size of the model.
+        """
+        return self.rows @ self.rows.T
+
+    def cross_gramian(self, other: Sketch) -> Tensor:
+        """Estimates of the inner products with the rows of another sketch, ``(m, m')``.
+
+        Args:
+            other: A sketch for the same parameters, of any losses.
+
+        Raises:
+            InvalidOperandError: It is of another seed or of other dimensions.
+        """
+        if (self.seed, self.dimensions) != (other.seed, other.dimensions):
+            raise InvalidOperandError(
+                f"A sketch of {self.dimensions} dimensions with seed {self.seed} has no products "
+                f"with one of {other.dimensions} with seed {other.seed}: they are different "
+                "projections. Pass equal `dimensions` and `seed` for both."
+            )
+        return self.rows @ other.rows.T
+
+    def standard_error(self) -> Tensor:
+        """An upper estimate of the standard error of each entry of the Gramian, ``(m, m)``.
+
+        sqrt(3 (G_ii G_jj + G_ij²) / d), with G from the sketch itself. `docs/sketches.md` derives
+        it, and that the error is up to a factor of the root of 3 smaller where rows are sums of
+        many outer products.
+        """
+        gramian = self.gramian()
+        norms = gramian.diagonal()
+        variance = torch.outer(norms, norms) + gramian.square()
+        return (variance * (3 / self.dimensions)).sqrt()
+
+
+class Projections:
+    """The projections of the last seed and d, which the next call will want again."""
+
+    def __init__(self) -> None:
+        self._of = 0, 0
+        self._known: dict[object, Projection] = {}
+
+    def one(
+        self, name: str, region: Region, device: torch.device, dimensions: int, seed: int
+    ) -> Projection:
+        """The projection of a parameter: by its name, so that it is the same in every process."""
+        if self._of != (dimensions, seed):
+            self._of, self._known = (dimensions, seed), {}
+        key = name, region, device
+        found = self._known.get(key)
+        if found is None:
+            text = f"{seed}/{name}".encode()
+            number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+            found = self._known[key] = Projection(region, dimensions, number, device)
+        return found
+
+
+class Sketching:
+    """Adds up the projections of all parameters, which a pass gives one after the other.
+
+    Args:
+        channel: That of the engine.
+        dimensions: d.
+        seed: As for the sketch.
+        projections: Those of earlier calls.
+    """
+
+    def __init__(
+        self, channel: Channel, dimensions: int, seed: int, projections: Projections
+    ) -> None:
+        given: tuple[object, object] = dimensions, seed
+        if not all(isinstance(x, int) for x in given) or dimensions < 1:
+            raise InvalidOptionError(
+                f"A sketch of {dimensions!r} dimensions with seed {seed!r} was asked for. Pass "
+                "integers, and one dimension at least."
+            )
+        self._channel = channel
+        self._dimensions = dimensions
+        self._seed = seed
+        self._projections = projections
+        self._names: Mapping[Tensor, str] = {}
+        self._taken: dict[str, int] = {}
+        self._objectives: Objectives | None = None
+        self._total: Tensor | None = None
+
+    def restart(self, objectives: Objectives) -> None:
+        """Begins a pass."""
+        self._objectives = objectives
+        self._names = self._channel.parameters()
+        self._taken = {}
+        self._total = None
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Adds the projection of the columns of one parameter."""
+        assert self._objectives is not None
+        name = self._names.get(parameter, "")
+        # Others that `functional_call` put in its place are parameters of their own.
+        number = self._taken.get(name, 0)
+        projection = self._projections.one(
+            f"{name}#{number}", columns.parameter, parameter.device, self._dimensions, self._seed
+        )
+        objectives = self._objectives
+        part = projected(columns, projection, objectives.per_sample, objectives.samples)
+        self._taken[name] = number + 1
+        if part is not None:
+            total = self._total
+            self._total = part if total is None else total + part.to(total.device)
+
+    def rows(self, objectives: Objectives) -> Tensor:
+        """The projections of all rows, ``(m, d)``."""
+        losses, total = objectives.losses, self._total
+        if total is None:
+            dtype = torch.promote_types(losses.dtype, torch.float32)
+            return losses.new_zeros(losses.numel(), self._dimensions, dtype=dtype)
+        return objectives.in_order(total.to(losses.device).flatten(0, 1), 0).detach()
