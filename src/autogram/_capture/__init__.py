@@ -2,6 +2,7 @@
 
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.grad import add_to_grad
+from autogram._capture.autograd.graph import leaves_behind
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
 from autogram._capture.backward.overflow import expecting_overflow
@@ -39,6 +40,7 @@ __all__ = [
     "exact",
     "expecting_overflow",
     "is_exchanged",
+    "leaves_behind",
     "limit_of_bytes",
     "refuse_gradients",
     "refuse_pass",

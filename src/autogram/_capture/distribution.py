@@ -135,7 +135,9 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
             raise _refusal("The losses are computed through a part that is fully sharded")
         wrapper = getattr(node, "ddp_weakref", None)
         wrapper = wrapper() if callable(wrapper) else None
-        if wrapper is not None and wrapper.static_graph:
+        if wrapper is None or not wrapper.static_graph:
+            continue
+        if not wrapper._static_graph_delay_allreduce_enqueued:  # it has learned nothing yet
             raise UnsupportedError(
                 "The losses are computed by a `DistributedDataParallel` with `static_graph=True`, "
                 "which learns from its first backward pass when to exchange gradients, and would "

@@ -1,6 +1,7 @@
 """Process groups: one exact Gramian of the objectives of all ranks. See README.md here."""
 
-from autogram._distributed.gradients import accumulate, check_outside
+from autogram._distributed.gradients import accumulate
 from autogram._distributed.ranks import Ranks
+from autogram._distributed.wrapper import Wrappers
 
-__all__ = ["Ranks", "accumulate", "check_outside"]
+__all__ = ["Ranks", "Wrappers", "accumulate"]

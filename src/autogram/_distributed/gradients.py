@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autogram._capture import add_to_grad
 from autogram._distributed.group import Group
-from autogram._errors import UnsupportedError
+from autogram._distributed.wrapper import Wrappers
 from autogram._jacobian import Jacobian
 
 _BUCKET = 2**22  # elements of gradients that are summed by one call
@@ -21,7 +20,7 @@ def accumulate(
     jacobian: Jacobian,
     weights: Tensor,
     reached: Sequence[str],
-    wrappers: Mapping[Any, bool],
+    wrappers: Wrappers,
 ) -> None:
     """Adds the sum over ranks of their Jᵀ w to ``.grad``.
 
@@ -30,42 +29,23 @@ def accumulate(
         jacobian: That of this rank.
         weights: Those of this rank's objectives.
         reached: The parameters that any rank's losses reach, in the same order on all ranks.
-        wrappers: What runs the forward passes, and whether it exchanges gradients.
+        wrappers: What runs the forward passes.
     """
     parameters = {name: p for p, name in jacobian._names.items()}
-    wrapped = {id(p): of for of in wrappers for p in of.parameters()}
-    by_wrapper: list[str] = []
-    by_us: list[str] = []
-    for name in reached:
-        (by_wrapper if id(parameters[name]) in wrapped else by_us).append(name)
     found = _gradients(jacobian, weights)
+    by_us = [name for name in reached if not wrappers.has(parameters[name])]
     own = (_gradient(found, name, parameters) for name in by_us)
     for name, total in zip(by_us, _sums(group, own), strict=True):
         add_to_grad(parameters[name], total.to(parameters[name].dtype))
-    if by_wrapper:
-        # The wrapper divides what it adds up by the number of ranks, sooner or later.
-        pairs = [
-            (parameters[name], _gradient(found, name, parameters) * group.size)
-            for name in by_wrapper
-            if _is_expected(wrapped[id(parameters[name])], name, found)
-        ]
-        _hand_over(pairs, wrappers)
-
-
-def _is_expected(wrapper: Any, name: str, found: Mapping[str, Tensor]) -> bool:
-    """Whether a wrapper waits for the gradient of a parameter of this rank.
-
-    One that has looked for unused parameters does not wait for these.
-    """
-    return name in found or not wrapper.find_unused_parameters
-
-
-def _hand_over(pairs: Sequence[tuple[Tensor, Tensor]], wrappers: Mapping[Any, bool]) -> None:
-    """Gives gradients to wrappers, by a pass that reaches nothing but parameters: hooks run."""
-    tensors = [parameter for parameter, _ in pairs]
-    gradients = [gradient.to(parameter.dtype) for parameter, gradient in pairs]
-    del wrappers
-    torch.autograd.backward(tensors, gradients)
+    wrappers.hand_over(
+        {
+            parameter: _gradient(found, name, parameters)
+            for name, parameter in parameters.items()
+            if wrappers.waits_for(
+                parameter, is_reached=name in found, is_reached_elsewhere=name in reached
+            )
+        }
+    )
 
 
 def _gradients(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
@@ -104,14 +84,3 @@ def _summed(group: Group, bucket: list[Tensor]) -> Iterator[Tensor]:
     group.add_up(flat).wait()
     for x, found in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
         yield torch.empty_like(x).copy_(found.view(x.shape))
-
-
-def check_outside(outside: Sequence[Tensor]) -> None:
-    """Refuses parameters that are none of the engine's, whose gradients nobody would sum."""
-    if found := [tuple(x.shape) for x in outside if isinstance(x, torch.nn.Parameter)]:
-        raise UnsupportedError(
-            f"The losses depend on parameters of the shapes {found[:4]} that are not the engine's, "
-            "so that nobody would add up their gradients over the ranks. Give their modules to "
-            "`Engine` as well; or make two passes: "
-            "`losses.backward(engine.weights(losses, weighting))`."
-        )

@@ -55,9 +55,10 @@ class Accumulation:
                 "Losses are added outside of the block of `engine.accumulate`. Call `add` inside: "
                 "`with engine.accumulate(weighting) as batch: batch.add(losses)`."
             )
-        given, losses = losses, self._checked(losses)
-        if losses.numel():
-            self._take(self._step, losses, retain_graph=retain_graph)
+        with self._step.passing(losses):
+            given, losses = losses, self._checked(losses)
+            if losses.numel():
+                self._take(self._step, losses, retain_graph=retain_graph)
         # Of the losses, their shapes alone: the graph is to go.
         self._forms.append((_without_graph(given), losses.numel()))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting
-from autogram._distributed import Ranks
+from autogram._distributed import Ranks, Wrappers
 from autogram._engine.scaled import is_scaling
 from autogram._errors import InvalidOperandError, UnsupportedError
 from autogram._jacobian import Jacobian
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def gramian_of_ranks(engine: Engine, ranks: Ranks, losses: Losses) -> Tensor:
     """``engine.compute_gramian``: of the objectives of all ranks, one after the other."""
-    gramian = ranks.gramian(lambda: engine.jacobian(checked(engine, losses)))
+    gramian = ranks.gramian(lambda: _jacobian(engine, ranks, losses))
     _note_form(engine, ranks, losses)
     return gramian
 
@@ -33,7 +33,7 @@ def weights_of_ranks(
     def compute() -> Jacobian:
         refuse_scaler(scaler)
         check_weighting(weighting)
-        return engine.jacobian(checked(engine, losses))
+        return _jacobian(engine, ranks, losses)
 
     weights, _ = ranks.weights(compute, weighting)
     _note_form(engine, ranks, losses)
@@ -49,15 +49,22 @@ def backward_of_ranks(
     try:
         refuse_scaler(scaler)
         check_weighting(weighting)
-        total = checked(engine, losses)
-        if total.numel():
-            step.add(total, retain_graph=retain_graph, is_only=True)
+        with step.passing(losses):
+            total = checked(engine, losses)
+            if total.numel():
+                step.add(total, retain_graph=retain_graph, is_only=True)
     except Exception as error:
         step.error = error
     gramian, weights = step.finish(weighting)
     assert engine._ranks is not None
     _note_form(engine, engine._ranks, losses)
     return shaped(weights, losses, engine._batch_dim), gramian
+
+
+def _jacobian(engine: Engine, ranks: Ranks, losses: Losses) -> Jacobian:
+    """The Jacobian of the losses of this rank."""
+    with Wrappers(ranks.group).passing(engine._channel, parts_of(losses)):
+        return engine.jacobian(checked(engine, losses))
 
 
 def own_part(ranks: Ranks | None, weights: Tensor) -> Any:

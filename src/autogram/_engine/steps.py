@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, weights_by
 from autogram._blocks import Arena, Keep, Limit
-from autogram._capture import (
-    Channel,
-    Drivers,
-    Objectives,
-    is_exchanged,
-    refuse_gradients,
-    wrappers_of,
-)
-from autogram._distributed import Ranks, accumulate, check_outside
+from autogram._capture import Channel, Drivers, Objectives, is_exchanged, refuse_gradients
+from autogram._distributed import Ranks, Wrappers, accumulate
 from autogram._jacobian import Jacobian, Part
+from autogram._losses import Losses, parts_of
 
 
 class Step:
@@ -56,11 +50,23 @@ class Step:
         self._arena = arena
         self._ranks = ranks
         self.error: BaseException | None = None
-        self._wrappers: dict[Any, bool] = {}
+        self._wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[Part] = []
         self._names: dict[Tensor, str] = {}
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
+
+    @property
+    def wrappers(self) -> Wrappers:
+        """What runs the forward passes of a step of several ranks."""
+        assert self._wrappers is not None
+        return self._wrappers
+
+    def passing(self, losses: Losses) -> AbstractContextManager[None]:
+        """Lets passes go through what wraps the model around some losses of the step."""
+        if self._wrappers is None:
+            return nullcontext()
+        return self._wrappers.passing(self._channel, parts_of(losses))
 
     @property
     def has_others(self) -> bool:
@@ -79,10 +85,7 @@ class Step:
         Returns:
             Their Gramian ``(m, m)``, empty if it was not added up.
         """
-        if self._ranks is not None:
-            for wrapper, will_exchange in wrappers_of(self._channel, losses).items():
-                self._wrappers[wrapper] = will_exchange or self._wrappers.get(wrapper, False)
-        elif is_exchanged(self._channel, losses):
+        if self._wrappers is None and is_exchanged(self._channel, losses):
             refuse_gradients(self._call)
         with self._drivers.one() as driver:
             (objectives, columns, names), gramian, outside = driver.step(
@@ -92,8 +95,8 @@ class Step:
                 retain_graph=retain_graph,
                 is_summed=is_only and self._ranks is None,
             )
-        if self._ranks is not None:
-            check_outside(outside)
+        if self._wrappers is not None:
+            self._wrappers.check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
         self._parts.append(Part.of(objectives, columns, names))
@@ -125,7 +128,13 @@ class Step:
             if i in self._rest:
                 losses, outside, retain_graph = self._rest.pop(i)
                 cotangent = part.reshape(losses.shape).to(losses)
-                torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+                if self._wrappers is not None and (leaves := self._wrappers.among(outside)):
+                    outside = [leaf for leaf in outside if not self._wrappers.has(leaf)]
+                    scaled = cotangent * self._wrappers.size
+                    must_retain = retain_graph or bool(outside)
+                    torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
+                if outside:
+                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
         return gramian, weights
 
     def _finish_with_others(self, ranks: Ranks, weighting: Weighting) -> tuple[Tensor, Tensor]:
@@ -146,5 +155,5 @@ class Step:
 
         weights, gramian = ranks.weights(jacobian, weighting)
         own = ranks.own(weights)
-        accumulate(ranks.group, found[0], own, ranks.reached, self._wrappers)
+        accumulate(ranks.group, found[0], own, ranks.reached, self.wrappers)
         return gramian, own

@@ -1,0 +1,147 @@
+"""Wrappers: what DistributedDataParallel is given, so that it exchanges gradients as ever.
+
+It exchanges them in the hooks of parameters, bucket by bucket, and divides the sum by the number of
+ranks. A pass that reaches nothing but parameters runs these hooks, once for each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from autogram._capture import Channel, leaves_behind, wrappers_of
+from autogram._distributed.group import Group
+from autogram._errors import UnsupportedError
+
+
+class Wrappers:
+    """The wrappers that run the forward passes of one step of a rank.
+
+    Args:
+        group: The ranks.
+
+    Attributes:
+        size: How many ranks there are, by which wrappers divide.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.size = group.size
+        self._seen: dict[Any, None] = {}
+        self._wrapped: dict[int, Any] = {}
+        self._touched: set[int] = set()
+
+    def _see(self, channel: Channel, losses: Tensor) -> None:
+        """Notes what has run the forward passes behind some losses of the step."""
+        for wrapper in wrappers_of(channel, losses):
+            members = dist.get_process_group_ranks(wrapper.process_group)
+            if sorted(members) != self._group.members:
+                raise UnsupportedError(
+                    f"A `DistributedDataParallel` adds up the gradients of the ranks {members}, "
+                    f"and the engine those of {self._group.members}. Pass its group to the engine: "
+                    "`Engine(model, distributed=ddp.process_group)`."
+                )
+            self._seen[wrapper] = None
+            self._wrapped.update({id(p): wrapper for p in wrapper.parameters()})
+        if not losses.numel() and losses.grad_fn is not None:
+            # Without objectives, wrappers wait for zeros of what the forward pass has used.
+            self._touched.update(id(leaf) for leaf in leaves_behind(losses))
+
+    @contextmanager
+    def passing(self, channel: Channel, losses: Iterable[Tensor]) -> Iterator[None]:
+        """Notes wrappers behind some losses, and lets passes go through those that learn.
+
+        With a static graph, a wrapper takes the first pass for the one whose gradients it is to
+        exchange.
+
+        Raises:
+            UnsupportedError: A wrapper sums over other processes.
+        """
+        for part in losses:
+            self._see(channel, part)
+        unlearned = [wrapper for wrapper in self._seen if _learns(wrapper)]
+        for wrapper in unlearned:
+            wrapper._static_graph_delay_allreduce_enqueued = True
+        try:
+            yield
+        finally:
+            for wrapper in unlearned:
+                wrapper._static_graph_delay_allreduce_enqueued = False
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a parameter is a wrapper's affair."""
+        return id(parameter) in self._wrapped
+
+    def waits_for(self, parameter: Tensor, *, is_reached: bool, is_reached_elsewhere: bool) -> bool:
+        """Whether a wrapper waits for the gradient of a parameter on this rank.
+
+        One that has looked for unused parameters does not wait for these.
+        """
+        wrapper = self._wrapped.get(id(parameter))
+        if wrapper is None:
+            return False
+        if is_reached or id(parameter) in self._touched:
+            return True
+        return is_reached_elsewhere and not wrapper.find_unused_parameters
+
+    def hand_over(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Gives gradients of this rank to the wrappers, which leave the sum over ranks.
+
+        They divide what they add up by the number of ranks, sooner or later.
+        """
+        tensors = list(gradients)
+        found = [(gradients[p] * self.size).to(p.dtype) for p in tensors]
+        if tensors:
+            sinks = [_sink(wrapper) for wrapper in self._seen if _learns(wrapper)]
+            ones = [torch.ones_like(sink) for sink in sinks]
+            torch.autograd.backward([*tensors, *sinks], [*found, *ones])
+
+    def check_outside(self, outside: Sequence[Tensor]) -> None:
+        """Refuses parameters that are no part of J, where nobody would sum their gradients.
+
+        Raises:
+            UnsupportedError: There are some.
+        """
+        found = [
+            tuple(x.shape)
+            for x in outside
+            if isinstance(x, nn.Parameter) and not (self.has(x) and not self._learn())
+        ]
+        if found:
+            raise UnsupportedError(
+                f"The losses depend on parameters of the shapes {found[:4]} that are not the "
+                "engine's, so that nobody would add up their gradients over the ranks. Give their "
+                "modules to `Engine` as well; or make two passes: "
+                "`losses.backward(engine.weights(losses, weighting))`."
+            )
+
+    def _learn(self) -> bool:
+        """Whether a wrapper is about to learn its static graph from the next pass."""
+        return any(_learns(wrapper) for wrapper in self._seen)
+
+    def among(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Those of some leaves whose gradients are a wrapper's affair."""
+        return [leaf for leaf in leaves if self.has(leaf)]
+
+
+def _learns(wrapper: Any) -> bool:
+    """Whether a wrapper learns a static graph from its next pass."""
+    return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
+
+
+def _sink(wrapper: Any) -> Tensor:
+    """What a wrapper with a static graph has in the graph of its first forward pass.
+
+    Passing it lets the wrapper exchange the gradients behind the pass.
+    """
+    from torch.nn.parallel.distributed import _DDPSink
+
+    one = torch.ones((), device=next(wrapper.parameters()).device, requires_grad=True)
+    (sink,) = _DDPSink.apply(weakref.ref(wrapper), one)
+    return sink  # type: ignore[no-any-return]  # a tensor, as it was given
