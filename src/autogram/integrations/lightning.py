@@ -71,8 +71,11 @@ class JacobianDescent(_Module):
         )
 
     def make_engine(self) -> Engine:
-        """Makes the engine, once for each fit. Override it for other options, or other modules."""
-        return Engine(self)
+        """Makes the engine, once for each fit. Override it for other options, or other modules.
+
+        With several processes, as by ``strategy="ddp"``, the objectives of all have one Gramian.
+        """
+        return Engine(self, distributed=True if self.trainer.world_size > 1 else None)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """A batch; and a step of all optimizers, where it is the last one of a step.
@@ -92,6 +95,10 @@ class JacobianDescent(_Module):
         losses = self.training_losses(batch, batch_idx)
         is_last = (batch_idx + 1) % self.micro_batches == 0 or self.trainer.is_last_batch
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if is_last:
+            # A step runs inside of the forward pass of DistributedDataParallel, whose hooks would
+            # not exchange gradients yet. Other strategies have nothing to do here.
+            self.trainer.strategy.pre_backward(parts_of(losses)[0])
         weights = self._micro_batches.add(losses, is_last=is_last, scaler=scaler)
         if weights is not None:
             optimizers = self.optimizers()

@@ -49,10 +49,12 @@ class JacobianTrainer(Trainer):
     def make_engine(self, model: nn.Module) -> Engine:
         """Makes the engine, once for each call of :meth:`train`. Override it for other options.
 
+        With several processes, as by ``torchrun``, the objectives of all have one Gramian.
+
         Args:
             model: Without the wrappers of accelerate.
         """
-        return Engine(model)
+        return Engine(model, distributed=True if self.accelerator.num_processes > 1 else None)
 
     def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
         """Computes the objectives of a batch. Override it for your own.

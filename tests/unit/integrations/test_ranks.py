@@ -1,0 +1,177 @@
+"""Trainers in two processes: each step is that of one process with all samples."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import Engine
+from autogram.testing import reference_jacobian
+from tests.unit.processes import RANKS, Scenario, run_in_two_processes
+
+STEPS, EACH = 4, 3
+
+
+def weighting(gramian: Tensor) -> Tensor:
+    """Different for each objective, and dependent on all of them."""
+    return gramian.sum(1) / gramian.trace()
+
+
+def make() -> nn.Sequential:
+    """The same in all processes."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def data(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of one process."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(STEPS, EACH, 4, generator=generator)
+    return list(zip(x, torch.randint(3, (STEPS, EACH), generator=generator), strict=True))
+
+
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Those of a classifier, ``(B,)``."""
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def expected(each: int) -> nn.Module:
+    """Trained by rows of plain autograd of all processes, ``each`` batches to a step."""
+    model = make()
+    parameters = list(model.parameters())
+    of_ranks = [data(rank) for rank in range(RANKS)]
+    for start in range(0, STEPS, each):
+        batches = [batch for of in of_ranks for batch in of[start : start + each]]
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        rows = reference_jacobian(losses_of(model, x, y), parameters)
+        shares = (weighting(rows @ rows.T) @ rows).split([p.numel() for p in parameters])
+        for p, share in zip(parameters, shares, strict=True):
+            p.grad = share.view_as(p).clone()
+        torch.optim.SGD(parameters, lr=0.3).step()
+    return model
+
+
+def assert_same_parameters(model: nn.Module, other: nn.Module) -> None:
+    """Assert that they agree."""
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert (p - q).abs().max() < 1e-9
+
+
+def pretend_to_be_started_by_torchrun(rank: int) -> None:
+    """Trainers then use the group that is there."""
+    found = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    os.environ.update({name: str(value) for name, value in found.items()})
+    os.environ.update({"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+
+
+def in_lightning(rank: int, *, each: int) -> None:
+    import lightning
+    from torch.utils.data import DataLoader
+
+    from autogram.integrations.lightning import JacobianDescent
+
+    class Net(JacobianDescent, lightning.LightningModule):
+        micro_batches = each
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.weighting = make(), weighting
+
+        def training_losses(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            return losses_of(self.layers, *batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    pretend_to_be_started_by_torchrun(rank)
+    net = Net()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy="ddp",
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(net, DataLoader(data(rank), batch_size=None))  # type: ignore[arg-type]
+    assert trainer.world_size == RANKS
+    assert_same_parameters(net.layers, expected(each))
+
+
+def in_accelerate(rank: int, *, each: int) -> None:
+    from accelerate import Accelerator
+    from torch.nn.parallel import DistributedDataParallel
+
+    from autogram.integrations.accelerate import Accelerated
+
+    pretend_to_be_started_by_torchrun(rank)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=each)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    assert isinstance(wrapped, DistributedDataParallel)
+    steps = Accelerated(Engine(model, distributed=True), weighting, accelerator)
+    for batch in data(rank):
+        with accelerator.accumulate(wrapped):
+            steps.backward(losses_of(wrapped, *batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, expected(each))
+
+
+def in_transformers(rank: int, *, each: int, folder: Path) -> None:
+    from transformers import TrainingArguments
+
+    from autogram.integrations.transformers import JacobianTrainer
+
+    class Own(JacobianTrainer):
+        def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            return losses_of(model, inputs["x"], inputs["y"])
+
+        def get_train_dataloader(self) -> Any:
+            return [{"x": x, "y": y} for x, y in data(rank)]
+
+    pretend_to_be_started_by_torchrun(rank)
+    model = make()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        num_train_epochs=1,
+        gradient_accumulation_steps=each,
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Own(model, arguments, train_dataset=data(rank), weighting=weighting)
+    trainer.train()
+    assert trainer.accelerator.num_processes == RANKS
+    assert_same_parameters(model, expected(each))
+
+
+def scenarios(folder: Path) -> Mapping[str, Scenario]:
+    found: dict[str, Scenario] = {}
+    for each in (1, 2):
+        found[f"lightning {each}"] = partial(in_lightning, each=each)
+        found[f"accelerate {each}"] = partial(in_accelerate, each=each)
+        found[f"transformers {each}"] = partial(in_transformers, each=each, folder=folder)
+    return found
+
+
+def test_steps_of_two_processes(tmp_path: Path) -> None:
+    """With and without accumulation, by each trainer."""
+    said = run_in_two_processes(partial(scenarios, tmp_path), tmp_path)
+    assert len(said) == 6
+    for name, problems in said.items():
+        assert problems == ["", ""], f"{name}: {' '.join(problems)}"
