@@ -7,8 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 import autogram
+from tests.speed import choices, limits
 from tests.speed.__main__ import main
 from tests.speed.gpu.__main__ import main as gpu
 from tests.speed.host import measure
@@ -46,6 +48,18 @@ def test_weightings_and_whole_steps_are_timed(capsys: pytest.CaptureFixture[str]
     assert [name for name, _ in steps] == [
         *("SGD", "autogram, separate", "autogram, fused", "torchjd")
     ]
+
+
+def test_choices_and_limits_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both ways to a Gramian have a time, and a smaller limit has more pieces."""
+    (line, other) = choices.lines("cpu", 1, [choices.Layer(4, 2, 8, 8)])
+    assert line[2:4] == other[2:4] == ["factors", "rows"]
+    assert all(float(cell) >= 0 for cell in line[4:])
+    block = choices.block_of(choices.Layer(4, 8, 32, 32), torch.float32, "cpu")
+    pieces = [int(re.findall(r"\d+", limits.line(block, n, "cpu")[1])[0]) for n in (2**20, 2**9)]
+    assert pieces[0] == 1 < pieces[1]
+    limits.main(["--tiny"])
+    assert "pieces" in capsys.readouterr().out
 
 
 def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture[str]) -> None:

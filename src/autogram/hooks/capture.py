@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from autogram._containers import map_leaves
 from autogram._errors import ChangedTensorError, HookError
 from autogram.hooks.backward import Gates, Gradients
-from autogram.hooks.registry import HookManager, Where, select
+from autogram.hooks.registry import HookManager
+from autogram.hooks.selection import Where, select
 
 Keep = Callable[["Call"], Any]
 

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from autogram import Engine
+from tests.speed import choices, limits
 from tests.speed.measure import gramian_error
 from tests.speed.report import as_table
 from tests.speed.training import ENGINES
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 row = _row(workloads[name], how, options.device, is_captured=is_captured)
                 print(as_table([row]), flush=True)
             print()
+    if options.device == "cuda" and not options.tiny:
+        choices.show(options.device)
+        limits.main(["--device", options.device])
     if options.errors:
         print("Errors of the Gramian in float64, against autograd:\n")
         for name in names:

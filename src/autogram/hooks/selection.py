@@ -1,0 +1,134 @@
+"""What is asked for: modules by filters, and functions that fit their kind, checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from autogram._errors import HookError, InvalidModulesError
+from autogram.hooks.backward import Gates
+from autogram.hooks.switch import Kind
+
+Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+Where = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+
+# What a function of each kind is called with, without keyword arguments.
+_SIGNATURES = {
+    "forward_pre": ("module", "args"),
+    "forward": ("module", "args", "output"),
+    "backward": ("module", "grad_input", "grad_output"),
+}
+
+
+def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
+    """The modules that are meant, by name.
+
+    Raises:
+        InvalidModulesError: There is none, or something that is no module, or a scripted one.
+    """
+    found: dict[str, Any]
+    if isinstance(modules, nn.Module):
+        named = modules.named_modules()
+        found = {"": modules} if where is None else {n: m for n, m in named if _fits(where, n, m)}
+    elif where is not None:
+        raise InvalidModulesError(
+            "`where` chooses among the modules inside of one module. Pass that module, or a list "
+            "of modules without `where`."
+        )
+    elif isinstance(modules, Mapping):
+        found = dict(modules)
+    else:
+        several = modules if hasattr(modules, "__iter__") else (modules,)
+        found = {str(i): module for i, module in enumerate(several)}
+    for name, module in found.items():
+        if not isinstance(module, nn.Module):
+            raise InvalidModulesError(
+                f"A {type(module).__name__} was given where a module is needed"
+                + (f", under the name `{name}`." if name else ".")
+                + " Pass a module, a list of modules, or a dict of them."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InvalidModulesError(
+                f"`{name or type(module).__name__}` is scripted, and its hooks are compiled with "
+                "it. Pass the module that it was scripted from."
+            )
+    if not found:
+        some = "" if where is None else _names_in(modules)
+        raise InvalidModulesError(
+            f"No module is chosen by {where!r}.{some} Pass a type, a pattern or a function that "
+            "fits at least one."
+        )
+    return found
+
+
+def _names_in(modules: Any) -> str:
+    """Some names to choose from."""
+    names = [f"`{name}`" for name, _ in modules.named_modules() if name]
+    return " There are " + ", ".join(names[:8]) + ", ..." * (len(names) > 8) + "." if names else ""
+
+
+def _fits(where: Where, name: str, module: nn.Module) -> bool:
+    """Whether a module is chosen."""
+    if isinstance(where, str):
+        return fnmatchcase(name, where)
+    if isinstance(where, (type, tuple)):
+        return isinstance(module, where)
+    if not callable(where):
+        raise InvalidModulesError(
+            f"`where` is a {type(where).__name__}. Pass a type, a pattern of names, or a function "
+            "of a name and a module."
+        )
+    return bool(where(name, module))
+
+
+def check_kind(kind: str) -> None:
+    """Refuses a kind that does not exist."""
+    if kind not in get_args(Kind):
+        kinds = ", ".join(f'"{known}"' for known in get_args(Kind))
+        raise HookError(f"The kind of the hook is {kind!r}. Pass one of {kinds}.")
+
+
+def check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
+    """Refuses a function that cannot be called as its kind is."""
+    if kind == "around":
+        if not all(hasattr(function, name) for name in ("begin", "end", "is_off")):
+            raise HookError(
+                f"A {type(function).__name__} was given as an around hook. Pass an object with "
+                "`begin(module, args, kwargs)`, `end(module, output)`, and an attribute `is_off`."
+            )
+        return
+    if kind == "backward" and isinstance(function, Gates):
+        return
+    if not callable(function):
+        raise HookError(f"A {type(function).__name__} was given as a hook. Pass a function.")
+    if kind == "backward" and with_kwargs:
+        raise HookError(
+            "A backward hook is given gradients, those of keyword arguments behind the others in "
+            "`grad_input`. Leave out `with_kwargs`."
+        )
+    wanted = _SIGNATURES[kind]
+    if with_kwargs:
+        wanted = (*wanted[:2], "kwargs", *wanted[2:])
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions in C, nothing is known
+        return
+    try:
+        signature.bind(*wanted)
+    except TypeError as error:
+        raise HookError(
+            f"`{name_of(function)}` has the signature `{signature}`, and a {kind} hook"
+            f"{' with keyword arguments' if with_kwargs else ''} is called with "
+            f"`({', '.join(wanted)})`. Let it take these arguments."
+        ) from error
+
+
+def name_of(function: Any) -> str:
+    """What a function is called in ids."""
+    function = getattr(function, "func", function)  # of a partial one
+    return str(getattr(function, "__name__", type(function).__name__))
