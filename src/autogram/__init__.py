@@ -1,10 +1,12 @@
 """Products with the Jacobian of a vector of losses, without forming it."""
 
+from autogram import _compiled as _compiled  # registers the backend
 from autogram._capture import UseReport
 from autogram._engine import Engine
 from autogram._errors import (
     AutogramError,
     ChangedTensorError,
+    CompiledPartWarning,
     CoupledObjectivesWarning,
     FreedGraphError,
     HookError,
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutogramError",
     "ChangedTensorError",
+    "CompiledPartWarning",
     "CoupledObjectivesWarning",
     "Engine",
     "FreedGraphError",

@@ -139,6 +139,10 @@ class UnseenUseWarning(UserWarning):
     """A parameter is used where calls are not recorded, and gets explicit rows."""
 
 
+class CompiledPartWarning(UserWarning):
+    """Parts of a model are compiled so that nothing is seen inside, and get explicit rows."""
+
+
 class UnverifiedWarning(UserWarning):
     """The Gramian could not be verified, because some gradients are not finite."""
 

@@ -13,6 +13,7 @@ from autogram._blocks import Columns, Folded, Kernels, Layout, Limit, Region, Ro
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.forward.calls import kind_of
 from autogram._capture.forward.recorder import Recorder
+from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
 from autogram._capture.uses import RuleUse, Use, one_sample_each
 from autogram._containers import map_tensors, tensors_in
@@ -90,8 +91,8 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             "No argument requires a gradient: pass the tensors that the rule has recipes for with "
             "`requires_grad=True`."
         )
-    channel = Channel()
-    recorder = Recorder(channel, names)
+    channel = Channel(lambda: names)
+    recorder = Recorder(Tapping(channel.begin()))
     recorder.begin((args, kwargs))
     is_function = isinstance(function, type) and issubclass(function, torch.autograd.Function)
     called = function.apply if is_function else function  # type: ignore[attr-defined]  # as just seen

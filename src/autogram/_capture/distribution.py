@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autogram._capture.autograd.graph import leaves_behind, nodes_behind, nodes_leading_to
+from autogram._capture.autograd.graph import (
+    leaves_behind,
+    nodes_behind,
+    nodes_leading_to,
+    shown_by,
+)
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError
@@ -46,11 +51,11 @@ def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, bool]:
     """What has run the forward passes behind some losses, and whether it exchanges gradients."""
     found: dict[Any, bool] = {}
     for node in nodes_behind(losses):
-        if is_tap_of(channel, node):
-            for reference, will_exchange in node.use.recording.wrappers.items():
-                wrapper = reference()
-                if wrapper is not None:
-                    found[wrapper] = will_exchange or found.get(wrapper, False)
+        own = [x.recording for x in shown_by(node) if x.recording.channel is channel]
+        for reference, will_exchange in [pair for of in own for pair in of.wrappers.items()]:
+            wrapper = reference()
+            if wrapper is not None:
+                found[wrapper] = will_exchange or found.get(wrapper, False)
     return found
 
 
@@ -63,7 +68,9 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
     if not _is_distributed() or torch.distributed.get_world_size() == 1:
         return False
     taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
-    return not taps or any(any(tap.use.recording.wrappers.values()) for tap in taps)
+    return not taps or any(
+        any(shown.recording.wrappers.values()) for tap in taps for shown in shown_by(tap)
+    )
 
 
 def refuse_gradients(call: str) -> None:

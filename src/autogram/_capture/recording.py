@@ -13,6 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from autogram._errors import UnsupportedError
+
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
 
@@ -47,10 +49,20 @@ class Channel:
         self.by_element: set[tuple[int, str]] = set()
         self.told: set[str] = set()
 
-    def add(self, recording: Recording) -> None:
-        """Takes in a recording that begins."""
+    def begin(self) -> Recording:
+        """A recording that begins, of the parameters as they are now.
+
+        Raises:
+            UnsupportedError: One of them is complex.
+        """
+        names, left_out = self.parameters_now(), self.left_out_now()
+        if left_out:
+            names = {p: name for p, name in names.items() if p not in left_out}
+        _refuse_complex(names)
+        recording = Recording(self, names, left_out)
         with self._lock:
             self._recordings.add(recording)
+        return recording
 
     @property
     def recordings(self) -> list[Recording]:
@@ -135,3 +147,14 @@ class Recording:
         found = frozenset(positions)
         # Where two calls differ, nothing can be said.
         self.derived_inputs[call] = found & self.derived_inputs.get(call, found)
+
+
+def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
+    """Refuses trainable parameters that are complex."""
+    for parameter, name in parameters.items():
+        if parameter.requires_grad and parameter.is_complex():
+            raise UnsupportedError(
+                f"The parameter `{name}` is complex, and the inner product of complex gradients "
+                "has no single meaning. Keep it as a real parameter with a last dimension of size "
+                "two, and use `torch.view_as_complex` of it in the forward."
+            )

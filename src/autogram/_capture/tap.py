@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.graph import use_of
+from autogram._capture.autograd.graph import shown_by
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
@@ -37,9 +37,8 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
 
 
 def is_tap_of(channel: Channel, node: Any) -> bool:
-    """Whether a node of the autograd graph is a tap of this engine."""
-    use = use_of(node)
-    return use is not None and use.recording.channel is channel
+    """Whether a node of the autograd graph is a tap of this engine, or a graph that has some."""
+    return any(shown.recording.channel is channel for shown in shown_by(node))
 
 
 def covers_all(channel: Channel, node: Any) -> bool:
@@ -47,7 +46,7 @@ def covers_all(channel: Channel, node: Any) -> bool:
 
     One on a tensor that was changed in place may be on a slice of it.
     """
-    return is_tap_of(channel, node) and not node.in_place
+    return is_tap_of(channel, node) and not getattr(node, "in_place", False)
 
 
 class _Tap(torch.autograd.Function):

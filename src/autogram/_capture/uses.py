@@ -39,6 +39,11 @@ class Use(ABC):
     is_seen: bool = field(default=True, kw_only=True)
     """Whether the recorder saw it, or autograd's graph alone showed it."""
 
+    def uses_at(self, node: object) -> tuple[Use, ...]:
+        """What its tap, the node, shows: this one."""
+        del node
+        return (self,)
+
     @property
     def dims(self) -> tuple[int, ...]:
         """The dimensions of its output in which the samples may lie."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.graph import in_dense, nodes_behind, use_of
+from autogram._capture.autograd.graph import in_dense, nodes_behind, shown_by
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
@@ -110,7 +110,7 @@ def many_vjps(
     if channel.is_batchable and len(cotangents) > 1:
         edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in inputs]
         ends = {edge.node for edge in edges}
-        nodes = nodes_behind(output, lambda node: node in ends or use_of(node))
+        nodes = nodes_behind(output, lambda node: node in ends or shown_by(node))
         products = _together(vjp, cotangents, nodes)
     if products is None:
         products = _one_by_one(vjp, cotangents)

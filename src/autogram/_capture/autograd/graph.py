@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from autogram._capture.autograd.entry import calls_of
 from autogram._errors import FreedGraphError, UnsupportedError
 
 
@@ -25,6 +26,13 @@ def explaining_freed_graphs() -> Iterator[None]:
                 "A part of the model is checkpointed selectively (`context_fn` of `checkpoint`), "
                 "and PyTorch runs one backward pass through it, of several that are needed. Leave "
                 "out `context_fn`."
+            ) from error
+        if "donated buffers" in str(error):
+            raise UnsupportedError(
+                "A part of the model is compiled so that its backward pass overwrites what was "
+                "saved for it, and the engine needs several passes. Compile it by "
+                '`torch.compile(model, backend="autogram")`, or set '
+                "`torch._functorch.config.donated_buffer = False` before it is compiled."
             ) from error
         if "after they have already been freed" not in str(error):
             raise
@@ -76,6 +84,17 @@ def use_of(node: Any) -> Any | None:
     return use if hasattr(use, "recording") else None
 
 
+def shown_by(node: Any) -> Sequence[Any]:
+    """What engines are shown at a node: the use of a tap, or the calls of a compiled graph.
+
+    Each has a ``recording``, and tells its uses by ``uses_at(node)``.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return ()
+    use = use_of(node)
+    return calls_of(node) if use is None else (use,)
+
+
 def in_dense(gradient: Tensor) -> Tensor:
     """A gradient that may be sparse, as those of embeddings and of sparse tensors are."""
     is_dense = gradient.layout in (torch.strided, torch.jagged)
@@ -92,8 +111,8 @@ def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-        elif (use := use_of(node)) is not None:
-            anchors.add(id(use.recording.channel.anchor))
+        else:
+            anchors.update(id(shown.recording.channel.anchor) for shown in shown_by(node))
     return [leaf for leaf in leaves if id(leaf) not in anchors]
 
 

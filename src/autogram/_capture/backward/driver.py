@@ -15,7 +15,7 @@ from autogram._capture.backward.assembly import Run, Sink
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.overflow import is_overflow_expected
 from autogram._capture.backward.summary import Summary
-from autogram._capture.backward.unseen import Unseen, tell_of_unseen
+from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
 from autogram._capture.limit import retried_with_less
 from autogram._capture.recording import Channel
@@ -186,9 +186,10 @@ class Driver:
                     self.summary.names[name] = parameter.requires_grad
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
+            tell_of_compiled(self._channel, run.survey, self._on_unseen)
         self.summary.has_sought = run.has_sought
         if run.unseen:
-            tell_of_unseen(self._channel, run.unseen, run.survey.losses.numel(), self._on_unseen)
+            tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 
     def _collect_per_sample(self, run: Run) -> bool:
         """Makes passes, unless the losses turn out not to be per-sample, and says whether."""

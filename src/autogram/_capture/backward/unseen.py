@@ -8,11 +8,19 @@ from typing import Literal
 
 from torch.autograd.graph import get_gradient_edge
 
+from autogram._capture.autograd.entry import is_compiled
+from autogram._capture.autograd.graph import shown_by
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import track_parameter
 from autogram._capture.uses import FallbackUse, Use
-from autogram._errors import UnseenUseError, UnseenUseWarning, listed, warn_user
+from autogram._errors import (
+    CompiledPartWarning,
+    UnseenUseError,
+    UnseenUseWarning,
+    listed,
+    warn_user,
+)
 
 Unseen = Literal["rows", "error"]
 
@@ -40,7 +48,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     )
 
 
-def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, policy: Unseen) -> None:
+def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy: Unseen) -> None:
     """Tells the user, once, which parameters are used unseen, and what that costs.
 
     Raises:
@@ -49,6 +57,7 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, polic
     if "unseen" in channel.told and policy == "rows":
         return
     channel.told.add("unseen")
+    objectives = survey.losses.numel()
     by_function: dict[str, list[str]] = {}
     for use in uses:
         for parameter in dict.fromkeys(p for tracked in use.reads for p in tracked.sources):
@@ -66,3 +75,30 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], objectives: int, polic
     if policy == "error":
         raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
     warn_user(message, UnseenUseWarning)
+
+
+def tell_of_compiled(channel: Channel, survey: Survey, policy: Unseen) -> None:
+    """Tells the user, once, which parameters are read in compiled parts that hide what they do.
+
+    Raises:
+        UnseenUseError: The user does not want the explicit rows that these parameters get.
+    """
+    hidden = [node for node in survey.nodes if is_compiled(node) and not shown_by(node)]
+    if not hidden or ("compiled" in channel.told and policy == "rows"):
+        return
+    read = [
+        getattr(following, "variable", None) for x in hidden for following, _ in x.next_functions
+    ]
+    names = channel.parameters()
+    found = [f"`{names[p]}`" for p in dict.fromkeys(read) if p is not None and p in names]
+    if not found:
+        return
+    channel.told.add("compiled")
+    message = (
+        f"A compiled part hides what it does with {listed(found)}, which get explicit rows of J: "
+        "exact, by a backward pass through the part for each objective. To save that, compile it "
+        'by `torch.compile(model, backend="autogram")`, or `layer.compile(backend="autogram")`.'
+    )
+    if policy == "error":
+        raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
+    warn_user(message, CompiledPartWarning)

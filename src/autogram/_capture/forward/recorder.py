@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,10 @@ from torch.overrides import TorchFunctionMode
 from autogram._capture.forward.calls import first_of, kind_of, results_of
 from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
 from autogram._capture.forward.statuses import Statuses
-from autogram._capture.forward.tapping import (
-    run_with_rule,
-    run_without_rule,
-    tap_result,
-    tap_unseen,
-)
-from autogram._capture.recording import Channel, ModuleCall, Recording
-from autogram._capture.tracked import BATCHED, Tracked, as_of_now, track_derived
+from autogram._capture.forward.tapping import Tapping
+from autogram._capture.recording import ModuleCall
+from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now, track_derived
 from autogram._containers import exchange, tensors_in
-from autogram._errors import UnsupportedError
 
 # The hooks that saved tensors go through, or `None`. A checkpoint sets some of its own.
 _hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -35,16 +29,12 @@ class Recorder(TorchFunctionMode):
     What remains of the pass is its ``recording``.
     """
 
-    def __init__(self, channel: Channel, parameters: dict[Tensor, str]) -> None:
+    def __init__(self, tapping: Tapping) -> None:
         super().__init__()
-        left_out = channel.left_out_now()
-        if left_out:
-            parameters = {p: name for p, name in parameters.items() if p not in left_out}
-        _refuse_complex(parameters)
-        self.recording = Recording(channel, parameters, left_out)
-        self._statuses = Statuses(self.recording)
+        self.recording = tapping.recording
+        self.tapping = tapping
+        self._statuses = Statuses(tapping)
         self._hooks_at_entry = [_hooks_now(True)]  # of each module that is open
-        channel.add(self.recording)
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks what the outermost module is given."""
@@ -60,8 +50,17 @@ class Recorder(TorchFunctionMode):
                 if sources:
                     if recording.channel.was_derived(_call(module, tensors), position):
                         continue  # adopted when it is read, as it was the first time
-                    tap_unseen(recording, tensor, sources)  # used before this module was entered
+                    self.tapping.tap_unseen(tensor, sources)  # used before this module was entered
                 self._statuses.set(tensor, BATCHED)
+
+    def mark(self, tensors: Iterable[Tensor]) -> None:
+        """Marks tensors as batched."""
+        for tensor in tensors:
+            self._statuses.set(tensor, BATCHED)
+
+    def status_of(self, tensor: Tensor) -> Status:
+        """What a tensor is. It is tapped if parameters have met samples in it unseen."""
+        return self._statuses.of(tensor)
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module. A checkpoint that runs it again will give it such inputs again."""
@@ -83,7 +82,7 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors_in(output):
             status = self._statuses.of(tensor) if tensor.requires_grad else None
             if isinstance(status, Tracked):
-                tapped[id(tensor)] = tap_result(self.recording, tensor, as_of_now(tensor, status))
+                tapped[id(tensor)] = self.tapping.tap_result(tensor, as_of_now(tensor, status))
         return exchange(output, tapped) if tapped else output
 
     def __torch_function__(
@@ -97,7 +96,11 @@ class Recorder(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
-            return function(*args, **kwargs)  # what is compiled is adopted like what is unseen
+            # What is compiled is adopted like what is unseen. Into this one method, which is in
+            # Python, Dynamo cannot look from inside of a mode.
+            if function is Tensor.unflatten:
+                return torch.unflatten(*args, **kwargs)
+            return function(*args, **kwargs)
         kind = kind_of(function)
         # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What comes
         # out is adopted, too.
@@ -111,9 +114,9 @@ class Recorder(TorchFunctionMode):
         if isinstance(decision, Run):
             output = function(*args, **kwargs)
         elif isinstance(decision, UseRule):
-            output = run_with_rule(self.recording, kind, args, kwargs, decision)
+            output = self.tapping.run_with_rule(kind, args, kwargs, decision)
         elif isinstance(decision, UseRows):
-            output = run_without_rule(self.recording, kind, args, kwargs, decision.reads)
+            output = self.tapping.run_without_rule(kind, args, kwargs, decision.reads)
         else:
             with self:
                 output = decision.body(*args, **kwargs)
@@ -175,14 +178,3 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
 def _call(module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:
     """By what a call of a module with some tensors is known again."""
     return id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs)
-
-
-def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
-    """Refuses trainable parameters that are complex."""
-    for parameter, name in parameters.items():
-        if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedError(
-                f"The parameter `{name}` is complex, and the inner product of complex gradients "
-                "has no single meaning. Keep it as a real parameter with a last dimension of size "
-                "two, and use `torch.view_as_complex` of it in the forward."
-            )

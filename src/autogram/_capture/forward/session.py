@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autogram._capture.distribution import note_wrapper, wrapper_now
 from autogram._capture.forward.recorder import Recorder
+from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
 
@@ -72,6 +73,9 @@ def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:
     return {prefix: module for prefix, module in pairs if module is not None}
 
 
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()  # those of all engines
+
+
 class Session(threading.local):
     """What is around the modules of an engine: the recording that is open, one for each thread.
 
@@ -86,6 +90,7 @@ class Session(threading.local):
         self._roots = {id(root()) for root in modules}
         self._recorder: Recorder | None = None
         self._depth = 0
+        _SESSIONS.add(self)
         self._outermost: nn.Module | None = None
         self._frame: FrameType | None = None
         self.is_off = False
@@ -111,7 +116,7 @@ class Session(threading.local):
             and not torch._C._are_functorch_transforms_active()
             and torch._C._get_tracing_state() is None
         ):
-            recorder = Recorder(self._channel, self._channel.parameters_now())
+            recorder = Recorder(Tapping(self._channel.begin()))
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
@@ -140,6 +145,26 @@ class Session(threading.local):
         if recorder is not None:
             recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
 
+    def recorder_of(self, parameters: Iterable[Tensor]) -> Recorder | None:
+        """The recorder for a compiled call that reads some parameters, if any is the engine's.
+
+        That of the recording that is open, or one for this call alone.
+        """
+        if self.is_off or self._recorder is not None:
+            return self.open_recorder
+        names = self._channel.parameters_now()
+        if names.keys().isdisjoint(parameters):
+            return None
+        recorder = Recorder(Tapping(self._channel.begin()))
+        if (wrapper := wrapper_now()) is not None:
+            note_wrapper(recorder.recording, wrapper)
+        return recorder
+
+    @property
+    def open_recorder(self) -> Recorder | None:
+        """That of the recording that is open in this thread, if one is."""
+        return None if self.is_off else self._recorder
+
     def _was_abandoned(self, module: nn.Module) -> bool:
         """Whether the call that opened the recording has ended without closing it.
 
@@ -157,6 +182,24 @@ class Session(threading.local):
     def roots(self) -> dict[str, nn.Module]:
         """The modules of the engine that are alive, by the beginning of the names inside."""
         return _roots(self._modules)
+
+
+def recorders_of(parameters: Collection[Tensor]) -> list[Recorder]:
+    """The recorders of all engines that see a compiled call which reads some parameters."""
+    if (
+        not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return []
+    found = [session.recorder_of(parameters) for session in list(_SESSIONS)]
+    return [recorder for recorder in found if recorder is not None]
+
+
+def open_recorders() -> list[Recorder]:
+    """Those of all recordings that are open in this thread."""
+    found = [session.open_recorder for session in list(_SESSIONS)]
+    return [recorder for recorder in found if recorder is not None]
 
 
 def hook_all(session: Session, hooks: HookManager) -> None:
@@ -177,4 +220,5 @@ def hook_all(session: Session, hooks: HookManager) -> None:
 def take_off(hooks: HookManager, session: Session) -> None:
     """Removes the hooks, and closes the recording that they would have closed in this thread."""
     hooks.remove()
+    _SESSIONS.discard(session)
     session.close()

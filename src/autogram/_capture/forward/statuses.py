@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
 from autogram._capture.autograd.graph import nodes_behind
-from autogram._capture.forward.tapping import tap_unseen
-from autogram._capture.recording import Recording
+from autogram._capture.forward.tapping import Tapping
 from autogram._capture.tap import covers_all, is_tap_of
 from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter
 from autogram._errors import UnsupportedError
@@ -27,15 +26,27 @@ class Statuses:
     A strong reference would keep activations alive that the network has dropped.
     """
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._parameters = {id(p): track_parameter(p) for p in recording.names if p.requires_grad}
+    def __init__(self, tapping: Tapping) -> None:
+        self._tapping = tapping
         self._marks: dict[int, _Mark] = {}
+
+    @cached_property
+    def _parameters(self) -> dict[int, Tracked]:
+        """The trainable parameters, by ``id``."""
+        names = self._tapping.recording.names
+        return {id(p): track_parameter(p) for p in names if p.requires_grad}
 
     def set(self, tensor: Tensor, status: Status) -> None:
         """Remembers the status of a tensor as it is now."""
         version = None if tensor.is_leaf else tensor._version
         self._marks[id(tensor)] = (weakref.ref(tensor), status, version)
+
+    def let_be(self, tensor: Tensor, status: Status) -> None:
+        """Lets a tensor be what another is that it stands for, also where it is a leaf."""
+        if isinstance(status, Tracked):
+            self._parameters[id(tensor)] = status
+        else:
+            self.set(tensor, status)
 
     def read(self, arguments: Iterable[Any]) -> list[tuple[Tensor, Status]]:
         """The tensors among the arguments of a call, also in lists and tuples: what they are."""
@@ -69,7 +80,7 @@ class Statuses:
 
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
         """The parameters that reach a tensor past every tap, and whether a tap does."""
-        channel = self._recording.channel
+        channel = self._tapping.recording.channel
         sources: dict[Tensor, Tracked] = {}
         reaches_tap = False
         for node in nodes_behind(tensor, partial(covers_all, channel)):
@@ -94,7 +105,7 @@ class Statuses:
         sources, reaches_tap = self.untapped_parameters(tensor)
         status: Status = BATCHED
         if sources and reaches_tap:
-            tap_unseen(self._recording, tensor, sources)
+            self._tapping.tap_unseen(tensor, sources)
         elif sources:
             status = Tracked.of(tensor, tuple(sources))
         self.set(tensor, status)

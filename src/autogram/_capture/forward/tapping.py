@@ -2,102 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.graph import nodes_behind, use_of
+from autogram._capture.autograd.graph import nodes_behind, shown_by
 from autogram._capture.forward.calls import Kind, first_of, results_of
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
+from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._containers import exchange, map_tensors
 from autogram._errors import RuleError
 from autogram.rules import positions, product
 
 
-def run_with_rule(
-    recording: Recording, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
-) -> Any:
-    """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
-    changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
-    saved = {
-        index: [x.detach().clone() if x is changed else x.detach() for x in answer.saved]
-        for index, answer in decision.answers.items()
-    }
-    versions = [x._version for some in saved.values() for x in some]
-    output = kind.function(*args, **kwargs)
-    if versions != [x._version for some in saved.values() for x in some]:
-        raise RuleError(
-            f"`{kind.name}` changed a tensor in place that its rule saves for the backward pass. "
-            "Let the rule save a clone of it."
-        )
-    tapped: dict[int, Tensor] = {}
-    for index, tensor in enumerate(results_of(kind, args, kwargs, output)):
-        if not tensor.requires_grad:
-            continue
-        answer = decision.answers.get(index)
-        if answer is None:
+class Tapping:
+    """Carries out the uses of one recording, and taps their results."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def tap(
+        self, use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False
+    ) -> Tensor:
+        """One tensor of the results of a use behind a tap, which saves what the use needs."""
+        return tap(use, output, saved, in_place=in_place)
+
+    def run_with_rule(
+        self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
+    ) -> Any:
+        """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
+        changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
+        saved = {
+            index: [x.detach().clone() if x is changed else x.detach() for x in answer.saved]
+            for index, answer in decision.answers.items()
+        }
+        versions = [x._version for some in saved.values() for x in some]
+        output = kind.function(*args, **kwargs)
+        if versions != [x._version for some in saved.values() for x in some]:
             raise RuleError(
-                f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, which "
-                "requires a gradient. Return recipes with each `output`."
+                f"`{kind.name}` changed a tensor in place that its rule saves for the backward "
+                "pass. Let the rule save a clone of it."
             )
-        number, shape, reads = recording.count, tuple(tensor.shape), tuple(answer.reads)
-        use = RuleUse(recording, number, kind.name, shape, reads, answer.recipes, decision.rule)
-        tapped[id(tensor)] = tap(use, tensor, saved[index], in_place=kind.is_in_place)
-    return exchange(output, tapped)
+        tapped: dict[int, Tensor] = {}
+        for index, tensor in enumerate(results_of(kind, args, kwargs, output)):
+            if not tensor.requires_grad:
+                continue
+            answer = decision.answers.get(index)
+            if answer is None:
+                raise RuleError(
+                    f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, "
+                    "which requires a gradient. Return recipes with each `output`."
+                )
+            number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
+            known = number, kind.name, shape, reads, answer.recipes, decision.rule
+            use = RuleUse(self.recording, *known)
+            tapped[id(tensor)] = self.tap(use, tensor, saved[index], in_place=kind.is_in_place)
+        return exchange(output, tapped)
 
+    def run_without_rule(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+    ) -> Any:
+        """Carries out a call that is left to the fallback.
 
-def run_without_rule(
-    recording: Recording, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
-) -> Any:
-    """Carries out a call that is left to the fallback.
+        It is made on aliases of what is tracked, one for each time that it is read, so that their
+        edges lead into this call alone.
+        """
+        tracked = {id(tensor): status for tensor, status in reads}
+        changed = first_of(args, kwargs) if kind.is_in_place else None
+        edges: list[GradientEdge] = []  # of the aliases
+        read: list[Tracked] = []
 
-    It is made on aliases of what is tracked, one for each time that it is read, so that their
-    edges lead into this call alone.
-    """
-    tracked = {id(tensor): status for tensor, status in reads}
-    changed = first_of(args, kwargs) if kind.is_in_place else None
-    edges: list[GradientEdge] = []  # of the aliases
-    read: list[Tracked] = []
+        def alias(tensor: Tensor) -> Tensor:
+            status = tracked.get(id(tensor))
+            if status is None:
+                return tensor
+            # What is changed in place must be the tensor itself; its edge is that of before.
+            own = tensor if tensor is changed else tensor.view_as(tensor)
+            read.append(status)
+            edges.append(get_gradient_edge(own))
+            return own
 
-    def alias(tensor: Tensor) -> Tensor:
-        status = tracked.get(id(tensor))
-        if status is None:
-            return tensor
-        # What is changed in place must be the tensor itself; its edge is that of before.
-        own = tensor if tensor is changed else tensor.view_as(tensor)
-        read.append(status)
-        edges.append(get_gradient_edge(own))
-        return own
+        aliased, options = map_tensors((args, kwargs), alias)
+        output = kind.function(*aliased, **options)
+        tapped: dict[int, Tensor] = {}
+        nodes = {edge.node for edge in edges}
+        for tensor in results_of(kind, aliased, options, output):
+            if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, shown_by)):
+                use = FallbackUse.of(self.recording, kind.name, tensor, tuple(read), tuple(edges))
+                tapped[id(tensor)] = self.tap(use, tensor, (), in_place=kind.is_in_place)
+        return exchange(output, tapped)
 
-    aliased, options = map_tensors((args, kwargs), alias)
-    output = kind.function(*aliased, **options)
-    tapped: dict[int, Tensor] = {}
-    nodes = {edge.node for edge in edges}
-    for tensor in results_of(kind, aliased, options, output):
-        if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, use_of)):
-            use = FallbackUse.of(recording, kind.name, tensor, tuple(read), tuple(edges))
-            tapped[id(tensor)] = tap(use, tensor, (), in_place=kind.is_in_place)
-    return exchange(output, tapped)
+    def tap_unseen(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> None:
+        """Taps the result of a call that was not recorded, in which parameters met samples."""
+        name = f"the call behind `{type(tensor.grad_fn).__name__}`"
+        reads, inputs = tuple(sources.values()), tuple(sources)
+        use = FallbackUse.of(self.recording, name, tensor, reads, inputs, is_seen=False)
+        self.tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
 
-
-def tap_unseen(recording: Recording, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> None:
-    """Taps the result of a call that was not recorded, in which parameters met samples."""
-    name = f"the call behind `{type(tensor.grad_fn).__name__}`"
-    reads, inputs = tuple(sources.values()), tuple(sources)
-    use = FallbackUse.of(recording, name, tensor, reads, inputs, is_seen=False)
-    tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
-
-
-def tap_result(recording: Recording, tensor: Tensor, tracked: Tracked) -> Tensor:
-    """A module's output that is computed from parameters alone, with a tap."""
-    letters, shape = positions(tensor.dim()), tuple(tensor.shape)
-    formula = product(tensor, f"{letters}->{letters}").formula
-    recipes, name = [KeptRecipe((tracked,), formula, slice(0, 0))], "the output of the module"
-    use = RuleUse(recording, recording.count, name, shape, (tracked,), recipes, None)
-    return tap(use, tensor, ())
+    def tap_result(self, tensor: Tensor, tracked: Tracked) -> Tensor:
+        """A module's output that is computed from parameters alone, with a tap."""
+        letters, shape = positions(tensor.dim()), tuple(tensor.shape)
+        formula = product(tensor, f"{letters}->{letters}").formula
+        recipes, name = [KeptRecipe((tracked,), formula, slice(0, 0))], "the output of the module"
+        number = self.recording.count
+        use = RuleUse(self.recording, number, name, shape, (tracked,), recipes, None)
+        return self.tap(use, tensor, ())

@@ -37,13 +37,13 @@ class Known:
     """The layouts that were found for one graph.
 
     Attributes:
-        layouts: Of each use, by the number of its tap in the survey.
+        layouts: Of each use, in the order of the survey.
         constants: The constants that they depend on, with the values that they were found with.
         silent: The spots that had no cotangent.
         is_doubted: Whether to look again before they are used.
     """
 
-    layouts: dict[int, tuple[Placement, ...]]
+    layouts: tuple[tuple[Placement, ...], ...]
     constants: tuple[tuple[Constant, Tensor], ...]
     silent: tuple[Spot, ...]
     is_doubted: bool = False
@@ -54,7 +54,7 @@ class Known:
 
     def of_uses(self, survey: Survey) -> Layouts:
         """The layouts, by use."""
-        return {use: self.layouts.get(number, ()) for use, number in survey.uses.items()}
+        return dict(zip(survey.uses, self.layouts, strict=True))
 
 
 @dataclass(frozen=True)

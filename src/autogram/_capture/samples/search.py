@@ -288,9 +288,9 @@ class Search:
             return  # the gaps may belong to other samples where constants move samples
         if proof.silent and self._objectives.per_sample > 1:
             return  # a batched pass hides the values that would show that this is over
-        by_number = {survey.uses[use]: layouts for use, layouts in found.items()}
+        in_order = tuple(found.get(use, ()) for use in survey.uses)
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
-        self._remembered.layouts[self._key] = Known(by_number, constants, proof.silent)
+        self._remembered.layouts[self._key] = Known(in_order, constants, proof.silent)
 
     @property
     def _known(self) -> Known | None:

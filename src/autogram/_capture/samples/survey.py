@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.graph import use_of
+from autogram._capture.autograd.graph import shown_by
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
@@ -173,16 +173,17 @@ class Survey:
 
     def _is_tap(self, node: Any) -> bool:
         """Whether an autograd Function is a tap of the engine, whose use is noted then."""
-        use = use_of(node)
-        if use is None:
-            return False
-        if use.recording.channel is not self._channel:
-            self._anchors.add(get_gradient_edge(use.recording.channel.anchor).node)
-            return False
-        self.uses[use] = len(self.nodes) - 1
-        self._structure.append(use.function)
-        self._sizes.append(use.shape)
-        return True
+        is_tap = False
+        for shown in shown_by(node):
+            if shown.recording.channel is not self._channel:
+                self._anchors.add(get_gradient_edge(shown.recording.channel.anchor).node)
+                continue
+            is_tap = True
+            for use in shown.uses_at(node):
+                self.uses[use] = len(self.nodes) - 1
+                self._structure.append(use.function)
+                self._sizes.append(use.shape)
+        return is_tap
 
 
 def _room(size: int, samples: int) -> int:

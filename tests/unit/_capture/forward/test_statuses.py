@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram._capture.forward.statuses import Statuses
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.forward.tapping import Tapping
+from autogram._capture.recording import Channel
 from tests.unit.checks import assert_gramian_is_exact
 
 
@@ -46,6 +47,6 @@ def test_changed_by_name() -> None:
 def test_arguments_of_a_call() -> None:
     """Also in one list or tuple of arguments, as of `torch.cat`."""
     tensors = [torch.zeros(1) for _ in range(4)]
-    statuses = Statuses(Recording(Channel(), {}))
+    statuses = Statuses(Tapping(Channel().begin()))
     found = statuses.read((tensors[0], [tensors[1], 1], 2, tensors[2], (tensors[3], None)))
     assert [id(x) for x, _ in found] == [id(x) for x in tensors]

@@ -1,0 +1,161 @@
+"""The backend of `torch.compile`: inductor, with taps where parameters meet samples."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autogram._capture.forward.session import open_recorders
+from autogram._capture.tracked import BATCHED, Tracked
+from autogram._compiled.call import CompiledPart, nowhere
+from autogram._compiled.compilers import COMPILERS
+from autogram._compiled.private import missing
+from autogram._compiled.tracing.part import Part, Traced
+from autogram._compiled.variants import Backward
+from autogram._errors import CompiledPartWarning, listed, warn_user
+
+Options = Mapping[str, Any]
+
+
+def autogram(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Options | None = None,
+) -> Callable[..., Any]:
+    """Compiles a graph of Dynamo so that engines see what happens inside.
+
+    Args:
+        graph: The graph.
+        inputs: Examples of its inputs.
+        mode: As for inductor.
+        options: As for inductor. And ``"autogram.inner"``, which is ``"inductor"``, or
+            ``"aot_eager"`` to compile nothing below autograd, as for tests.
+
+    Returns:
+        What computes the outputs of the graph.
+    """
+    own = dict(options or {})
+    inner = own.pop("autogram.inner", "inductor")
+    if names := missing():
+        _tell_of_missing(names)
+        return _unseen(inner, graph, inputs)
+    config = _config(mode, own)
+    parameters, derived, batched = _kinds(graph, inputs)
+    compile = COMPILERS[inner]
+    if not torch.is_grad_enabled() or not (parameters or derived):
+        return compile(graph, inputs, config, None)
+    part = Part(graph, parameters, derived, batched)
+    device = inputs[part.roots[0]].device
+    module, examples = _outer(graph, part), [*inputs, nowhere(device)]
+    return CompiledPart(part, compile(module, examples, config, partial(Backward, part)))
+
+
+def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph, compiled so that explicit rows can be had, if this version of PyTorch lets it."""
+    try:
+        return COMPILERS[inner](graph, inputs, {}, None)
+    except (ImportError, AttributeError):
+        found: Callable[..., Any] = torch._dynamo.lookup_backend(inner)(graph, list(inputs))
+        return found
+
+
+_TOLD: set[tuple[str, ...]] = set()
+
+
+def _tell_of_missing(names: tuple[str, ...]) -> None:
+    """Tells the user once that this version of PyTorch is not known."""
+    if names not in _TOLD:
+        _TOLD.add(names)
+        warn_user(
+            f"This version of PyTorch ({torch.__version__}) does not have {listed(names)}, by "
+            "which compiled parts are seen inside. Parts are compiled as by inductor, and their "
+            "parameters get explicit rows: exact, by a backward pass for each objective. Take a "
+            "version of PyTorch that `pyproject.toml` names, or a newer autogram.",
+            CompiledPartWarning,
+        )
+
+
+def _config(mode: str | None, options: Options) -> dict[str, Any]:
+    """The configuration of inductor for a mode and options, checked as PyTorch does it."""
+    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options), None)
+    return dict(wrapper.config)
+
+
+def _outer(graph: fx.GraphModule, part: Part) -> fx.GraphModule:
+    """A graph that calls a part, with one more input: what leads to engines."""
+    outer, inputs = fx.Graph(), []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            given = outer.placeholder(node.target)
+            given.meta = copy.copy(node.meta)
+            given._dynamo_source = getattr(node, "_dynamo_source", None)
+            inputs.append(given)
+    last = outer.placeholder("autogram_entry")
+    last._dynamo_source = None
+    called = outer.call_module("part", (*inputs, last))
+    count = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple
+    outer.output(tuple(outer.call_function(operator.getitem, (called, i)) for i in range(count)))
+    module = fx.GraphModule({"part": Traced(part)}, outer)
+    module.meta = dict(graph.meta)
+    if hasattr(graph, "_param_name_to_source"):
+        module._param_name_to_source = graph._param_name_to_source
+    return module
+
+
+def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+    """The positions of inputs that are parameters, derived from parameters, and batched.
+
+    Recordings that are open know it. Else, as where the recording of a module begins, masks and
+    indices without a dimension of samples are constants. What is taken for another one wrongly
+    costs time, and no exactness.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    parameters, others = [], []
+    for position, (node, x) in enumerate(zip(nodes, inputs, strict=True)):
+        if isinstance(x, nn.Parameter) and x.requires_grad:
+            parameters.append(position)
+        elif isinstance(x, Tensor) and (x.requires_grad or not _is_buffer(node)):
+            others.append(position)
+    recorders = open_recorders()
+    statuses = {i: [recorder.status_of(inputs[i]) for recorder in recorders] for i in others}
+    derived = [i for i in others if any(isinstance(x, Tracked) for x in statuses[i])]
+    others = [i for i in others if i not in derived]
+    if recorders:
+        known = [i for i in others if inputs[i].requires_grad or BATCHED in statuses[i]]
+        return parameters, derived, known
+    differentiable = [i for i in others if inputs[i].requires_grad]
+    shapes = [inputs[i].shape for i in (*differentiable, *others) if not inputs[i].is_nested]
+    size = next((int(shape[0]) for shape in shapes if len(shape) and int(shape[0]) != 1), 1)
+
+    def is_batched(x: Tensor) -> bool:
+        has_samples = x.is_nested or size in [int(n) for n in x.shape[:2]]
+        return x.requires_grad or (has_samples and not _counts(x))
+
+    return parameters, derived, [i for i in others if is_batched(inputs[i])]
+
+
+def _counts(x: Tensor) -> bool:
+    """Whether a tensor holds consecutive integers, as positions in a sequence."""
+    if (
+        x.is_nested
+        or x.is_floating_point()
+        or x.dtype == torch.bool
+        or x.numel() != x.shape[-1:].numel()
+    ):
+        return False
+    x = x.detach().flatten()
+    return len(x) > 1 and bool((x[1:] - x[:-1] == 1).all())
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    """Whether an input is a buffer of a module."""
+    known = node.meta.get("tensor_dict") or {}
+    return known.get("_dynamo_static_input_type") is not None

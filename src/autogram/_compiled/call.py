@@ -1,0 +1,198 @@
+"""Calls of a compiled part: what an engine is shown of one, which lives as long as its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from autogram._blocks import Region
+from autogram._capture.autograd.entry import entry, entry_of
+from autogram._capture.forward.recorder import Recorder
+from autogram._capture.forward.session import recorders_of
+from autogram._capture.recording import Recording
+from autogram._capture.tap import tap
+from autogram._capture.tracked import Tracked, as_of_now, track_parameter
+from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
+from autogram._compiled.tracing.part import Part
+from autogram._compiled.tracing.sizes import Numbers
+from autogram._errors import listed
+
+
+class Call:
+    """What one engine is shown of a call of a part.
+
+    Args:
+        part: The part.
+        recording: That of the engine.
+        args: The arguments of the call.
+        derived: What the arguments are that are computed from parameters, by position.
+
+    Attributes:
+        part: The part.
+        recording: That of the engine.
+        rows_of: The positions of the inputs that get explicit rows through the call.
+    """
+
+    def __init__(
+        self, part: Part, recording: Recording, args: Sequence[Any], derived: dict[int, Tracked]
+    ) -> None:
+        self.part, self.recording = part, recording
+        self.rows_of: frozenset[int] = frozenset()
+        own = {i: args[i] for i in part.parameters if args[i] in recording.names}
+        self._roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
+        self._numbers: Numbers = part.sizes.of(args)
+        # Tensors without a graph are saved with the node, which notices changes in place.
+        self._given = {i: args[i] for i in part.derived_from if not _is_saved(args[i])}
+        self._first = recording.count
+        self._uses: tuple[RuleUse | None, ...] | None = None
+        recording.count += len(part.uses)
+        recording.dtypes |= part.dtypes
+        recording.is_batchable = False
+
+    @property
+    def roots_with_rows(self) -> dict[int, Tracked]:
+        """The engine's parameters, and inputs derived from them, that have no rule in the part."""
+        return {i: root for i, root in self._roots.items() if i in self.part.rows}
+
+    def uses_at(self, node: Any) -> list[RuleUse]:
+        """The uses of the engine's parameters, in a call with this node."""
+        return [use for use in self.all_uses(node) if use is not None]
+
+    def all_uses(self, node: Any) -> tuple[RuleUse | None, ...]:
+        """Each use of the part, or ``None`` if it reads none of the engine's parameters.
+
+        They are made when the engine first asks for them.
+        """
+        if self._uses is None:
+            part = self.part
+            tracked = [self._tracked(i, node) for i in range(len(part.sources))]
+            self._uses = tuple(self._use(i, tracked) for i in range(len(part.uses)))
+        return self._uses
+
+    def _use(self, number: int, tracked: Sequence[Tracked | None]) -> RuleUse | None:
+        """A use of this call."""
+        use, resolve = self.part.uses[number], self.part.sizes.resolve
+        reads = tuple(t for i in use.reads if (t := tracked[i]) is not None)
+        if not reads:
+            return None
+        recipes = []
+        for operands, formula, saved in use.recipes:
+            own = tuple(None if i is None else tracked[i] for i in operands)
+            if any(own):
+                recipes.append(KeptRecipe(own, resolve(formula, self._numbers), saved))
+        shape = resolve(use.shape, self._numbers)
+        known = self._first + number, use.function, shape, reads, recipes, use.rule
+        return RuleUse(self.recording, *known)
+
+    def _tracked(self, number: int, node: Any) -> Tracked | None:
+        """A tracked tensor of the part, if it is of parameters of the engine that get no rows."""
+        source = self.part.sources[number]
+        roots = [self._roots[i] for i in source.inputs if i in self._roots]
+        if not roots or self.part.has_rows(number):
+            return None
+        if source.region is not None:
+            (root,) = roots
+            assert root.region is not None
+            region = _shifted(source.region, root.region.offset)
+            return Tracked(root.sources, region, region.shape, source.dtype, root.version)
+        if source.derivation is None:
+            return roots[0]
+        found = entry_of(node)
+        assert found is not None
+        saved = [i for i in self.part.derived_from if i not in self._given]
+        given = {**self._given, **dict(zip(saved, found.saved_tensors, strict=True))}
+        derived = source.derivation.run([given[i] for i in source.derivation.inputs])
+        sources = tuple({id(p): p for root in roots for p in root.sources}.values())
+        shape, edge = tuple(derived.shape), get_gradient_edge(derived)
+        return Tracked(sources, None, shape, source.dtype, derived._version, edge)
+
+
+class CompiledPart:
+    """What Dynamo calls: the compiled function of a part, with a record for each engine concerned.
+
+    Args:
+        part: The part.
+        function: Takes the arguments of the part, and what leads from it to engines.
+    """
+
+    def __init__(self, part: Part, function: Any) -> None:
+        self._part, self._function = part, function
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the part."""
+        part = self._part
+        recorders = recorders_of([args[i] for i in part.parameters])
+        like = nowhere(args[part.roots[0]].device)
+        with torch._C.DisableTorchFunction():
+            if not recorders:
+                return self._function(*args, like)
+            derived = [_derived_inputs(recorder, part, args) for recorder in recorders]
+            calls = [
+                Call(part, recorder.recording, args, roots)
+                for recorder, roots in zip(recorders, derived, strict=True)
+            ]
+            anchors = [recorder.recording.channel.anchor for recorder in recorders]
+            saved = [args[i] for i in part.derived_from if _is_saved(args[i])]
+            given = entry(calls, like, anchors, saved)
+            outputs = list(self._function(*args, given))
+            for position, way in part.outputs.items():
+                outputs[position] = way.run([args[i] for i in way.inputs])
+            for call, inputs in zip(calls, derived, strict=True):
+                expected = {i: x for i, x in inputs.items() if i not in part.roots}
+                _add_rows(call, args, expected, outputs)
+        for recorder in recorders:
+            batched = [x for i, x in enumerate(outputs) if i not in part.outputs]
+            recorder.mark([x for x in batched if isinstance(x, Tensor)])
+        return outputs
+
+
+def _is_saved(given: Any) -> bool:
+    """Whether an argument is kept by the node: tensors that autograd has no graph of."""
+    return isinstance(given, Tensor) and given.grad_fn is None
+
+
+@lru_cache(maxsize=64)
+def nowhere(device: torch.device) -> Tensor:
+    """What the parts on a device are given where no engine sees the call."""
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+def _derived_inputs(recorder: Recorder, part: Part, args: Sequence[Any]) -> dict[int, Tracked]:
+    """The inputs of a call that are computed from parameters alone, by position."""
+    found: dict[int, Tracked] = {}
+    for position, x in enumerate(args):
+        if isinstance(x, Tensor) and x.grad_fn is not None and position not in part.parameters:
+            status = recorder.status_of(x)
+            if isinstance(status, Tracked):
+                found[position] = as_of_now(x, status)
+    return found
+
+
+def _add_rows(
+    call: Call, args: Sequence[Any], derived: dict[int, Tracked], outputs: list[Any]
+) -> None:
+    """Puts taps on the outputs of a call, for explicit rows of what has no rule in the part."""
+    part, recording = call.part, call.recording
+    reads = {**call.roots_with_rows, **derived}
+    if not reads:
+        return
+    call.rows_of = frozenset(reads)
+    functions = list(dict.fromkeys(name for i in reads for name in part.rows.get(i, ())))
+    name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
+    inputs = tuple(get_gradient_edge(args[i]) for i in reads)
+    for position, x in enumerate(outputs):
+        if isinstance(x, Tensor) and x.requires_grad and position not in part.outputs:
+            use = FallbackUse.of(recording, name, x, tuple(reads.values()), inputs)
+            outputs[position] = tap(use, x, ())
+
+
+@lru_cache(maxsize=4096)
+def _shifted(region: Region, offset: int) -> Region:
+    """A region that begins further on."""
+    return replace(region, offset=region.offset + offset) if offset else region

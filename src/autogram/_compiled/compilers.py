@@ -1,0 +1,109 @@
+"""Compilers of the graphs behind a part: inductor, or AOTAutograd alone, with variants of backward.
+
+A backward pass may run behind another one over the same saved tensors, so that none may overwrite
+these. And what AOTAutograd has in its cache knows nothing of variants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+# Makes the backward pass of a part from its graph, and from what compiles a variant of it.
+MakeBackward = Callable[[fx.GraphModule, Callable[[fx.GraphModule], Any]], Any]
+
+
+class Compiler(Protocol):
+    """Compiles a graph, and its backward pass by a function of the caller, if there is one."""
+
+    def __call__(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        config: Mapping[str, Any],
+        backward: MakeBackward | None,
+    ) -> Callable[..., Any]:
+        """What computes the outputs of the graph."""
+
+
+def _inductor(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: Mapping[str, Any],
+    backward: MakeBackward | None,
+) -> Callable[..., Any]:
+    """A graph, compiled by inductor."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            return compile_fx_inner(graph, inputs, **kwargs)
+        patches = torch._inductor.config.get_config_copy() if config else {}
+
+        def compile(variant: fx.GraphModule) -> Any:
+            variant.graph.output_node().meta["user_visible_output_idxs"] = []
+            with _keeping(), torch._inductor.config.patch(patches):
+                return compile_fx_inner(variant, inputs, **kwargs)
+
+        _keep_saved_tensors()
+        return compile(graph) if backward is None else backward(graph, compile)
+
+    with _keeping():
+        compiled: Any = compile_fx(
+            graph,
+            inputs,
+            inner_compile=inner,
+            config_patches=dict(config),
+        )
+    return compiled  # type: ignore[no-any-return]  # as typed in torch
+
+
+def _aot_eager(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: Mapping[str, Any],
+    backward: MakeBackward | None,
+) -> Callable[..., Any]:
+    """A graph as AOTAutograd has traced it, whose operators run one by one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    del config
+
+    def compile(graph: fx.GraphModule) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def compile_forward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        return compile(graph)
+
+    def compile_backward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
+        _keep_saved_tensors()
+        return compile(graph) if backward is None else backward(graph, compile)
+
+    compiler = aot_autograd(
+        fw_compiler=compile_forward,
+        bw_compiler=compile_backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    with _keeping():
+        compiled: Callable[..., Any] = compiler(graph, inputs)
+    return compiled
+
+
+COMPILERS: dict[str, Compiler] = {"inductor": _inductor, "aot_eager": _aot_eager}
+
+
+def _keeping() -> Any:
+    """Lets AOTAutograd plan for several passes, inside of a block."""
+    return torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
+
+
+def _keep_saved_tensors() -> None:
+    """Tells AOTAutograd that no saved tensor is overwritten, or it refuses `retain_graph`."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []

@@ -1,0 +1,181 @@
+"""A compiled part: what is known of the uses in its graph, for each call and each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from autogram._blocks import Region
+from autogram._capture.tracked import Tracked
+from autogram._capture.uses import RuleUse
+from autogram._compiled.tracing.derivation import Derivation
+from autogram._compiled.tracing.recording import TracedTapping, record
+from autogram._compiled.tracing.sizes import Sizes
+from autogram.rules import Formula, Rule
+
+
+class Source(NamedTuple):
+    """A tracked tensor of a part.
+
+    Attributes:
+        inputs: The positions of the roots that it is computed from.
+        region: Which elements of its only parameter it holds, or ``None`` if it is derived. The
+            offset is that from the parameter's first element.
+        dtype: Its own.
+        derivation: How it is computed, if it is derived in the part. An input that is derived has
+            neither.
+    """
+
+    inputs: tuple[int, ...]
+    region: Region | None
+    dtype: torch.dtype
+    derivation: Derivation | None
+
+
+class PartRecipe(NamedTuple):
+    """A recipe of a use, with the numbers of tracked tensors for operands."""
+
+    operands: tuple[int | None, ...]
+    formula: Formula
+    saved: slice
+
+
+class PartUse(NamedTuple):
+    """A use in a part, of which any size may be symbolic."""
+
+    function: str
+    shape: tuple[Any, ...]
+    reads: tuple[int, ...]
+    recipes: tuple[PartRecipe, ...]
+    rule: Rule | None
+
+
+class Part:
+    """What was recorded of a part when AOTAutograd traced it last.
+
+    Args:
+        graph: The graph of Dynamo.
+        parameters: The positions of the inputs that are parameters.
+        derived: Those of inputs that were derived from parameters when the part was compiled.
+        batched: The positions of those that depend on the samples.
+
+    Attributes:
+        parameters: As given.
+        roots: The positions of parameters and derived inputs.
+        sources: The tracked tensors of its uses.
+        uses: In the order of the forward pass.
+        rows: The positions of parameters that get explicit rows, with the calls that have no rule.
+        dtypes: Those in which autocast carried out uses.
+        outputs: How outputs are computed that no sample is in.
+        sizes: Which numbers the symbols of its sizes stand for.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        parameters: Sequence[int],
+        derived: Sequence[int],
+        batched: Sequence[int],
+    ) -> None:
+        self._graph = graph
+        self.parameters = tuple(parameters)
+        self._derived = tuple(derived)
+        self.roots = self.parameters + self._derived
+        self._batched = tuple(batched)
+        self.sources: tuple[Source, ...] = ()
+        self.uses: tuple[PartUse, ...] = ()
+        self.rows: dict[int, list[str]] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self.outputs: dict[int, Derivation] = {}
+        self.sizes = Sizes(())
+
+    def trace(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Runs the graph on traced arguments, and keeps what was recorded."""
+        outputs, tapping = record(self._graph, args, self.parameters, self._derived, self._batched)
+        self._take(args, tapping)
+        return outputs
+
+    def _take(self, args: Sequence[Any], tapping: TracedTapping) -> None:
+        """Keeps what was recorded, without a tensor of the tracing."""
+        positions = {id(x): i for i, x in enumerate(args) if i in self.roots}
+        self.sizes = Sizes(args)
+        self.dtypes, self.outputs = tapping.dtypes, tapping.outputs
+        self.rows = {}
+        for name, parameter in tapping.without_rule:
+            self.rows.setdefault(positions[id(parameter)], []).append(name)
+        numbers: dict[Tracked, int] = {}
+        sources: list[Source] = []
+
+        def number(tracked: Tracked) -> int:
+            if tracked not in numbers:
+                numbers[tracked] = len(sources)
+                inputs = tuple(positions[id(p)] for p in tracked.sources)
+                region, way = tracked.region, tapping.derivations.get(tracked)
+                if region is not None:
+                    start = Region.of_parameter(tracked.sources[0]).offset
+                    region = replace(region, offset=region.offset - start)
+                sources.append(Source(inputs, region, tracked.dtype, way))
+            return numbers[tracked]
+
+        self.uses = tuple(_part_use(use, number) for use in tapping.uses)
+        self.sources = tuple(sources)
+        self._widen_rows()
+
+    def _widen_rows(self) -> None:
+        """Gives rows to all that is read together with what gets rows, or has unknown sizes.
+
+        Rows through the part are of all uses of a parameter in it.
+        """
+        for use in self.uses:
+            if not self.sizes.know((use.shape, [recipe.formula for recipe in use.recipes])):
+                for position in self._positions(use):
+                    self.rows.setdefault(position, []).append(use.function)
+        pending = True
+        while pending:
+            pending = False
+            for use in self.uses:
+                for i in use.reads:
+                    inputs = self.sources[i].inputs
+                    if not self.rows.keys().isdisjoint(inputs):
+                        new = [x for x in inputs if x not in self.rows]
+                        self.rows.update({x: [use.function] for x in new})
+                        pending |= bool(new)
+
+    def _positions(self, use: PartUse) -> Iterable[int]:
+        """The positions of the parameters that a use reads."""
+        return [position for i in use.reads for position in self.sources[i].inputs]
+
+    @property
+    def derived_from(self) -> list[int]:
+        """The positions of the inputs that derivations of its uses take."""
+        ways = [source.derivation for source in self.sources if source.derivation is not None]
+        return list(dict.fromkeys(i for way in ways for i in way.inputs))
+
+    def has_rows(self, source: int) -> bool:
+        """Whether a tracked tensor is of parameters that get explicit rows."""
+        return not self.rows.keys().isdisjoint(self.sources[source].inputs)
+
+
+def _part_use(use: RuleUse, number: Callable[[Tracked], int]) -> PartUse:
+    """A use without tensors."""
+    recipes = tuple(
+        PartRecipe(tuple(None if t is None else number(t) for t in operands), formula, saved)
+        for operands, formula, saved in use.recipes
+    )
+    return PartUse(use.function, use.shape, tuple(map(number, use.reads)), recipes, use.rule)
+
+
+class Traced(nn.Module):
+    """What AOTAutograd traces of a part."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self._part = part
+
+    def forward(self, *args: Any) -> Any:
+        """Runs the part on traced arguments, of which the last is what leads to engines."""
+        return self._part.trace(args[:-1])

@@ -1,0 +1,229 @@
+"""Recording while AOTAutograd traces: the uses of a compiled region, found once, as in eager mode.
+
+AOTAutograd runs the graph of a region with live autograd, so that the recorder sees each torch
+function, asks the rules, and puts taps on results. The taps become operators of the joint graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
+
+from autogram._capture.forward.calls import Kind, first_of, kind_of
+from autogram._capture.forward.decision import Reads, UseRule
+from autogram._capture.forward.recorder import Recorder
+from autogram._capture.forward.tapping import Tapping
+from autogram._capture.recording import Channel, Recording
+from autogram._capture.tracked import BATCHED, Status, Tracked
+from autogram._capture.uses import RuleUse, Use
+from autogram._compiled.tracing.derivation import Derivation, History
+from autogram._compiled.tracing.operator import TracedTap
+from autogram._containers import tensors_in
+
+
+class TracedTapping(Tapping):
+    """Puts taps into the joint graph, and notes what has no rule.
+
+    Attributes:
+        uses: In the order of the forward pass.
+        derivations: How derived tensors that are used are computed.
+        outputs: How outputs of the part are computed that no sample is in.
+        without_rule: Names of calls, each with a parameter that it reads.
+        dtypes: Those in which autocast carried out uses.
+    """
+
+    def __init__(self, recording: Recording, history: History) -> None:
+        super().__init__(recording)
+        self._history = history
+        self.uses: list[RuleUse] = []
+        self.derivations: dict[Tracked, Derivation] = {}
+        self.outputs: dict[int, Derivation] = {}
+        self.without_rule: list[tuple[str, Tensor]] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def run_with_rule(
+        self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
+    ) -> Any:
+        """Carries out a call whose blocks a rule knows, if its derived tensors can be derived."""
+        read = {t for answer in decision.answers.values() for t in answer.reads}
+        derived = {t for t in read if t.edge is not None and t not in self.derivations}
+        if derived:
+            given = [x for x in tensors_in((args, kwargs)) if x.grad_fn is not None]
+            by_edge = {get_gradient_edge(x): x for x in given}
+            found = {t: self._history.of(by_edge[t.edge]) for t in derived if t.edge in by_edge}
+            if len(found) < len(derived) or None in found.values():
+                reads = [(x, t) for t in read for x in t.sources]
+                return self.run_without_rule(kind, args, kwargs, reads)
+            self.derivations.update({t: way for t, way in found.items() if way is not None})
+        return super().run_with_rule(kind, args, kwargs, decision)
+
+    def run_without_rule(
+        self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+    ) -> Any:
+        """Carries out a call as it is. Its parameters get rows through the whole region."""
+        self.without_rule += [(kind.name, p) for _, tracked in reads for p in tracked.sources]
+        return kind.function(*args, **kwargs)
+
+    def tap_unseen(self, tensor: Tensor, sources: Any) -> None:
+        """Notes parameters that were used where even tracing sees no calls."""
+        name = f"the call behind {type(tensor.grad_fn).__name__}"
+        self.without_rule += [(name, p) for tracked in sources.values() for p in tracked.sources]
+
+    def tap(
+        self, use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False
+    ) -> Tensor:
+        """A tensor behind a tap of the joint graph."""
+        assert isinstance(use, RuleUse)
+        self.uses.append(use)
+        self.recording.count += 1
+        device = output.device.type
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+            self.dtypes.add(torch.get_autocast_dtype(device))
+        if not in_place:
+            tapped: Tensor = TracedTap.apply(output, use, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
+            return tapped
+        # AOTAutograd makes this functional. The values stay what the call saved of its own result.
+        with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
+            output.copy_(TracedTap.apply(output.clone(), use, *saved))  # type: ignore[no-untyped-call]  # as typed in torch
+        return output
+
+
+class TraceRecorder(Recorder):
+    """The recorder of one tracing of a region."""
+
+    def __init__(self, tapping: TracedTapping, history: History) -> None:
+        super().__init__(tapping)
+        self.taps = tapping
+        self._history = history
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter itself."""
+        return self._statuses.is_parameter(tensor)
+
+    def statuses_of(self, arguments: Sequence[Any]) -> list[Status]:
+        """What some arguments are."""
+        return [self.status_of(x) if isinstance(x, Tensor) else None for x in arguments]
+
+    def set_statuses(self, arguments: Sequence[Any], statuses: Sequence[Status]) -> None:
+        """Lets arguments be what others are."""
+        for argument, status in zip(arguments, statuses, strict=True):
+            if isinstance(argument, Tensor):
+                self._statuses.let_be(argument, status)
+
+    def note_changes(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Notes a call that changes what does not depend on the samples in place."""
+        changed = first_of(args, kwargs) if kind.is_in_place else None
+        if isinstance(changed, Tensor) and self.status_of(changed) is not BATCHED:
+            self._history.note_change()
+
+    def _are_of_checkpoint(self, hooks: Any) -> bool:
+        """No: AOTAutograd decides what is computed again."""
+        del hooks
+        return False
+
+
+class Runner(fx.Interpreter):
+    """Runs the graph of a region under the recorder."""
+
+    def __init__(self, module: fx.GraphModule, recorder: TraceRecorder, history: History) -> None:
+        super().__init__(module)
+        self._recorder, self._history = recorder, history
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs a node, and notes what it computes."""
+        result = super().run_node(n)
+        self._history.note(n, result)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function, with the recorder inside of checkpoints."""
+        if str(target) == "tag_activation_checkpoint":
+            body, *inputs = args
+            args = (_recorded_again(body, len(inputs), self._recorder), *inputs)
+        elif callable(target):
+            self._recorder.note_changes(kind_of(target), args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a method of a tensor."""
+        self._recorder.note_changes(kind_of(getattr(args[0], target)), args, kwargs)
+        return super().call_method(target, args, kwargs)
+
+
+def _recorded_again(body: fx.GraphModule, inputs: int, recorder: TraceRecorder) -> fx.GraphModule:
+    """The body of a checkpoint, recorded also where autograd runs it a second time."""
+    graph = fx.Graph()
+    given = tuple(graph.placeholder(f"input_{i}") for i in range(inputs))
+    graph.output(graph.call_module("body", given))
+    module = fx.GraphModule({"body": _Reentered(body, recorder)}, graph)
+    module.meta = body.meta
+    return module
+
+
+class _Reentered(nn.Module):
+    """Runs the body of a checkpoint. What it taps the second time is what it has tapped before."""
+
+    def __init__(self, body: fx.GraphModule, recorder: TraceRecorder) -> None:
+        super().__init__()
+        self._run = fx.Interpreter(body).run
+        self._recorder = recorder
+        self._first: tuple[int, list[Status]] | None = None
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the body, under the recorder."""
+        recorder, tapping = self._recorder, self._recorder.taps
+        if self._first is None:
+            self._first = len(tapping.uses), recorder.statuses_of(inputs)
+            return self._run(*inputs)
+        start, statuses = self._first
+        before = tapping.uses[start:]
+        del tapping.uses[start:]
+        recorder.recording.count = start
+        recorder.set_statuses(inputs, statuses)
+        with recorder:
+            output = self._run(*inputs)
+        tapping.uses.extend(before[len(tapping.uses) - start :])
+        recorder.recording.count = len(tapping.uses)
+        return output
+
+
+def record(
+    module: fx.GraphModule,
+    args: Sequence[Any],
+    parameters: Sequence[int],
+    derived: Sequence[int],
+    batched: Sequence[int],
+) -> tuple[Sequence[Any], TracedTapping]:
+    """Runs the graph of a region on traced arguments, with taps: its outputs, and what was found.
+
+    Args:
+        module: The graph.
+        args: The arguments.
+        parameters: The positions of those that are parameters.
+        derived: The positions of those that are derived from parameters, outside.
+        batched: The positions of those that depend on the samples.
+    """
+    recording = Recording(Channel(), {args[i]: str(i) for i in (*parameters, *derived)})
+    history = History(module, set(batched).__contains__)
+    tapping = TracedTapping(recording, history)
+    recorder = TraceRecorder(tapping, history)
+    roots = [args[i] for i in derived]
+    recorder.set_statuses(roots, [Tracked.of(x, (x,)) for x in roots])
+    recorder.mark([args[i] for i in batched])
+    with recorder:
+        outputs = Runner(module, recorder, history).run(*args)
+    for position, tensor in enumerate(outputs):
+        status = recorder.status_of(tensor) if isinstance(tensor, Tensor) else None
+        if isinstance(status, Tracked) and not recorder.is_parameter(tensor):
+            way = history.of(tensor)
+            if way is None:
+                tapping.without_rule += [
+                    ("an output of parameters alone", p) for p in status.sources
+                ]
+            else:
+                tapping.outputs[position] = way
+    return outputs, tapping

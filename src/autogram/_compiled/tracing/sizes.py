@@ -1,0 +1,91 @@
+"""Sizes that a compiled part leaves open: which number each symbol stands for in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Numbers = tuple[int, ...]
+
+
+class Sizes:
+    """Finds the numbers behind symbolic sizes from the arguments of a call.
+
+    Args:
+        args: The arguments of the tracing, in whose sizes each symbol stands alone somewhere.
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        found: dict[Any, tuple[int, int | None]] = {}
+        for position, x in enumerate(args):
+            sizes = list(enumerate(x.shape)) if isinstance(x, Tensor) else [(None, x)]
+            for dim, size in sizes:
+                if isinstance(size, torch.SymInt):
+                    symbol = _expression(size)
+                    if symbol.is_symbol:
+                        found.setdefault(symbol, (position, dim))
+        self._symbols = tuple(found)
+        self._places = tuple(found.values())
+
+    def of(self, args: Sequence[Any]) -> Numbers:
+        """The numbers that the symbols stand for in a call."""
+        return tuple(
+            int(args[position] if dim is None else args[position].shape[dim])
+            for position, dim in self._places
+        )
+
+    def know(self, item: Any) -> bool:
+        """Whether every size in something follows from the symbols."""
+        seen: list[Any] = []
+        try:
+            exchanged(item, lambda size: seen.append(_expression(size)))
+        except TypeError:
+            return False
+        return all(x.free_symbols <= set(self._symbols) for x in seen)
+
+    def resolve(self, item: Any, numbers: Numbers) -> Any:
+        """Something with numbers in the place of symbolic sizes."""
+        if not numbers:
+            return item
+        values: Mapping[Any, int] = dict(zip(self._symbols, numbers, strict=True))
+        return exchanged(item, lambda size: int(_expression(size).subs(values)))
+
+
+def exchanged(item: Any, exchange: Callable[[torch.SymInt], Any]) -> Any:
+    """A copy of something with other values for symbolic sizes, or the same without any.
+
+    Raises:
+        TypeError: It holds sizes that cannot be exchanged.
+    """
+    if isinstance(item, torch.SymInt):
+        return exchange(item)
+    if isinstance(item, partial):
+        arguments = exchanged((item.args, item.keywords), exchange)
+        function = exchanged(item.func, exchange)
+        if function is item.func and arguments[0] is item.args and arguments[1] is item.keywords:
+            return item
+        return partial(function, *arguments[0], **arguments[1])
+    if isinstance(item, dict):
+        values = {key: exchanged(value, exchange) for key, value in item.items()}
+        return item if all(values[key] is item[key] for key in item) else values
+    if isinstance(item, (tuple, list)):
+        parts = [exchanged(part, exchange) for part in item]
+        if all(new is old for new, old in zip(parts, item, strict=True)):
+            return item
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    cells = [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
+    if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in cells):
+        raise TypeError
+    if isinstance(item, (torch.SymFloat, torch.SymBool)):
+        raise TypeError
+    return item
+
+
+def _expression(size: torch.SymInt) -> Any:
+    """A size as an expression of symbols, simplified by what is known of these."""
+    node: Any = size.node
+    return node.shape_env.simplify(node.expr)
