@@ -204,29 +204,31 @@ CASES = [
         [((3 * ones(2),), (None, ones(2)))],
     ),
     Case(
-        "in place right behind",
+        "the output is changed in place after the call",
         lambda: Apply(lambda x: 2 * x),
         in_place_behind,
         [((14 * ones(2),), (7 * ones(2),))],
         "raises",
     ),
     Case(
-        "in place inside",
+        "an input is changed in place by the module",
         lambda: nn.ReLU(inplace=True),
         in_place_inside,
         [((torch.tensor([0, 3]).double(),), (3 * ones(2),))],
         "raises",
     ),
     Case(
-        "in place inside and right behind",
+        "both of these",
         lambda: Apply(lambda x: x.mul_(2)),
         in_place_inside_and_behind,
         [((6 * ones(2),), (3 * ones(2),))],
         "raises",
     ),
-    Case("its own input", nn.Identity, own_input, [((2 * ones(2),), (2 * ones(2),))]),
     Case(
-        "a view of its input",
+        "the module returns its input", nn.Identity, own_input, [((2 * ones(2),), (2 * ones(2),))]
+    ),
+    Case(
+        "the module returns a view of its input",
         lambda: nn.Flatten(0),
         lambda m: own_input(m),
         [((2 * ones(2),), (2 * ones(2),))],
