@@ -3,7 +3,7 @@
 from autogram._capture.autograd.exact import exact, without_autocast
 from autogram._capture.autograd.grad import add_to_grad
 from autogram._capture.autograd.graph import leaves_behind
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
 from autogram._capture.backward.overflow import expecting_overflow
 from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
@@ -21,6 +21,7 @@ from autogram._capture.limit import limit_of_bytes, retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
+from autogram._capture.shards import Shards
 
 __all__ = [
     "BatchDim",
@@ -30,8 +31,10 @@ __all__ = [
     "Drivers",
     "Objectives",
     "Parameters",
+    "Pass",
     "Replays",
     "Session",
+    "Shards",
     "Summary",
     "Unseen",
     "UseReport",

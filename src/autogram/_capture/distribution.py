@@ -25,6 +25,7 @@ from autogram._capture.autograd.graph import (
 )
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
+from autogram._capture.units import is_dtensor, is_unit, sharded_units
 from autogram._errors import UnsupportedError
 
 _TWO_PASSES = (
@@ -65,6 +66,8 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
     Where parameters are read and no use is recorded, as in a model that was compiled as a whole, it
     cannot be known, and is assumed.
     """
+    if channel.before_pass is not None:
+        return True
     if not _is_distributed() or torch.distributed.get_world_size() == 1:
         return False
     taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
@@ -80,15 +83,21 @@ def refuse_gradients(call: str) -> None:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"`{call}` writes gradients of this process alone, and `DistributedDataParallel` exchanges "
-        "those of ordinary backward passes: the processes would have different parameters after "
-        f"the step. Make two passes: {_TWO_PASSES}, on the losses of each process. Inside of "
-        "`no_sync()`, where nothing is exchanged, this call is exact."
+        f"`{call}` writes gradients of this process alone, and `DistributedDataParallel` or "
+        "`fully_shard` exchanges those of ordinary backward passes: the processes would have "
+        "different parameters after the step. Make the engine with `distributed=True`, and call "
+        f"`engine.backward`; or make two passes: {_TWO_PASSES}, on the losses of each process. "
+        "Inside of `no_sync()`, where nothing is exchanged, this call is exact."
     )
 
 
-def refuse_shards(modules: Iterable[nn.Module]) -> None:
+def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) -> None:
     """Refuses modules whose parameters are spread over processes or devices.
+
+    Args:
+        modules: Those of an engine.
+        with_others: Whether the engine works with those of other processes, so that parameters may
+            be sharded by `fully_shard`.
 
     Raises:
         UnsupportedError: By FullyShardedDataParallel, `fully_shard`, tensor parallelism, or
@@ -104,15 +113,22 @@ def refuse_shards(modules: Iterable[nn.Module]) -> None:
                     "which runs copies of the module in threads. Give it one device, or use "
                     f"`DistributedDataParallel` with two passes: {_TWO_PASSES}."
                 )
-            if _is_fully_sharded(inner.__class__):
+            if _is_fully_sharded(inner.__class__) and not (with_others and is_unit(inner)):
                 raise _refusal(f"{subject} is fully sharded")
+        allowed = {
+            id(parameter)
+            for unit in (sharded_units(module) if with_others else ())
+            for parameter in unit.parameters()
+        }
         for name, parameter in module.named_parameters():
-            if _is_shard(parameter):
+            if _is_shard(parameter) and id(parameter) not in allowed:
                 raise _refusal(f"`{name}` is sharded")
     inside = {id(inner) for module in modules for inner in module.modules()}
     # The modules that `fully_shard` was called with, which PyTorch has a list of.
     states = sys.modules.get("torch.distributed._composable_state")
     for outer in list(getattr(states, "_module_state_mapping", ())):
+        if id(outer) in inside and with_others:
+            continue
         is_around = any(id(inner) in inside for inner in outer.modules())
         if is_around and _is_fully_sharded(outer.__class__):
             raise _refusal(f"A {type(outer).__name__} around the engine's modules is sharded")
@@ -130,15 +146,16 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
     """
     if not _is_distributed():
         return
-    refuse_shards(modules)
+    with_others = channel.before_pass is not None
+    refuse_shards(modules, with_others=with_others)
     nodes = list(nodes_behind(losses))
     taps = [node for node in nodes if is_tap_of(channel, node)]
     on_the_way = nodes_leading_to(taps, nodes)  # which an engine's pass runs
-    if not on_the_way and any(_is_shard(leaf) for leaf in leaves_behind(losses)):
+    if (with_others or not on_the_way) and any(_is_shard(leaf) for leaf in leaves_behind(losses)):
         raise _refusal("The losses are computed from parameters that are sharded")
     for node in on_the_way:
         _refuse_exchange(node)
-        if node.name() == "RegisterPostBackwardFunctionBackward":
+        if node.name() == "RegisterPostBackwardFunctionBackward" and not with_others:
             raise _refusal("The losses are computed through a part that is fully sharded")
         wrapper = getattr(node, "ddp_weakref", None)
         wrapper = wrapper() if callable(wrapper) else None
@@ -179,9 +196,10 @@ def _refusal(found: str) -> UnsupportedError:
     """What to do where parameters are sharded."""
     return UnsupportedError(
         f"{found} (`FullyShardedDataParallel`, `fully_shard` or tensor parallelism): each process "
-        "has a part of the parameters, or all of them for a moment. Call the engine with a model "
-        "of which each process has all parameters, as in `DistributedDataParallel`, and make two "
-        f"passes: {_TWO_PASSES}."
+        "has a part of the parameters, or all of them for a moment. Of these, `fully_shard` works "
+        "with an engine of all processes: `Engine(model, distributed=True)`, for the outermost "
+        "module. Else, call the engine with a model of which each process has all parameters, as "
+        f"in `DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
     )
 
 
@@ -197,7 +215,4 @@ def _is_fully_sharded(kind: type) -> bool:
 
 def _is_shard(parameter: Tensor) -> bool:
     """Whether a process has a part of a parameter."""
-    if getattr(parameter, "_fsdp_flattened", False):
-        return True
-    module = sys.modules.get("torch.distributed.tensor")  # else there can be no `DTensor`
-    return module is not None and isinstance(parameter, module.DTensor)
+    return getattr(parameter, "_fsdp_flattened", False) or is_dtensor(parameter)

@@ -34,6 +34,7 @@ class Channel:
         by_element: Uses, by their number and their function, whose samples once had no places along
             any dimension. They are looked at element by element.
         told: The warnings that the user was given, of which each comes once.
+        before_pass: Is called before each pass that is inside of no other, if passes communicate.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Channel:
         self._lock = threading.RLock()  # several threads may record
         self.by_element: set[tuple[int, str]] = set()
         self.told: set[str] = set()
+        self.before_pass: Callable[[], None] | None = None
 
     def begin(self) -> Recording:
         """A recording that begins, of the parameters as they are now.
@@ -73,6 +75,8 @@ class Channel:
     @property
     def is_batchable(self) -> bool:
         """Whether backward passes through the recordings that are alive may be batched."""
+        if self.before_pass is not None:
+            return False
         return all(recording.is_batchable for recording in self.recordings)
 
     def was_derived(self, call: ModuleCall, position: int) -> bool:

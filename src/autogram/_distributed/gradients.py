@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autogram._capture import add_to_grad
+from autogram._capture import Shards, add_to_grad
 from autogram._distributed.group import Group
 from autogram._distributed.wrapper import Wrappers
 from autogram._jacobian import Jacobian
@@ -21,6 +22,7 @@ def accumulate(
     weights: Tensor,
     reached: Sequence[str],
     wrappers: Wrappers,
+    shards: Shards | None,
 ) -> None:
     """Adds the sum over ranks of their Jᵀ w to ``.grad``.
 
@@ -30,10 +32,14 @@ def accumulate(
         weights: Those of this rank's objectives.
         reached: The parameters that any rank's losses reach, in the same order on all ranks.
         wrappers: What runs the forward passes.
+        shards: The sharded parameters.
     """
     parameters = {name: p for p, name in jacobian._names.items()}
     found = _gradients(jacobian, weights)
-    by_us = [name for name in reached if not wrappers.has(parameters[name])]
+    split = {name: p for name in reached if (p := shards[name] if shards else None) is not None}
+    for name, parameter in split.items():
+        add_to_grad(parameter, _scattered(parameter, _gradient(found, name, parameters)))
+    by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]
     own = (_gradient(found, name, parameters) for name in by_us)
     for name, total in zip(by_us, _sums(group, own), strict=True):
         add_to_grad(parameters[name], total.to(parameters[name].dtype))
@@ -46,6 +52,16 @@ def accumulate(
             )
         }
     )
+
+
+def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
+    """This rank's shard of the sum over the ranks of gradients of a whole parameter."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    partial = DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim, run_check=False)
+    shard: Tensor = partial.redistribute(placements=placements)
+    return shard.to(device=parameter.device, dtype=parameter.dtype)
 
 
 def _gradients(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:

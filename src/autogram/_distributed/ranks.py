@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autogram._arguments import Weighting, weights_by
-from autogram._capture import exact
+from autogram._capture import Channel, Pass, Shards, exact
 from autogram._distributed.agreement import Agreement
+from autogram._distributed.chorus import Chorus
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.group import Given, Group
 from autogram._distributed.plan import Link, Plan, Way, make_plan
 from autogram._distributed.share import Share, describe
-from autogram._errors import InvalidOperandError
+from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
+from autogram._losses import Losses, parts_of
 
 _MOST = 64  # plans that are remembered
 
@@ -32,6 +36,7 @@ class Ranks:
 
     Attributes:
         group: The processes.
+        shards: The sharded parameters of the engine's modules, if there are any.
         way: The way of all parameters, or ``None`` for the cheapest of each.
         plan: That of the last step.
         form: Brings weights into the form of the losses of the last Gramian.
@@ -41,6 +46,8 @@ class Ranks:
     def __init__(self, given: Given) -> None:
         self.group = Group(given)
         self.agreement = Agreement(self.group)
+        self.chorus = Chorus(self.group, self.agreement)
+        self.shards: Shards | None = None
         self.link = Link()
         self.way: Way | None = None
         self.plan: Plan | None = None
@@ -48,6 +55,16 @@ class Ranks:
         self.form: Callable[[Tensor], Any] | None = None
         self._shares: Sequence[Share] = ()
         self._plans: dict[int, tuple[Sequence[Share], Plan]] = {}
+
+    @property
+    def before_pass(self) -> Callable[[], None] | None:
+        """Is called before each pass, if passes communicate."""
+        return self.chorus.before_pass if self.shards else None
+
+    def check(self, roots: Mapping[str, nn.Module]) -> None:
+        """Refuses modules that were sharded since the engine was made."""
+        if self.shards is not None:
+            self.shards.check(roots)
 
     def gramian(self, compute: Callable[[], Jacobian]) -> Tensor:
         """The Gramian of all ranks' objectives.
@@ -123,6 +140,8 @@ class Ranks:
             jacobian = compute()
             with exact(jacobian.device):
                 data = describe(jacobian)
+        except RankError:
+            raise  # by all ranks
         except Exception as raised:
             error = raised
         shares = self.agreement.shares(None if data is None else data.share, error)
@@ -144,3 +163,23 @@ class Ranks:
                 self._plans.clear()
             found = self._plans[id(shares)] = shares, make_plan(shares, self.link, self.way)
         return found[1]
+
+
+def together(ranks: Ranks | None, channel: Channel, losses: Losses) -> AbstractContextManager[None]:
+    """One call of an engine, in which all ranks make equally many passes, if these communicate.
+
+    Args:
+        ranks: Those of the engine, if it has any.
+        channel: That of the engine.
+        losses: What the passes begin at.
+    """
+    if ranks is None or ranks.before_pass is None:
+        return nullcontext()
+    return ranks.chorus.call(partial(_go_along, channel, losses))
+
+
+def _go_along(channel: Channel, losses: Losses) -> None:
+    """Makes a pass for the sake of other ranks, which gathers what theirs gathers."""
+    total = torch.cat([x.reshape(-1) for x in parts_of(losses)]).sum()
+    ones = torch.ones_like(total)
+    Pass(channel, is_along=True).differentiate(total, [channel.anchor], ones)

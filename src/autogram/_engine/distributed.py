@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting
-from autogram._distributed import Ranks, Wrappers
+from autogram._distributed import Ranks, Wrappers, together
 from autogram._engine.scaled import is_scaling
-from autogram._errors import InvalidOperandError, UnsupportedError
+from autogram._errors import InvalidOperandError, RankError, UnsupportedError
 from autogram._jacobian import Jacobian
 from autogram._losses import L, Losses, in_form, parts_of, shaped
 
@@ -31,9 +31,10 @@ def weights_of_ranks(
     """``engine.weights``: of this rank's objectives, by the Gramian of all."""
 
     def compute() -> Jacobian:
-        refuse_scaler(scaler)
-        check_weighting(weighting)
-        return _jacobian(engine, ranks, losses)
+        with together(ranks, engine._channel, losses):
+            refuse_scaler(scaler)
+            check_weighting(weighting)
+            return _jacobian(engine, ranks, losses)
 
     weights, _ = ranks.weights(compute, weighting)
     _note_form(engine, ranks, losses)
@@ -47,12 +48,14 @@ def backward_of_ranks(
     """``engine.backward``: the sum over the ranks is added to ``.grad``."""
     step = engine._step("engine.backward", "rows")
     try:
-        refuse_scaler(scaler)
-        check_weighting(weighting)
         with step.passing(losses):
-            total = checked(engine, losses)
+            refuse_scaler(scaler)
+            check_weighting(weighting)
+            total = engine._checked(losses)
             if total.numel():
                 step.add(total, retain_graph=retain_graph, is_only=True)
+    except RankError:
+        raise  # by all ranks
     except Exception as error:
         step.error = error
     gramian, weights = step.finish(weighting)
@@ -63,8 +66,10 @@ def backward_of_ranks(
 
 def _jacobian(engine: Engine, ranks: Ranks, losses: Losses) -> Jacobian:
     """The Jacobian of the losses of this rank."""
-    with Wrappers(ranks.group).passing(engine._channel, parts_of(losses)):
-        return engine.jacobian(checked(engine, losses))
+    channel = engine._channel
+    wrappers = Wrappers(ranks.group)
+    with together(ranks, channel, losses), wrappers.passing(channel, parts_of(losses)):
+        return engine.jacobian(losses)
 
 
 def own_part(ranks: Ranks | None, weights: Tensor) -> Any:
@@ -76,13 +81,6 @@ def own_part(ranks: Ranks | None, weights: Tensor) -> Any:
         )
     own = ranks.own(weights)
     return own if ranks.form is None else ranks.form(own)
-
-
-def checked(engine: Engine, losses: Losses) -> Tensor:
-    """The losses as one tensor. A rank without objectives may give any empty tensor."""
-    if isinstance(losses, Tensor) and not losses.numel() and not losses.requires_grad:
-        return losses.detach().requires_grad_()
-    return engine._checked(losses)
 
 
 def refuse_scaler(scaler: Any) -> None:

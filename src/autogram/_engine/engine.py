@@ -9,6 +9,7 @@ from torch import Tensor
 from autogram._arguments import Weighting, check_weighting, weights_by, weights_of
 from autogram._blocks import Keep
 from autogram._capture import Objectives, is_exchanged
+from autogram._distributed import together
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.distributed import (
     backward_of_ranks,
@@ -143,12 +144,13 @@ class Engine(Hooked):
         Raises:
             AutogramError: As for :meth:`compute_gramian`.
         """
-        losses = self._checked(losses)
-        if not losses.numel():
-            names = self._channel.names({}, self._channel.left_out_now())
-            return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
-        with self._drivers.one() as driver:
-            objectives, columns, reached = driver.columns(losses, keep)
+        with together(self._ranks, self._channel, losses):
+            losses = self._checked(losses)
+            if not losses.numel():
+                names = self._channel.names({}, self._channel.left_out_now())
+                return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
+            with self._drivers.one() as driver:
+                objectives, columns, reached = driver.columns(losses, keep)
         exchanged = is_exchanged(self._channel, losses)
         part = Part.of(objectives, columns, reached)
         return Jacobian([part], reached, self._limit, is_exchanged=exchanged)

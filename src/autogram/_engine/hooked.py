@@ -20,6 +20,7 @@ from autogram._capture import (
     Parameters,
     Replays,
     Session,
+    Shards,
     Unseen,
     Verify,
     limit_of_bytes,
@@ -27,7 +28,7 @@ from autogram._capture import (
     refuse_shards,
 )
 from autogram._capture.forward.session import hook_all, take_off
-from autogram._distributed import Ranks
+from autogram._distributed import Ranks, together
 from autogram._engine.distributed import own_part
 from autogram._engine.steps import Step
 from autogram._errors import RemovedEngineError, UnsupportedError
@@ -54,7 +55,7 @@ class Hooked:
     ) -> None:
         check_modules(modules)
         check_options(batch_dim, verify, unseen)
-        refuse_shards(modules)
+        refuse_shards(modules, with_others=distributed is not None)
         self._batch_dim = batch_dim
         references = tuple(weakref.ref(module) for module in modules)
         hooks = HookManager()
@@ -70,8 +71,12 @@ class Hooked:
         )
         self._hooks = hooks
         self._ranks = None if distributed is None else Ranks(distributed)
+        shards = None
+        if self._ranks is not None:
+            shards = self._ranks.shards = Shards(session.roots, session)
+            channel.before_pass = self._ranks.before_pass
         hook_all(session, hooks)
-        self._remove = weakref.finalize(self, take_off, hooks, session)
+        self._remove = weakref.finalize(self, take_off, hooks, session, shards)
 
     def verify(self, losses: Losses) -> None:
         """Compares the Gramian of some losses with one ordinary backward pass.
@@ -93,10 +98,11 @@ class Hooked:
         References:
             Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
         """
-        losses = self._checked(losses)
-        if losses.numel():
-            with self._drivers.one() as driver:
-                driver.gramian(losses, verify=True)
+        with together(self._ranks, self._channel, losses):
+            losses = self._checked(losses)
+            if losses.numel():
+                with self._drivers.one() as driver:
+                    driver.gramian(losses, verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.
@@ -198,6 +204,10 @@ class Hooked:
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
         losses = joined(losses, self._batch_dim, self._channel.told)
+        if self._ranks is not None:
+            self._ranks.check(self._session.roots)
+            if not (losses.numel() or losses.requires_grad):
+                losses = losses.detach().requires_grad_()  # a rank without objectives
         check_losses(losses, self._batch_dim, self._channel.told)
         refuse_pass(self._channel, self._session.roots.values(), losses)
         return losses

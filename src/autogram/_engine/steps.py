@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from autogram._arguments import Weighting, weights_by
 from autogram._blocks import Arena, Keep, Limit
 from autogram._capture import Channel, Drivers, Objectives, is_exchanged, refuse_gradients
-from autogram._distributed import Ranks, Wrappers, accumulate
+from autogram._distributed import Ranks, Wrappers, accumulate, together
 from autogram._jacobian import Jacobian, Part
 from autogram._losses import Losses, parts_of
 
@@ -62,11 +62,15 @@ class Step:
         assert self._wrappers is not None
         return self._wrappers
 
-    def passing(self, losses: Losses) -> AbstractContextManager[None]:
+    @contextmanager
+    def passing(self, losses: Losses) -> Iterator[None]:
         """Lets passes go through what wraps the model around some losses of the step."""
         if self._wrappers is None:
-            return nullcontext()
-        return self._wrappers.passing(self._channel, parts_of(losses))
+            yield
+            return
+        channel, wrappers = self._channel, self._wrappers
+        with together(self._ranks, channel, losses), wrappers.passing(channel, parts_of(losses)):
+            yield
 
     @property
     def has_others(self) -> bool:
@@ -92,7 +96,7 @@ class Step:
                 losses,
                 self._keep,
                 self._arena,
-                retain_graph=retain_graph,
+                retain_graph=retain_graph or self._channel.before_pass is not None,
                 is_summed=is_only and self._ranks is None,
             )
         if self._wrappers is not None:
@@ -155,5 +159,5 @@ class Step:
 
         weights, gramian = ranks.weights(jacobian, weighting)
         own = ranks.own(weights)
-        accumulate(ranks.group, found[0], own, ranks.reached, self.wrappers)
+        accumulate(ranks.group, found[0], own, ranks.reached, self.wrappers, ranks.shards)
         return gramian, own

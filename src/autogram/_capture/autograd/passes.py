@@ -42,6 +42,7 @@ class Pass:
             taps is differentiated alone.
         is_step: Whether it stands for the user's backward pass, in which passes inside of it would
             add to `.grad` of tensors that are not the engine's.
+        is_along: Whether it is made for the sake of other processes.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Pass:
         hidden: int | None = None,
         is_blocked: bool = False,
         is_step: bool = False,
+        is_along: bool = False,
     ) -> None:
         self.channel = channel
         self.hidden = hidden
         self.is_blocked = is_blocked
         self._receive = receive
         self._is_step = is_step
+        self._is_along = is_along
         self._number: int | None = None
         self._error: Exception | None = None
         self._aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
@@ -84,6 +87,8 @@ class Pass:
         if isinstance(output, Tensor):
             with torch.enable_grad():
                 output = output.view_as(output)  # with a new node, where no other pass comes along
+        if self.channel.before_pass is not None and not (self._is_along or running_pass()):
+            self.channel.before_pass()
         node = output.grad_fn if isinstance(output, Tensor) else output.node
         assert node is not None
         handle = node.register_prehook(self._begin)

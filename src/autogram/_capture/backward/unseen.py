@@ -18,6 +18,7 @@ from autogram._errors import (
     CompiledPartWarning,
     UnseenUseError,
     UnseenUseWarning,
+    UnsupportedError,
     listed,
     warn_user,
 )
@@ -40,6 +41,13 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     reads = tuple(track_parameter(p) for p in inside)
     if not reads:
         return None
+    if channel.before_pass is not None:
+        raise UnsupportedError(
+            f"The losses use {listed([f'`{names[p]}`' for p in inside])} where calls are not "
+            "recorded, and the model is sharded: vector-Jacobian products of one process would "
+            "wait for the others. Use these parameters in the `forward` of a module that is given "
+            "to `Engine` before it runs, and penalties in an ordinary backward pass."
+        )
     recording = Recording(channel, names)
     sources = tuple(tracked.sources[0] for tracked in reads)
     shape, edge = tuple(losses.shape), get_gradient_edge(losses)

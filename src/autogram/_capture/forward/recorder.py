@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,13 @@ class Recorder(TorchFunctionMode):
             derived = [i for i, status in statuses if isinstance(status, Tracked)]
             self.recording.note_derived(_call(module, tensors), derived)
         self._hooks_at_entry.append(hooks)
+
+    def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
+        """Notes tensors that are parameters of these names from now on, in the place of shards."""
+        names = self.recording.names
+        self.recording.names = {whole.get(name, p): name for p, name in names.items()}
+        for parameter in whole.values():
+            self._statuses.add_parameter(parameter)
 
     def leave(self) -> None:
         """Leaves the innermost module."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
+
+if TYPE_CHECKING:
+    from autogram._capture.shards import Shards
 
 
 class Parameters:
@@ -124,6 +127,11 @@ class Session(threading.local):
         if self._recorder is not None and (wrapper := wrapper_now()) is not None:
             note_wrapper(self._recorder.recording, wrapper)
 
+    def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
+        """Notes tensors that are parameters of these names from now on, in the place of shards."""
+        if self._recorder is not None:
+            self._recorder.note_parameters(whole)
+
     def end(self, module: nn.Module, output: Any) -> Any:
         """Leaves a module, also if its forward raised."""
         del module
@@ -217,8 +225,10 @@ def hook_all(session: Session, hooks: HookManager) -> None:
     hooks.register(session, found, kind="around", name="autogram")
 
 
-def take_off(hooks: HookManager, session: Session) -> None:
+def take_off(hooks: HookManager, session: Session, shards: Shards | None) -> None:
     """Removes the hooks, and closes the recording that they would have closed in this thread."""
     hooks.remove()
     _SESSIONS.discard(session)
+    if shards is not None:
+        shards.remove()
     session.close()

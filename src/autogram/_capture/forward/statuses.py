@@ -36,6 +36,11 @@ class Statuses:
         names = self._tapping.recording.names
         return {id(p): track_parameter(p) for p in names if p.requires_grad}
 
+    def add_parameter(self, parameter: Tensor) -> None:
+        """Takes a tensor for a parameter from now on."""
+        if parameter.requires_grad and id(parameter) not in self._parameters:
+            self._parameters[id(parameter)] = track_parameter(parameter)
+
     def set(self, tensor: Tensor, status: Status) -> None:
         """Remembers the status of a tensor as it is now."""
         version = None if tensor.is_leaf else tensor._version

@@ -1,0 +1,342 @@
+"""`fully_shard`: exact Gramians and gradients of sharded parameters, under their own names."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from autogram import Engine, RankError, UnsupportedError
+from tests.unit._distributed.worlds import (
+    Tied,
+    World,
+    assert_close,
+    assert_same_on_all,
+    assert_step,
+    cnn,
+    images,
+    mlp,
+    tokens,
+    two_of_each,
+    weighting,
+)
+from tests.unit.checks import assert_close_to_reference
+from tests.unit.processes import RANKS, Scenario, run_in_processes
+
+STEPS = 3
+
+
+class Checkpointed(nn.Module):
+    """A part that runs again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(6, 6), mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, torch.tanh(self.first(x)), use_reentrant=False)
+
+
+class Shardable(Tied):
+    """`fully_shard` takes no parameters without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.7]))
+
+
+def mesh() -> Any:
+    return distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
+def whole(model: nn.Module, **options: Any) -> nn.Module:
+    return fully_shard(model, mesh=mesh(), **options)
+
+
+def nested(model: nn.Module, **options: Any) -> nn.Module:
+    """Each part with parameters, and the rest."""
+    for child in list(model.children()):
+        if any(True for _ in child.parameters()):
+            fully_shard(child, mesh=mesh(), **options)
+    return fully_shard(model, mesh=mesh(), **options)
+
+
+def inner(model: nn.Module, **options: Any) -> nn.Module:
+    """Parts whose parameters no others use, and the rest."""
+    fully_shard(model.norm, mesh=mesh(), **options)
+    fully_shard(model.middle, mesh=mesh(), **options)
+    return fully_shard(model, mesh=mesh(), **options)
+
+
+def some(model: nn.Module, **options: Any) -> nn.Module:
+    """The first part, and the rest."""
+    fully_shard(next(model.children()), mesh=mesh(), **options)
+    return fully_shard(model, mesh=mesh(), **options)
+
+
+WORLDS = {
+    "mlp": World(),
+    "two losses each": World(losses=two_of_each),
+    "images": World(cnn, images),
+    "checkpoint": World(Checkpointed),
+    "ranks without objectives": World(sizes=[3, 0, 2, 4]),
+}
+WRAPS: dict[str, Callable[..., nn.Module]] = {
+    "whole": whole,
+    "nested": nested,
+    "nested, gathered once": partial(nested, reshard_after_forward=False),
+    "nested, always resharded": partial(nested, reshard_after_forward=True),
+    "some": some,
+}
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """All gradients, whole, with zeros where there is none."""
+    found = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        if parameter.grad is None:
+            found.append(torch.zeros(parameter.shape).flatten())
+        else:
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == parameter.placements
+            found.append(parameter.grad.full_tensor().flatten())
+    return torch.cat(found)
+
+
+def series(world: World, wrap: Callable[[nn.Module], nn.Module], verify: Any, rank: int) -> None:
+    """Steps in which the sizes of batches change."""
+    del rank
+    model, twin = wrap(world.model()), world.model()
+    engine = Engine(model, distributed=True, verify=verify)
+    for step in range(STEPS):
+        assert_step(engine, world, model, twin, step, gradient)
+    names = engine.jacobian(world.losses(model(world.batch(0, 0)))).names
+    assert names == [name for name, _ in twin.named_parameters()]
+
+
+def in_two_passes(rank: int) -> None:
+    """The backward pass is PyTorch's, which averages."""
+    world = World()
+    model, twin = nested(world.model()), world.model()
+    engine = Engine(model, distributed=mesh())
+    for step in range(STEPS):
+        jacobian, _ = world.expected(twin, step)
+        model.zero_grad()
+        losses = world.losses(model(world.batch(rank, step)))
+        gramian = engine.compute_gramian(losses)
+        losses.backward(engine.own(weighting(gramian)))
+        expected = jacobian.T @ weighting(jacobian @ jacobian.T) / RANKS
+        assert_close_to_reference(gradient(model), expected)
+
+
+def learning_goes_on(rank: int) -> None:
+    """Steps of an optimizer, which changes the shards."""
+    world = World()
+    model, twin = nested(world.model()), world.model()
+    engine = Engine(model, distributed=True)
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, twin)]
+    for step in range(4):
+        jacobian, _ = world.expected(twin, step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        engine.backward(world.losses(model(world.batch(rank, step))), weighting)
+        flat = jacobian.T @ weighting(jacobian @ jacobian.T)
+        sizes = [p.numel() for p in twin.parameters()]
+        for parameter, part in zip(twin.parameters(), flat.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+    for sharded, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(sharded.full_tensor().detach(), expected.detach())
+
+
+def mixed_precision(rank: int) -> None:
+    """Whole parameters and activations in bfloat16, and gradients in the dtype of the shards."""
+    world = World()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nested(world.model().float(), mp_policy=policy)
+    twin = world.model().to(torch.bfloat16)
+    engine = Engine(model, distributed=True, verify="always")
+    for step in range(STEPS):
+        x = world.batch(rank, step).float()
+        model.zero_grad()
+        losses = world.losses(model(x))
+        weights, gramian = engine.backward(losses, weighting, return_gramian=True)
+        assert gramian.dtype == torch.float32
+        other = Engine(twin, verify="never")
+        found = other.jacobian(world.losses(twin(x.bfloat16())))
+        own = sum(world.sizes[(other_rank + step) % 4] for other_rank in range(rank))
+        part = gramian[own : own + len(x), own : own + len(x)]
+        assert (part - found.gramian()).abs().max() < 1e-2 * gramian.abs().max()
+        expected = torch.cat([g.flatten() for g in found.vjp(weights).values()]).float()
+        distributed.all_reduce(expected)
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        assert (gradient(model) - expected).abs().max() < 1e-2 * expected.abs().max()
+        other.remove()
+
+
+def accumulation(rank: int) -> None:
+    """Micro-batches, equally many on all ranks."""
+    world = World()
+    model, twin = nested(world.model()), world.model()
+    engine = Engine(model, distributed=True)
+    for step in range(STEPS):
+        own = [world.batch(rank, 10 * step + i) for i in range(2)]
+        first, counts = world.expected(twin, 10 * step)
+        second, further = world.expected(twin, 10 * step + 1)
+        parts = zip(first.split(counts.tolist()), second.split(further.tolist()), strict=True)
+        jacobian = torch.cat([part for both in parts for part in both])
+        model.zero_grad()
+        with engine.accumulate(weighting) as batches:
+            for x in own:
+                batches.add(world.losses(model(x)))
+        expected = jacobian @ jacobian.T
+        assert_close_to_reference(batches.gramian, expected)
+        assert_close_to_reference(gradient(model), jacobian.T @ weighting(expected))
+        assert_same_on_all(gradient(model))
+
+
+def different_numbers_of_passes(rank: int) -> None:
+    """A rank that verifies makes more of them, and the others go along."""
+    for checking in range(RANKS):
+        world = World()
+        model, twin = nested(world.model(), reshard_after_forward=True), world.model()
+        verify = "always" if rank == checking else "never"
+        engine = Engine(model, distributed=True, verify=verify)
+        for step in range(STEPS):
+            assert_step(engine, world, model, twin, step, gradient)
+        assert (engine._ranks.chorus.passes >= STEPS) == (rank != checking)
+
+
+def products_of_each_rank(rank: int) -> None:
+    """`jacobian` and `verify` are of this rank alone, and all ranks call them."""
+    world = World()
+    model, twin = nested(world.model(), reshard_after_forward=True), world.model()
+    engine = Engine(model, distributed=True, verify="never")
+    for step in range(STEPS):
+        jacobian, counts = world.expected(twin, step)
+        losses = world.losses(model(world.batch(rank, step)))
+        engine.verify(losses)
+        found = engine.jacobian(losses)
+        assert_close_to_reference(found.dense(), jacobian.split(counts.tolist())[rank])
+        with pytest.raises(UnsupportedError, match="`accumulate_grad` writes gradients of this"):
+            found.accumulate_grad(torch.ones(len(losses)))
+
+
+def a_rank_that_raises(rank: int) -> None:
+    """Before its first pass, or in one: the others do not wait."""
+    world = World()
+    model, twin = nested(world.model(), reshard_after_forward=True), world.model()
+    engine = Engine(model, distributed=True)
+
+    def calls() -> list[Callable[[Tensor], object]]:
+        return [
+            engine.compute_gramian,
+            lambda losses: engine.backward(losses, weighting),
+            lambda losses: engine.weights(losses, weighting),
+            engine.jacobian,
+            engine.verify,
+        ]
+
+    for step, call in enumerate(calls()):
+        losses = world.losses(model(world.batch(rank, step)))
+        with pytest.raises(RankError, match=r"(?s)on rank 1.*do not require a gradient"):
+            call(losses.detach() if rank else losses)
+        with pytest.raises(RankError, match=r"(?s)on rank 0.*The losses are a str"):
+            call(losses if rank else "losses")
+        assert_step(engine, world, model, twin, step, gradient)
+    losses = world.losses(model(world.batch(rank, 0)))
+    with pytest.raises(RankError, match="on rank 1"), engine.accumulate(weighting) as batches:
+        batches.add(losses.detach() if rank else losses)
+    assert_step(engine, world, model, twin, 1, gradient)
+
+
+def what_is_refused(rank: int) -> None:
+    """With what to do instead."""
+    world = World()
+    model = world.model()
+    engine = Engine(model, distributed=True)
+    fully_shard(model, mesh=mesh())
+    with pytest.raises(RankError, match=r"after the engine was made.*Call `fully_shard` first"):
+        engine.compute_gramian(world.losses(model(world.batch(rank, 0))))
+    engine.remove()
+    with pytest.raises(UnsupportedError, match=r"`fully_shard` works with an engine of all proc"):
+        Engine(model)
+    with pytest.raises(UnsupportedError, match=r"around the engine's modules is sharded"):
+        Engine(model[0], distributed=True)
+    model = whole(world.model())
+    engine = Engine(model, distributed=True)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    losses = world.losses(model(world.batch(rank, 0))) + penalty.full_tensor()
+    with pytest.raises(RankError, match=r"computed from parameters that are sharded"):
+        engine.compute_gramian(losses)
+
+
+def parameters_used_past_the_forward(rank: int) -> None:
+    """While they are whole: one process alone would wait for the others."""
+    world = World()
+    model = world.model()
+    fully_shard(model, mesh=mesh(), reshard_after_forward=False)
+    engine = Engine(model, distributed=True)
+    y = model(world.batch(rank, 0))
+    losses = world.losses(y) + model[0].weight.square().sum()
+    with pytest.raises(
+        RankError, match=r"The losses use `0\.weight` where calls are not.*penalties"
+    ):
+        engine.compute_gramian(losses)
+
+
+def hooks_are_taken_off(rank: int) -> None:
+    """And nothing is left."""
+    world = World()
+    model = nested(world.model())
+    before = [len(m._forward_pre_hooks) for m in model.modules()]
+    engine = Engine(model, distributed=True)
+    engine.backward(world.losses(model(world.batch(rank, 0))), weighting)
+    engine.remove()
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == before
+
+
+def scenarios() -> Mapping[str, Scenario]:
+    """All of them, by name."""
+    found: dict[str, Scenario] = {}
+    for name, world in WORLDS.items():
+        for how, wrap in WRAPS.items():
+            verify = "always" if how == "nested" else "first"
+            found[f"{name}, {how}"] = partial(series, world, wrap, verify)
+    for wrap in (whole, inner):
+        tied = partial(series, World(Shardable, tokens), wrap, "always")
+        found[f"tied embedding, {wrap.__name__}"] = tied
+    for alone in (
+        in_two_passes,
+        learning_goes_on,
+        mixed_precision,
+        accumulation,
+        different_numbers_of_passes,
+        products_of_each_rank,
+        a_rank_that_raises,
+        what_is_refused,
+        parameters_used_past_the_forward,
+        hooks_are_taken_off,
+    ):
+        found[alone.__name__] = alone
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What two processes say of all scenarios."""
+    folder: Path = tmp_path_factory.mktemp("processes")
+    return run_in_processes(scenarios, folder, RANKS)
+
+
+@pytest.mark.parametrize("name", scenarios())
+def test_in_two_processes(name: str, outcomes: dict[str, list[str]]) -> None:
+    assert outcomes.get(name, "was not begun") == [""] * RANKS, "\n".join(outcomes.get(name, []))
