@@ -14,6 +14,7 @@ from autogram._capture.distribution import (
     refuse_gradients,
     refuse_pass,
     refuse_shards,
+    wrapper_now,
     wrappers_of,
 )
 from autogram._capture.forward.session import Parameters, Session
@@ -51,5 +52,6 @@ __all__ = [
     "retried_with_less",
     "running_pass",
     "without_autocast",
+    "wrapper_now",
     "wrappers_of",
 ]

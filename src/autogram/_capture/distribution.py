@@ -197,9 +197,9 @@ def _refusal(found: str) -> UnsupportedError:
     return UnsupportedError(
         f"{found} (`FullyShardedDataParallel`, `fully_shard` or tensor parallelism): each process "
         "has a part of the parameters, or all of them for a moment. Of these, `fully_shard` works "
-        "with an engine of all processes: `Engine(model, distributed=True)`, for the outermost "
-        "module. Else, call the engine with a model of which each process has all parameters, as "
-        f"in `DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
+        "with an engine of all processes: Make it with `Engine(model, distributed=True)`, for the "
+        "outermost module. Else, call the engine with a model of which each process has all "
+        f"parameters, as in `DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
     )
 
 

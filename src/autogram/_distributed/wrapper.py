@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from autogram._capture import Channel, leaves_behind, wrappers_of
+from autogram._capture import Channel, leaves_behind, wrapper_now, wrappers_of
 from autogram._distributed.group import Group
 from autogram._errors import UnsupportedError
 
@@ -36,6 +36,7 @@ class Wrappers:
         self._seen: dict[Any, None] = {}
         self._wrapped: dict[int, Any] = {}
         self._touched: set[int] = set()
+        self._outside: set[int] = set()  # leaves whose gradients come by another pass
 
     def _see(self, channel: Channel, losses: Tensor) -> None:
         """Notes what has run the forward passes behind some losses of the step."""
@@ -95,6 +96,7 @@ class Wrappers:
 
         They divide what they add up by the number of ranks, sooner or later.
         """
+        gradients = {**self._rest_of_open(gradients), **gradients}
         tensors = list(gradients)
         found = [(gradients[p] * self.size).to(p.dtype) for p in tensors]
         if tensors:
@@ -102,12 +104,31 @@ class Wrappers:
             ones = [torch.ones_like(sink) for sink in sinks]
             torch.autograd.backward([*tensors, *sinks], [*found, *ones])
 
+    def _rest_of_open(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Prepares a wrapper whose forward pass still runs, and zeros for its other parameters.
+
+        Trainers make whole steps in a forward pass. The wrapper would begin to wait for gradients
+        behind it. Without looking for those that are unused, it waits for all parameters.
+        """
+        wrapper = wrapper_now()
+        if wrapper not in self._seen or not wrapper.require_backward_grad_sync:
+            return {}
+        expected = [p for p in wrapper.parameters() if p in gradients or id(p) in self._outside]
+        if wrapper.find_unused_parameters:
+            wrapper.reducer.prepare_for_backward([p.view_as(p) for p in expected])
+            return {}
+        wrapper.reducer.prepare_for_backward([])
+        among = set(map(id, expected))
+        others = [p for p in wrapper.parameters() if p.requires_grad and id(p) not in among]
+        return {p: torch.zeros_like(p) for p in others}
+
     def check_outside(self, outside: Sequence[Tensor]) -> None:
         """Refuses parameters that are no part of J, where nobody would sum their gradients.
 
         Raises:
             UnsupportedError: There are some.
         """
+        self._outside.update(map(id, outside))
         found = [
             tuple(x.shape)
             for x in outside

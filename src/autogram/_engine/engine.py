@@ -10,13 +10,8 @@ from autogram._arguments import Weighting, check_weighting, weights_by, weights_
 from autogram._blocks import Keep
 from autogram._capture import Objectives, is_exchanged
 from autogram._distributed import together
+from autogram._engine import distributed as others
 from autogram._engine.accumulation import Accumulation
-from autogram._engine.distributed import (
-    backward_of_ranks,
-    gramian_of_ranks,
-    refuse_scaler,
-    weights_of_ranks,
-)
 from autogram._engine.hooked import Hooked
 from autogram._engine.scaled import (
     ScaledAccumulation,
@@ -121,7 +116,7 @@ class Engine(Hooked):
             RemovedEngineError: The engine was removed.
         """
         if self._ranks is not None:
-            return gramian_of_ranks(self, self._ranks, losses)
+            return others.gramian_of_ranks(self, self._ranks, losses)
         if not (losses := self._checked(losses)).numel():
             return self.jacobian(losses).gramian()
         with self._drivers.one() as driver:
@@ -226,7 +221,7 @@ class Engine(Hooked):
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
         if self._ranks is not None or is_scaling(scaler):
-            step_of = backward_scaled if self._ranks is None else backward_of_ranks
+            step_of = backward_scaled if self._ranks is None else others.backward_of_ranks
             both = step_of(self, losses, weighting, scaler, retain_graph=retain_graph)
             return both if return_gramian else both[0]
         given, losses = losses, self._checked(losses)
@@ -284,7 +279,7 @@ class Engine(Hooked):
         check_weighting(weighting)
         step = self._step("engine.accumulate", keep)
         if self._ranks is not None:
-            refuse_scaler(scaler)
+            others.refuse_scaler(scaler)
         if is_scaling(scaler):
             return ScaledAccumulation(scaler, step, weighting, self._checked, self._batch_dim)
         return Accumulation(step, weighting, self._checked, self._batch_dim)
@@ -309,7 +304,7 @@ class Engine(Hooked):
             AutogramError: As for :meth:`compute_gramian`.
         """
         if self._ranks is not None:
-            return weights_of_ranks(self, self._ranks, losses, weighting, scaler)
+            return others.weights_of_ranks(self, self._ranks, losses, weighting, scaler)
         if is_scaling(scaler):
             return weights_scaled(self, losses, weighting, scaler)  # type: ignore[no-any-return]
         check_weighting(weighting)

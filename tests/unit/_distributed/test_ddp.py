@@ -261,6 +261,44 @@ def a_trunk_with_a_plain_head(rank: int) -> None:
     del rank
 
 
+class Trainer(nn.Module):
+    """Makes whole steps in its forward pass, as trainers do.
+
+    Behind the pass, the wrapper is not to wait for another backward pass.
+    """
+
+    def __init__(self, model: nn.Module, losses: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.losses = model, losses
+        self.unused = nn.Linear(2, 2)
+        self.engine: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.engine.backward(self.losses(self.model(x)), weighting)
+        DistributedDataParallel._active_ddp_module.require_backward_grad_sync = False
+        return weights
+
+
+def steps_inside_of_the_forward(rank: int) -> None:
+    """Where the wrapper has not begun to wait for gradients."""
+    world = World()
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        twin = world.model()
+        trainer = Trainer(world.model(), world.losses)
+        if not options:
+            trainer.unused = nn.Identity()
+        wrapped = Wrap(trainer, **options)
+        trainer.engine = Engine(trainer.model, distributed=True)
+        for step in range(STEPS):
+            jacobian, _ = world.expected(twin, step)
+            wrapped.zero_grad()
+            wrapped(world.batch(rank, step))
+            wrapped.require_backward_grad_sync = True
+            expected = jacobian.T @ weighting(jacobian @ jacobian.T)
+            assert_close_to_reference(flat_gradient(trainer.model), expected)
+            assert_same_on_all(flat_gradient(trainer.model))
+
+
 def a_rank_that_raises(rank: int) -> None:
     """The next step works."""
     world = World()
@@ -302,6 +340,7 @@ def scenarios() -> Mapping[str, Scenario]:
         steps_without_exchange,
         a_head_that_is_not_the_engines,
         a_trunk_with_a_plain_head,
+        steps_inside_of_the_forward,
         a_rank_that_raises,
         another_group,
     ):
