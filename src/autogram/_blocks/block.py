@@ -19,9 +19,9 @@ from autogram._errors import ChangedTensorError
 
 @dataclass(frozen=True)
 class Adjoint:
-    """A faster way than an einsum to weighted sums of a block's rows.
+    """Computes weighted sums of a block's rows faster than an einsum.
 
-    A convolution has a kernel for the gradient of its weight, which unfolds nothing.
+    PyTorch has such a kernel for convolutions: the gradient of the weight, without patches.
     """
 
     function: Callable[..., Tensor]
@@ -33,7 +33,7 @@ class Adjoint:
     labels: str
     """The index of each dimension of the gradient, as in the equation of the block."""
     of_samples: Callable[..., Tensor] | None = None
-    """The gradient of each sample, ``(b, *gradient)``, from the same tensors, if there is a way."""
+    """The gradient of each sample, ``(b, *gradient)``, from the same tensors, or ``None``."""
 
     def rows(self, parameter: str) -> Tensor:
         """The explicit rows, ``(k, b, *parameter)``."""
@@ -93,7 +93,7 @@ def reordered(equation: str, order: tuple[int, ...]) -> str:
 
 
 class Kept(ABC):
-    """Something that keeps tensors, which nobody may change in place."""
+    """Something that keeps tensors, and notices when they are changed in place."""
 
     @property
     @abstractmethod
@@ -124,7 +124,7 @@ class Block(Kept):
     equation: str
     operands: tuple[Tensor, ...]
     adjoint: Adjoint | None = None
-    """Dropped by slicing."""
+    """A faster way to weighted sums of all rows, or ``None``. Slices of the block have none."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Block(Kept):
         return prod([self.sizes[label] for label in "kb" + self.parameter])
 
     def form(self, differing: str) -> Hashable:
-        """What blocks have in common that differ in the sizes of some indices alone."""
+        """A key, equal for blocks that differ in nothing but the sizes of some indices."""
         sizes: Hashable = self.shapes
         if differing:
             sizes = tuple([n for label, n in self.sizes.items() if label not in differing])
@@ -241,10 +241,11 @@ def assemble(
 def _split_equation(
     equation: str, label: str, has_before: bool, has_after: bool
 ) -> tuple[str, list[int | None], bool]:
-    """The equation with ``b`` split out of ``label``, where that was, and whether to add an eye.
+    """Splits ``b`` out of the index ``label``.
 
-    A tensor that is itself indexed by the samples (one row per sample) gets its row only from its
-    own sample. The identity matrix, as one more factor, says so.
+    Returns the new equation, the dimension of ``label`` in each operand, and whether an identity
+    matrix is to be one more factor. A tensor that is itself indexed by the samples needs it: the
+    row of each sample has entries at the sample's own index alone.
     """
     terms, out = equation.split("->")
     inputs = ["k" + terms.split(",")[0], *terms.split(",")[1:]]
@@ -260,7 +261,7 @@ def _split_equation(
 
 @lru_cache(maxsize=4096)
 def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str:
-    """The equation of the inner products of the rows of two blocks, or of equal rows alone."""
+    """The equation of inner products of the rows of two blocks: of all pairs, or of equal k, b."""
     first_inputs, first_output = first.split("->")
     second_inputs, second_output = second.split("->")
     unused = unused_labels(first, second)

@@ -1,8 +1,8 @@
 """Bundles: columns of several parameters that are contracted together.
 
-A contraction of tiny factors takes less time than the calls that lead to it. Tiny columns of equal
-form are contracted as those of one parameter with one more dimension. Weight and bias of a layer
-have a factor in common, whose products with itself are computed once for both.
+A contraction of tiny factors takes less time than the calls that start it. So tiny columns of equal
+form are stacked, and contracted as the columns of one parameter with one more dimension. Weight and
+bias of a layer have a factor in common, whose products with itself are computed once for both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
 from autogram._blocks.region import Region, from_storage
 
-# Elements of a bundle, which keeps what could else be freed.
+# The most elements of a bundle, whose factors stay in memory until the bundle is contracted.
 _FULL = 2**22
 
 
@@ -113,10 +113,15 @@ def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
 
 
 def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:
-    """A weighted sum in memory of its own and no view: copied if something else is there.
+    """A weighted sum that is no view and shares its memory with nothing, copied where it must be.
 
     Views share a counter of changes with all views of their base, cannot be detached in place, and
-    are pickled with the whole of their storage. Other results own the memory that is taken.
+    are pickled with the whole of their storage.
+
+    Args:
+        total: The weighted sum.
+        parameter: All elements of the parameter.
+        taken: The addresses of memory that other results own, to which that of ``total`` is added.
     """
     # (*parameter), or several of them, (s, *parameter)
     strides = (parameter if parameter.is_gapless else Region.contiguous(parameter.shape)).strides

@@ -68,7 +68,7 @@ class Columns:
             return
         blocks = self._blocks.setdefault(region.canonical, [])
         if parsed(block.equation).is_sum:
-            block = explicit([block], self.kernels)  # smaller, and nothing makes it cheaper later
+            block = explicit([block], self.kernels)  # no larger, and every product needs them
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
@@ -77,18 +77,24 @@ class Columns:
         blocks.append(block)
 
     def check(self) -> None:
-        """Raises ``ChangedTensorError`` unless everything that was added is as it was then."""
+        """Raises ``ChangedTensorError`` if a tensor was changed in place since it was added."""
         for block in self._all:
             block.check()
         if self._partial:
             self._partial.check()
 
     def keep(self, form: Keep, taken: int, memory: Memory | None = None) -> int:
-        """Prepares for several products, and returns how many elements larger rows have taken.
+        """Replaces factors by rows, for several products to come.
 
-        ``"auto"`` replaces factors by rows where the Gramian forms them and they are no larger;
-        ``"rows"`` does so where they are larger, too, if they are worth it and there is room beside
-        what larger rows of other parameters have taken before; ``"factors"`` never.
+        Args:
+            form: ``"auto"`` keeps rows where the Gramian forms rows and these have no more elements
+                than the factors. ``"rows"`` also keeps larger rows, if reading them is faster than
+                contracting again and there is room. ``"factors"`` keeps no rows.
+            taken: How many elements larger rows of other parameters have already.
+            memory: Where to put rows.
+
+        Returns:
+            How many elements the larger rows of these columns have.
         """
         before = taken
         self._prepare()
@@ -114,7 +120,7 @@ class Columns:
 
     @property
     def single(self) -> Block | None:
-        """The only block, if there is but one, of all elements of a parameter without gaps."""
+        """The only block, if it covers the whole parameter and there are no gaps in its storage."""
         if self._partial:
             self._complete()
         if len(self._blocks) != 1 or self._lookups:
@@ -136,7 +142,7 @@ class Columns:
         return self._products("gram")
 
     def plans(self) -> list[tuple[Plan, ...]]:
-        """What :meth:`gram` would consider for each region, lookups left out.
+        """The plans that :meth:`gram` compares for each region, without those of lookups.
 
         Plans depend on shapes alone, so that the blocks may be without data.
         """
@@ -240,7 +246,7 @@ class Columns:
         return rows(self._spread(), self.kernels)
 
     def slice(self, start: int, stop: int) -> Tensor:
-        """What :meth:`dense` gives, of a range of the outermost dimension in storage alone."""
+        """The part of :meth:`dense` for a range of the dimension that is outermost in storage."""
         block = self.single
         size = self._whole.shape[0] if self._whole.shape else 1
         if block is None or (start, stop) == (0, size):
@@ -262,7 +268,7 @@ class Columns:
 
     @classmethod
     def of(cls, parameter: Region, kernels: Kernels, found: Iterable[Factors]) -> Columns:
-        """Columns from what the :meth:`factors` of others have become elsewhere."""
+        """Columns from :meth:`factors` of other columns, which another process may have sent."""
         columns = cls(parameter, kernels)
         for factors in found:
             if factors.equation:
@@ -273,7 +279,7 @@ class Columns:
         return columns
 
     def narrow(self) -> Subset | None:
-        """Leaves out the samples that have no rows here, if all uses were of some samples alone.
+        """Drops samples without rows, if each use was of some samples alone.
 
         Returns the samples that the rows belong to from now on, or ``None`` for all in order.
         """
@@ -301,7 +307,7 @@ class Columns:
         return any(overlap(p, q) for p, q in combinations(self._regions, 2))
 
     def _prepare(self) -> None:
-        """Before every product: checks what is kept, and brings it into blocks of all samples."""
+        """Checks what is kept, and makes blocks of all samples: to be called before a product."""
         self.check()
         self._complete()
         if len(self._lookups) > 1:

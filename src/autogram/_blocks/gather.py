@@ -1,8 +1,8 @@
 """Gathering: blocks that have rows of some samples only, made blocks of all samples.
 
-A loop over samples calls a layer once for each. The blocks of such calls differ in nothing but the
-sample, and sometimes in the number of positions. Side by side along ``b``, filled up with zeros,
-they are what one call for all samples would have been.
+A loop over samples calls a layer once for each sample. The blocks of such calls differ in nothing
+but the sample, and sometimes in the number of positions. Side by side along ``b``, and filled up
+with zeros, these blocks are the block that one call for all samples would have had.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Gathering:
         self._kernels = kernels
         self._lookups: list[tuple[Subset, Lookup]] = []
         self._blocks: dict[tuple[Region, Subset, str, int], Block] = {}
-        """By region, samples, equation, and a number if they are not explicit rows."""
+        """Keys: region, samples, equation, and 0 for explicit rows or else a number of its own."""
 
     def check(self) -> None:
-        """Checks that everything that was added is as it was then."""
+        """Raises ``ChangedTensorError`` if a tensor was changed in place since it was added."""
         for block in self._blocks.values():
             block.check()
         for _, lookup in self._lookups:
@@ -86,8 +86,8 @@ class Gathering:
         longest = max(lookup.indices.shape[1] for _, lookup in self._lookups)
         indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in self._lookups]
         cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in self._lookups]
-        # The calls of a sample are behind one another, each with its reads.
-        calls = arrangement.samples, arrangement.most
+        # The calls of one sample stand one behind the other, each with the rows that it reads.
+        calls = arrangement.count, arrangement.most
         return [
             Lookup(
                 arrangement.side_by_side(indices, 0, calls).flatten(1),
@@ -101,20 +101,20 @@ class Gathering:
         arrangement = _Arrangement([subset for subset, _ in parts], samples)
         positions = parsed(first.equation).positions
         sizes = {of: max(block.sizes[of] for _, block in parts) for of in positions}
-        full = {**first.sizes, **sizes, "b": arrangement.samples * arrangement.most}
+        full = {**first.sizes, **sizes, "b": arrangement.count * arrangement.most}
         filled = sum(prod(full[label] for label in of) for of in first.inputs)
-        rows = arrangement.samples * prod(full[label] for label in "k" + first.parameter)
-        if not first.is_rows and rows < filled:  # few calls have as many positions as the longest
+        rows = arrangement.count * prod(full[label] for label in "k" + first.parameter)
+        if not first.is_rows and rows < filled:  # most of the filled operands would be zeros
             parts = [(subset, explicit([block], self._kernels)) for subset, block in parts]
             first = parts[0][1]
         if first.is_rows:
             rows_of_all = [block.operands[0] for _, block in parts]
             dim = first.inputs[0].index("b")
             return Block(
-                first.equation, (_placed(rows_of_all, dim, arrangement.came, arrangement.samples),)
+                first.equation, (_placed(rows_of_all, dim, arrangement.owners, arrangement.count),)
             )
         more = next(unused_labels(first.equation)) if arrangement.most > 1 else ""
-        calls = (arrangement.samples, arrangement.most)[: 1 + len(more)]  # of one sample: `more`
+        calls = (arrangement.count, arrangement.most)[: 1 + len(more)]  # `more`: a sample's calls
         operands = []
         for i, of in enumerate(first.inputs):
             dims = [of.index(label) for label in positions]
@@ -125,26 +125,31 @@ class Gathering:
 
 
 class _Arrangement:
-    """Where rows of some samples go, among those of all samples or of the wanted ones."""
+    """Where rows of some samples go, among the rows of all samples or of the wanted samples.
+
+    Attributes:
+        count: How many samples there are.
+        owners: The number of the sample of each row.
+        most: The largest number of rows that one sample has.
+    """
 
     def __init__(self, subsets: Sequence[Subset], samples: Sequence[int] | None) -> None:
         samples = range(subsets[0].batch) if samples is None else samples
         numbers = {sample: number for number, sample in enumerate(samples)}
-        self.samples = len(samples)
-        self.came = [numbers[sample] for subset in subsets for sample in subset.samples]
+        self.count = len(samples)
+        self.owners = [numbers[sample] for subset in subsets for sample in subset.samples]
         counts = Counter[int]()
         ranks = []
-        for number in self.came:
+        for number in self.owners:
             ranks.append(counts[number])
             counts[number] += 1
         self.most = max(counts.values())
-        """How many rows the sample has that has most of them."""
-        pairs = zip(self.came, ranks, strict=True)
+        pairs = zip(self.owners, ranks, strict=True)
         self._targets = [number * self.most + rank for number, rank in pairs]
 
     def side_by_side(self, tensors: Sequence[Tensor], dim: int, shape: Sequence[int]) -> Tensor:
-        """The rows of each sample together: ``dim`` becomes ``shape``, with zeros."""
-        rows = _placed(tensors, dim, self._targets, self.samples * self.most)
+        """The rows of each sample together, filled up with zeros: ``dim`` becomes ``shape``."""
+        rows = _placed(tensors, dim, self._targets, self.count * self.most)
         arranged: Tensor = rows.unflatten(dim, shape)
         return arranged
 
@@ -168,7 +173,7 @@ def _with_samples(block: Block, samples: int) -> Block:
 
 
 def _padded(tensor: Tensor, dims: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    """A tensor with zeros behind it along some dimensions, up to some sizes."""
+    """A tensor filled up with zeros at the end of some dimensions, up to some sizes."""
     wanted = dict(zip(dims, sizes, strict=True))
     missing = [wanted.get(dim, n) - n for dim, n in enumerate(tensor.shape)]
     if not any(missing):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Subset:
-    """Some of the samples, in the order in which the rows of a block are theirs."""
+    """Some of the samples, in the order of the rows of a block."""
 
     samples: tuple[int, ...]
     batch: int
@@ -25,8 +25,8 @@ class Piece(NamedTuple):
 
     Attributes:
         subset: The samples that its rows belong to, or ``None`` for all of them in order.
-        layout: Where they lie, or ``None`` if there is one.
-        cotangent: Their cotangent ``(k, *output)``.
+        layout: Where these samples lie, or ``None`` if there is one sample.
+        cotangent: The cotangent ``(k, *output)``, with zeros where it is of other samples.
     """
 
     subset: Subset | None
@@ -77,7 +77,7 @@ class Folded:
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """Samples in any places: tokens gathered for an expert, packed sequences, a permutation."""
+    """Samples in irregular places along a dimension: tokens of an expert, packed sequences."""
 
     dim: int
     batch: int
@@ -118,11 +118,11 @@ class Routed:
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Few of the samples: one call of a layer for each sample, or for each group of them."""
+    """Places of few samples, as where a layer is called for each sample or group of samples."""
 
     subset: Subset
     layout: Layout | None
-    """Where these samples lie, numbered anew; ``None`` if all of it belongs to one."""
+    """Where these samples lie, by their number in the subset; ``None`` if there is one sample."""
 
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
@@ -140,7 +140,7 @@ class Partial:
 class Scattered:
     """Samples that have elements of their own, and along no dimension places of their own.
 
-    Sums of views do this: a row of one sample, of which one element goes to another sample.
+    Sums of views can lead to this: a row of one sample has one element that goes to another sample.
     """
 
     batch: int
@@ -163,7 +163,7 @@ Placement = Folded | Routed | Partial | Scattered
 
 
 def pieces(layout: Placement | None, cotangent: Tensor) -> Iterator[Piece]:
-    """The parts of a use that a rule can make blocks of: often one, the use as it is."""
+    """The parts of a use that a rule can make blocks of. In most layouts, all of it is one part."""
     if isinstance(layout, Partial):
         within = layout.layout if len(layout.subset.samples) > 1 else None
         yield Piece(layout.subset, within, cotangent)
@@ -178,7 +178,7 @@ def pieces(layout: Placement | None, cotangent: Tensor) -> Iterator[Piece]:
 
 
 def agree(layouts: Sequence[Placement], places: Tensor) -> bool:
-    """Whether some layouts give the same sample to each of the marked places of a tensor."""
+    """Whether some layouts give the same sample to each place that is marked in a mask."""
     first, *others = (layout.owners(places) for layout in layouts)
     is_without = bool((places & (first < 0)).any())
     return not is_without and not any(bool((places & (first != x)).any()) for x in others)

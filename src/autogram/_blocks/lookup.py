@@ -69,7 +69,7 @@ class Lookup(Kept):
 
 @dataclass(frozen=True)
 class Factors:
-    """A block or a lookup of one parameter, in a form in which it can be sent."""
+    """A block or a lookup of one parameter, in a form that can be sent to other processes."""
 
     region: Region
     equation: str
@@ -93,16 +93,16 @@ def concatenate(lookups: Sequence[Lookup]) -> Lookup:
 def products_of_lookup(
     kind: Kind, lookup: Lookup, size: int, dense: Sequence[Block], kernels: Kernels
 ) -> Tensor:
-    """The Gramian of a lookup in a table of some size, or its norms, with those of dense blocks.
+    """The Gramian of a lookup or its squared norms, and its cross terms with dense blocks.
 
-    Only the rows of the table that occur take part, in the dense blocks too: for a language model
-    whose embedding is tied to its output layer, a batch touches few of the tokens. Of the dense
-    blocks, the products with the lookup count, and not their own.
+    Only the rows of the table that the lookup reads take part, in the dense blocks too: a batch
+    of a language model, whose embedding is tied to its output layer, reads few of the tokens.
+    Products of the dense blocks with themselves are left out.
     """
     if kind == "norms" and not dense:
         return _norms(lookup, size, kernels)
     if kind == "norms" and len(lookup.indices) > 1:
-        # One sample at a time: it reads few rows of the table, and all together read many.
+        # One sample at a time: a sample reads few rows of the table, all samples together many.
         samples = torch.arange(len(lookup.indices), device=lookup.indices.device).split(1)
         some = ((lookup.at(sample), [block.at(sample) for block in dense]) for sample in samples)
         return torch.cat(

@@ -32,18 +32,18 @@ _MOST_BLOCKS_IN_PAIRS = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to products of rows of one tensor, which can be carried out.
+    """One way to compute products of the rows of one tensor. Calling a plan carries it out.
 
     Attributes:
         kind: Which products.
         method: ``"rows"`` adds blocks up as explicit rows and multiplies these. ``"factors"``
             contracts every pair of blocks without rows.
-        label: The index that is cut where a result on the way would be too large: a dimension of
-            the tensor, or the samples.
+        label: The index that is cut where an intermediate result would be too large: a dimension
+            of the tensor, or the samples.
         pieces: Into how many pieces that index is cut.
         cost: In multiply-adds, memory traffic included.
         multiplications: Multiply-adds alone.
-        elements: Those of the largest result on the way.
+        elements: How many elements the largest intermediate result has.
     """
 
     kind: Kind
@@ -89,7 +89,7 @@ class Plan:
         return torch.cat(found, 1) if self.kind == "norms" else reduce(torch.add, found)
 
     def _diagonal(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
-        """The products of blocks with themselves, in which each pair of two counts twice."""
+        """The products of the sum of some blocks with itself: each pair of two counts twice."""
         products: list[Tensor] = []
         for i, first in enumerate(blocks):
             for second in blocks[:i]:
@@ -120,7 +120,7 @@ class Plan:
 
 
 def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Tensor:
-    """The explicit rows, ``(k, b, *tensor)``, in some memory if they are one matrix product."""
+    """The explicit rows, ``(k, b, *tensor)``, in given memory if they are one matrix product."""
     memory = memory if len(blocks) == 1 else None
     return reduce(torch.add, [_rows_of(block, kernels, memory) for block in blocks])
 
@@ -147,7 +147,7 @@ def cross(
 
 
 def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
-    """The Gramian of one block in ranges of samples, of which one half mirrors the other."""
+    """The Gramian of one block, in ranges of samples: one half is the mirror of the other."""
     block = Block(block.equation, kernels.with_copy(block.operands))
     k, b = block.sizes["k"], block.sizes["b"]
     dtype = kernels.accumulating(*[x.dtype for x in block.operands])
@@ -173,7 +173,7 @@ def plans(
     second: Sequence[Block],
     kernels: Kernels,
 ) -> tuple[Plan, ...]:
-    """All ways that are considered to products of some blocks, the cheapest first."""
+    """All plans that are compared for products of some blocks, the cheapest first."""
     dtype = first[0].operands[0].dtype
     limit, prices = kernels.most_elements(dtype), kernels.prices(dtype)
     signatures = (tuple([(x.equation, x.shapes) for x in blocks]) for blocks in (first, second))
@@ -186,7 +186,7 @@ def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
 
 
 def contracted_again(blocks: Sequence[Block]) -> int:
-    """Multiply-adds of a sum of the rows of some blocks, if they are not kept but contracted."""
+    """Multiply-adds of contracting some blocks again, where their rows are not kept."""
     return sum(find_path(block.equation, block.shapes).multiplications for block in blocks)
 
 
@@ -204,7 +204,7 @@ def cost_of_products(first: str, of_first: Shapes, second: str, of_second: Shape
 def _find_plans(
     kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int
 ) -> tuple[Plan, ...]:
-    """The ways for blocks of some signatures, cut into pieces where results exceed the limit."""
+    """The plans for blocks of some signatures, in pieces where results would exceed the limit."""
     by_rows = _plan_rows(kind, first, second, prices, limit)
     if len(first) + len(second) > _MOST_BLOCKS_IN_PAIRS:
         return (by_rows,)
@@ -220,7 +220,8 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, 
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
     others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
-    # Dimensions are in the order in which a matrix product leaves those of the first block.
+    # All blocks have the tensor's dimensions in the order in which a product of the first's factors
+    # leaves them.
     order = parsed(equation).order_of_factors
     paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
     cost = m * n * columns + prices.memory * m * columns + prices.call

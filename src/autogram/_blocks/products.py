@@ -1,6 +1,6 @@
 """Rows of blocks, and their products with vectors, with themselves and with other rows.
 
-All blocks in one argument belong to one tensor, and their sum is meant.
+All blocks in one argument belong to one tensor, and stand for their sum.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def products(
 
 
 def share_factor(outer: Block, rows: Block, kernels: Kernels) -> bool:
-    """Whether rows are the first factor of an outer product, which is contracted by factors.
+    """Whether some rows are also the first factor of an outer product, contracted by factors.
 
-    So are the cotangents of a layer: the rows of its bias, and a factor of the rows of its weight.
+    The cotangents of a layer are both the rows of its bias and a factor of the rows of its weight.
     """
     if rows.operands[0] is not outer.operands[0] or not rows.is_rows or len(outer.inputs) != 2:
         return False
@@ -103,7 +103,7 @@ def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) ->
 
 
 def _by_samples(whole: Block, kernels: Kernels) -> Iterator[Block]:
-    """An einsum over samples, some of them at a time."""
+    """An einsum cut into ranges of samples that keep the limit."""
     limit = kernels.most_elements(whole.operands[0].dtype)
     # Operands count too: patches of an image are a view that a matrix product must copy.
     shapes = whole.shapes

@@ -30,14 +30,15 @@ class Region:
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...]) -> Region:
-        """All elements of a tensor that has blocks of its own."""
+        """All elements of a contiguous tensor."""
         return cls.of(torch.empty(shape, device="meta"))
 
     @classmethod
     def of_parameter(cls, parameter: Tensor) -> Region:
         """All elements of a parameter.
 
-        To autograd, those of an expanded one are independent, though they share their memory.
+        Elements of an expanded parameter share their memory. To autograd they are independent, and
+        so they are here.
         """
         region = cls.of(parameter)
         return region if region.is_whole else cls.contiguous(region.shape)
@@ -121,10 +122,10 @@ def overlap(first: Region, second: Region) -> bool:
 
 
 def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
-    """Tensors ``(n, *canonical region)`` on regions of a parameter, added up in its storage.
+    """Adds up tensors ``(n, *canonical region)`` on regions of a parameter, as its storage is.
 
-    The result is ``(n, places)``, from the first to the last place of the parameter. It may share
-    its memory with the only part.
+    The result is ``(n, places)``, from the first to the last place of the parameter. The result
+    may share its memory with the only part.
     """
     first, last = parameter.bounds
     places = last - first + 1
@@ -140,7 +141,7 @@ def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
 
 
 def from_storage(flat: Tensor, parameter: Region) -> Tensor:
-    """Tensors of a parameter's shape and strides, ``(n, *parameter)``, from its storage."""
+    """Tensors with a parameter's shape and strides, ``(n, *parameter)``, from its storage."""
     n, places = flat.shape
     return flat.contiguous().as_strided((n, *parameter.shape), (places, *parameter.strides))
 

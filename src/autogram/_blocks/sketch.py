@@ -1,9 +1,10 @@
 """Random projections of the rows of one parameter, from the rows or from their factors.
 
-Each element of a parameter has a random sign, and is added to one of d numbers. Signs and numbers
-are products and sums of those of its first dimension and of the others together. So the rows of an
-outer product are projected by the convolution of the projected factors, and those of an embedding
-at the places that were read alone. The projection is the same by every way.
+Each element of a parameter has a random sign, and is added to one of d numbers. The sign of an
+element is the product of two signs, one for its index in the first dimension and one for its index
+in all others; its place among the d numbers is the sum of two places modulo d, likewise. So the row
+of an outer product is the convolution of the projected factors, and the row of an embedding needs
+only the rows of the table that were read. All of these ways give the same projection.
 
 References:
     Charikar, Chen and Farach-Colton 2002, Finding Frequent Items in Data Streams (signs and folds).
@@ -94,7 +95,7 @@ class Projection:
         return total
 
     def suits(self, block: Block) -> bool:
-        """Whether to project the factors of a block is possible, and less work than its rows."""
+        """Whether projecting a block's factors is possible, and less work than projecting rows."""
         return is_outer(block) and self.elements(block) < block.elements_of_rows
 
     def elements(self, block: Block) -> int:
@@ -108,7 +109,7 @@ class Projection:
 
 
 def is_outer(block: Block) -> bool:
-    """Whether one factor of a block has the first dimension, and one other has all others."""
+    """Whether one factor has the tensor's first dimension, and one other all other dimensions."""
     labels = block.parameter
     owners = [[i for i, of in enumerate(block.inputs) if label in of] for label in labels]
     if len(labels) < 2 or any(len(owner) != 1 for owner in owners):

@@ -15,10 +15,10 @@ from autogram._blocks.kernels.workspace import Memory
 
 @dataclass
 class Limit:
-    """How many elements one intermediate result may have, for one engine and all that it makes.
+    """How many elements one intermediate result may have.
 
-    Where memory runs out once, it would run out again elsewhere, and at the next step: what is
-    found out in one place holds in all.
+    An engine and all its Jacobians share one object: where memory has run out, the limit is lowered
+    for all of them.
     """
 
     elements: int
@@ -28,13 +28,14 @@ class Kernels(Hardware):
     """Contractions by plain calls of PyTorch, right on any device.
 
     Kernels are the only objects that know a device, a library, or a constant of hardware. A
-    subclass for one kind of device overrides what is faster otherwise there.
+    subclass for one kind of device overrides the methods for which that device has a faster way.
 
     Args:
         limit: The number of elements that one intermediate result may have.
 
     Attributes:
-        tiny: Up to so many elements, copies of factors cost less than a call.
+        tiny: Blocks with at most this many elements are bundled: copying them costs less than the
+            calls of a contraction.
     """
 
     tiny = 2**17
@@ -48,7 +49,7 @@ class Kernels(Hardware):
         return self.limit.elements
 
     def prices(self, dtype: torch.dtype) -> Prices:
-        """What is compared with products of tensors of a dtype."""
+        """The prices of memory and of calls, in multiply-adds of tensors of a dtype."""
         del dtype
         return Prices(memory=16)
 
@@ -76,7 +77,7 @@ class Kernels(Hardware):
     ) -> Tensor:
         """An einsum in the dtype in which products accumulate, in memory if it is a matrix product.
 
-        Its contractions are found once for shapes and strides.
+        The contractions of the einsum are found once for each set of shapes and strides.
         """
         dtypes = {x.dtype for x in operands}
         dtype = self.accumulating(*dtypes)
@@ -90,12 +91,12 @@ class Kernels(Hardware):
         return self.einsum(equation, operands, memory)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
-        """Whether rows of a convolution come faster from its gradient, with samples as groups.
+        """Whether rows of a convolution are faster by its gradient, with samples as groups.
 
         Args:
-            patches: Elements of what the kernel sees at all positions, which else is copied.
+            patches: Elements of the patches, which the other way copies.
             rows: Elements of the rows.
-            channels: Channels that the kernel reads.
+            channels: Channels that the convolution's kernel reads.
         """
         del patches, rows, channels
         return False
@@ -144,5 +145,5 @@ class Kernels(Hardware):
         return 1
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Operands of several products, of which each would copy the same factor again."""
+        """The operands, with a copy in place of a factor that several products would each copy."""
         return operands

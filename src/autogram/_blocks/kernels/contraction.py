@@ -37,7 +37,7 @@ class Prices(NamedTuple):
 
 
 class Hardware:
-    """What contractions need of kernels, here by plain calls of PyTorch."""
+    """The operations that contractions are made of, here as plain calls of PyTorch."""
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
@@ -68,20 +68,20 @@ class Hardware:
 # Carries out a product or a sum, in some memory if it is a matrix product.
 Contraction = Callable[[Hardware, Sequence[Tensor], Memory | None], Tensor]
 
-# Shows a tensor in another order of dimensions and with other dimensions, copied for some purpose.
+# Brings a tensor to another order of dimensions and another shape, by a copy where it must be.
 View = Callable[[Hardware, Tensor, Purpose], Tensor]
 
 
 @dataclass(frozen=True)
 class Path:
-    """The order in which the operands of an einsum meet, and what that costs.
+    """The order in which the operands of an einsum are contracted, and what that costs.
 
     Attributes:
-        steps: The positions of operands that leave the stack, and the equation of what replaces
-            them.
+        steps: Each step takes the tensors at some positions out of a list, which begins as the
+            operands, and appends their contraction by an equation.
         multiplications: Multiply-adds.
-        moved: Elements that are written on the way.
-        largest: Elements of the largest result on the way.
+        moved: Elements of all intermediate results.
+        largest: Elements of the largest intermediate result.
     """
 
     steps: tuple[tuple[tuple[int, ...], str], ...]
@@ -123,9 +123,9 @@ def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
 def find_contractions(
     equation: str, shapes: Shapes, strides: Shapes
 ) -> tuple[tuple[tuple[int, ...], Contraction], ...]:
-    """The contractions of an einsum, with the positions of operands that leave the stack.
+    """The contractions of an einsum, with the positions of the tensors that each takes.
 
-    Tensors without data are contracted alongside, which shows the strides of results on the way.
+    Tensors without data are contracted here, to know the strides of intermediate results.
     """
     pairs = zip(shapes, strides, strict=True)
     stack = [torch.empty_strided(shape, stride, device="meta") for shape, stride in pairs]
@@ -141,7 +141,7 @@ def find_contractions(
 def carry_out(
     hardware: Hardware, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
 ) -> Tensor:
-    """An einsum, in memory if it is a matrix product."""
+    """Carries out an einsum, in given memory if it is a matrix product."""
     shapes, strides = tuple([x.shape for x in operands]), tuple([x.stride() for x in operands])
     stack = list(operands)
     for positions, contract in find_contractions(equation, shapes, strides):
@@ -159,9 +159,8 @@ def unused_labels(*equations: str) -> Iterator[str]:
 def _kind(equation: str, sizes: Mapping[str, int]) -> _Kind:
     """How to carry out one contraction.
 
-    Where one side has no index of its own, there is no matrix product to be had, and a product
-    followed by a sum reads each operand once. ``torch.einsum`` would permute them for a batched
-    matrix product with a single column.
+    Where one operand has no index of its own, a matrix product would have a single column. A
+    product followed by a sum reads each operand once, and ``torch.einsum`` would permute both.
     """
     inputs, output = equation.split("->")
     terms = inputs.split(",")
@@ -181,7 +180,7 @@ def _kind(equation: str, sizes: Mapping[str, int]) -> _Kind:
 
 
 def _contraction(equation: str, operands: Sequence[Tensor]) -> Contraction:
-    """The contraction of an equation, for operands of the shapes and strides of these."""
+    """Makes the contraction of an equation, for operands with the shapes and strides of these."""
     sizes = sizes_of(equation, tuple([x.shape for x in operands]))
     kind = _kind(equation, sizes)
     if kind == "elementwise":
@@ -210,11 +209,11 @@ def _sum(labels: str, output: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _view(tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> View:
-    """The view of tensors of the shape and strides of this one."""
+    """Makes a function that brings tensors like this one to another order and shape."""
     try:
         strides = tensor.permute(order).view(shape).stride()
     except RuntimeError:
-        if repeats(tensor):  # as patches of an image do, which are copied in long runs so
+        if repeats(tensor):  # patches of an image: copied before they are permuted, in long runs
             return lambda hardware, x, purpose: (
                 hardware.copy(x, purpose).permute(order).reshape(shape)
             )
@@ -253,7 +252,7 @@ def _elementwise(
 def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int]) -> Contraction:
     """One matrix product of two tensors, or a batch of them.
 
-    The rows of the product are the indices that the output has outside, so that it takes no copy.
+    The rows of the product are the outer indices of the output, so that the result needs no copy.
     """
     inputs, output = equation.split("->")
     first, second = inputs.split(",")

@@ -1,4 +1,4 @@
-"""Kernels for a GPU: few launches, and factors in half precision until products accumulate.
+"""Kernels for a GPU: few launches, and products of factors in half precision.
 
 The numbers here were measured on one GPU of 2023, in multiply-adds of its matrix units. They
 decide what is fast, and never what is right.
