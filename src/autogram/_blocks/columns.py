@@ -84,17 +84,12 @@ class Columns:
             self._partial.check()
 
     def keep(self, form: Keep, taken: int, memory: Memory | None = None) -> int:
-        """Replaces factors by rows, for several products to come.
+        """Replaces factors by rows for products to come; returns how many elements of these count.
 
-        Args:
-            form: ``"auto"`` keeps rows where the Gramian forms rows and these have no more elements
-                than the factors. ``"rows"`` also keeps larger rows, if reading them is faster than
-                contracting again and there is room. ``"factors"`` keeps no rows.
-            taken: How many elements larger rows of other parameters have already.
-            memory: Where to put rows.
-
-        Returns:
-            How many elements the larger rows of these columns have.
+        ``"auto"`` does so where the Gramian forms rows that have no more elements than the factors.
+        ``"rows"`` does so for larger rows, too, if reading them is faster than contracting again,
+        and if there is room beside the larger rows of other parameters, of ``taken`` elements: only
+        larger rows count. ``"factors"`` never does.
         """
         before = taken
         self._prepare()

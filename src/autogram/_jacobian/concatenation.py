@@ -12,8 +12,8 @@ from autogram._jacobian.jacobian import Jacobian
 def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     """The Jacobian of all objectives of some Jacobians, in their order.
 
-    With it, a Gramian of more samples than one forward pass has room for is exact. No factor is
-    copied before a product needs it; products of rows copy those of one parameter at a time.
+    With the result, a Gramian of more samples than one forward pass has room for is exact. No
+    factor is copied here; products of rows copy the factors of one parameter at a time.
 
     Args:
         jacobians: Jacobians of the same modules, from any graphs and of any numbers of objectives.

@@ -33,14 +33,15 @@ from autogram._jacobian.solve import damped_solution
 class Jacobian:
     """The Jacobian J of m objectives with respect to n parameters, as an implicit operator.
 
-    :meth:`autogram.Engine.jacobian` makes it. It holds factors and not rows: for each call in the
-    forward pass that read a parameter, the cotangent of the output and the input. Every method
-    contracts factors, in the order that costs least, and in parts where an intermediate result
-    would exceed the engine's memory limit. No method runs a backward pass or needs the graph.
+    :meth:`autogram.Engine.jacobian` makes a Jacobian. It holds factors and not rows: for each call
+    in the forward pass that read a parameter, the cotangent of the output and the input. Every
+    method contracts factors, in the order that costs least, and in parts where an intermediate
+    result would exceed the engine's memory limit. No method runs a backward pass or needs the
+    graph.
 
     RAM: the cotangents of all activations that were computed from parameters, times K for K
-    objectives per sample. The inputs are shared with the graph, and stay alive after it. Calls
-    without a rule, and derived tensors such as weight-normed ones, have rows.
+    objectives per sample. The inputs share their memory with the graph, and stay alive after it.
+    For calls without a rule, and for derived tensors such as weight-normed ones, rows are kept.
 
     Rows are in the row-major order of the losses, and columns in the order of
     ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
@@ -84,7 +85,7 @@ class Jacobian:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the results, which have the dtype of the parameters, and at least float32."""
+        """The dtype of the results: that of the parameters, and at least float32."""
         found = [columns.dtype for part in self._parts.each for columns in part.columns.values()]
         dtypes = [dtype for dtype in found if dtype is not None]
         losses = [part.objectives.losses.dtype for part in self._parts.each]
@@ -92,7 +93,7 @@ class Jacobian:
 
     @property
     def device(self) -> torch.device:
-        """The device of the losses, on which results with one entry for each objective are."""
+        """The device of the losses, and of results with one entry for each objective."""
         return self._parts.each[0].objectives.losses.device
 
     @property
@@ -118,10 +119,10 @@ class Jacobian:
         """Gramians of groups of parameters, each ``(m, m)``, which add up to the whole.
 
         Args:
-            by: Gives the group of a parameter from its name, for instance
-                ``lambda name: name.split(".")[0]``; or ``optimizer.param_groups``, whose keys are
-                ``"name"`` or else the number, and which may lack parameters. By default, each
-                parameter is its own group.
+            by: A function that gives the group of a parameter from its name, for instance
+                ``lambda name: name.split(".")[0]``; or ``optimizer.param_groups``, where the key of
+                a group is its ``"name"`` or else its number, and where parameters may be missing.
+                By default, each parameter is its own group.
         """
         groups: dict[str, list[Tensor]] = {}
         for parameter, label in labels(by, self._names).items():
@@ -142,16 +143,16 @@ class Jacobian:
 
     @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:
-        """Jᵀ w, the gradient of the objectives' sum with weights.
+        """Jᵀ w, the gradient of the weighted sum of the objectives.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape; or several vectors of weights,
                 stacked along a first dimension.
 
         Returns:
-            For each parameter's name, a tensor of its shape, with the first dimension of ``w`` in
-            front if that is a stack. Costs each vector what weight gradients cost in a backward
-            pass.
+            For each parameter's name, a tensor of the parameter's shape, with the first dimension
+            of ``w`` in front if ``w`` is a stack. Each vector costs what weight gradients cost in a
+            backward pass.
 
         Raises:
             InvalidOperandError: ``w`` has another shape.
@@ -176,7 +177,8 @@ class Jacobian:
         """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
         A gradient has the dtype of its parameter, and hooks on parameters run. The gradient of a
-        parameter that no objective reaches stays as it is. That of a sparse embedding is dense.
+        parameter that no objective reaches stays as it is. The gradient of a sparse embedding is
+        dense.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape.
@@ -228,8 +230,8 @@ class Jacobian:
     def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
         """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.
 
-        With it, ‖r - J d‖² + damping ‖d‖² is least. The system has the size of the objectives, and
-        is solved in float64, without directions of J Jᵀ that are zero to rounding.
+        The step d minimises ‖r - J d‖² + damping ‖d‖². The linear system is ``(m, m)``, and is
+        solved in float64. Directions in which J Jᵀ is zero to rounding are left out.
 
         Args:
             residuals: r, of shape ``(m,)`` or of the losses' shape.
@@ -279,8 +281,9 @@ class Jacobian:
             names: The parameters, all if ``None``. One at a time keeps RAM low.
 
         Returns:
-            For each parameter's name, a tensor of its shape with the objectives in front (one, if
-            an integer was given). RAM: the rows of the samples that these objectives belong to.
+            For each parameter's name, a tensor of the parameter's shape with a first dimension for
+            the objectives, of size one if an integer was given. RAM: the rows of the samples that
+            these objectives belong to.
 
         Raises:
             IndexError: There is no such objective.
@@ -307,7 +310,7 @@ class Jacobian:
 
     @contextmanager
     def _exact(self) -> Iterator[None]:
-        """Checks the factors, and makes results exact under autocast and no part of a graph."""
+        """Checks the factors, and disables autocast and gradients inside of the block."""
         for part in self._parts.each:
             for columns in part.columns.values():
                 columns.check()

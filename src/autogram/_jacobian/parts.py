@@ -38,7 +38,7 @@ class Part:
     def of(
         cls, objectives: Objectives, columns: Mapping[Tensor, Columns], names: Iterable[Tensor]
     ) -> Part:
-        """The rows for some parameters, in their order, without the graph: it may go."""
+        """The rows for some parameters, in their order, without the graph of the losses."""
         objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
         return cls(objectives, {p: columns[p] for p in names if p in columns})
 
@@ -64,7 +64,7 @@ class Part:
         return self.objectives.in_order(total.flatten(), 0)
 
     def rows(self, parameter: Tensor, index: Tensor) -> Tensor | None:
-        """The rows of some objectives for a parameter, ``(index, *parameter)``; none for zeros."""
+        """The rows of some objectives, ``(index, *parameter)``, or ``None`` where all are zero."""
         columns = self.columns.get(parameter)
         if columns is None or not len(index):
             return None
@@ -77,8 +77,8 @@ class Part:
 class Group:
     """Parts with equally many objectives per sample, whose samples are taken together.
 
-    Their blocks then are those that one backward pass of all samples would have given: rows are
-    formed once, and a product of all samples is one product.
+    The blocks of a group are those that one backward pass of all samples would have given: rows
+    are formed once, and a product of all samples is one product.
 
     Args:
         parts: The parts.
@@ -94,7 +94,7 @@ class Group:
     def columns(self, parameter: Tensor) -> Columns | None:
         """The columns of a parameter, of all samples, or ``None`` where all are zero.
 
-        Those of several parts are a copy, which is to be dropped after the product.
+        The columns of several parts are a copy, which is to be dropped after the product.
         """
         found = [part.columns.get(parameter) for part in self._parts]
         if len(found) == 1:
@@ -129,7 +129,7 @@ class Group:
 
 
 class Parts:
-    """Parts one behind the other, whose objectives are those of one Jacobian.
+    """The parts of one Jacobian: its objectives are those of the first part, then of the next.
 
     Args:
         parts: One part at least.

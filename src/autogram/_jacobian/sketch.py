@@ -18,13 +18,13 @@ from autogram._errors import InvalidOperandError, InvalidOptionError
 class Sketch:
     """Random projections S of the rows of J to d dimensions, with E[S Sᵀ] = J Jᵀ over the seeds.
 
-    :meth:`autogram.Engine.sketch` makes it. Sketches of equal seed and d are of one projection, on
-    every process and for every micro-batch. So their rows may be put under one another:
+    :meth:`autogram.Engine.sketch` makes a sketch. Sketches with equal seed and d have the same
+    projection, on every process and for every micro-batch. So their rows may be concatenated:
     ``Sketch(torch.cat([first.rows, second.rows]), seed=first.seed)``.
 
     Attributes:
         rows: S, ``(m, d)``, in the row-major order of the losses, detached, at least float32.
-        seed: What the projection was drawn from.
+        seed: The seed of the random projection.
     """
 
     rows: Tensor
@@ -32,7 +32,7 @@ class Sketch:
 
     @property
     def dimensions(self) -> int:
-        """D."""
+        """The number d of dimensions."""
         return self.rows.shape[1]
 
     def gramian(self) -> Tensor:
@@ -62,9 +62,9 @@ class Sketch:
     def standard_error(self) -> Tensor:
         """An upper estimate of the standard error of each entry of the Gramian, ``(m, m)``.
 
-        sqrt(3 (G_ii G_jj + G_ij²) / d), with G from the sketch itself. `docs/sketches.md` derives
-        it, and that the error is up to a factor of the root of 3 smaller where rows are sums of
-        many outer products.
+        sqrt(3 (G_ii G_jj + G_ij²) / d), with G from the sketch itself, as `docs/sketches.md`
+        derives. Where rows are sums of many outer products, the error is smaller, by a factor of up
+        to the root of 3.
         """
         gramian = self.gramian()
         norms = gramian.diagonal()
@@ -73,7 +73,7 @@ class Sketch:
 
 
 class Projections:
-    """The projections of the last seed and d, which the next call will want again."""
+    """The projections of the last seed and d, kept for the next call."""
 
     def __init__(self) -> None:
         self._of = 0, 0
@@ -82,7 +82,7 @@ class Projections:
     def one(
         self, name: str, region: Region, device: torch.device, dimensions: int, seed: int
     ) -> Projection:
-        """The projection of a parameter: by its name, so that it is the same in every process."""
+        """The projection of a parameter, drawn from its name: the same in every process."""
         if self._of != (dimensions, seed):
             self._of, self._known = (dimensions, seed), {}
         key = name, region, device
@@ -95,7 +95,7 @@ class Projections:
 
 
 class Sketching:
-    """Adds up the projections of all parameters, which a pass gives one after the other.
+    """Adds up the projections of all parameters, whose columns a pass gives one after the other.
 
     Args:
         channel: That of the engine.
@@ -133,7 +133,7 @@ class Sketching:
         """Adds the projection of the columns of one parameter."""
         assert self._objectives is not None
         name = self._names.get(parameter, "")
-        # Others that `functional_call` put in its place are parameters of their own.
+        # Tensors that `functional_call` put in the parameter's place have the same name.
         number = self._taken.get(name, 0)
         projection = self._projections.one(
             f"{name}#{number}", columns.parameter, parameter.device, self._dimensions, self._seed

@@ -23,7 +23,7 @@ def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:
         if not failed:
             return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1).to(values.dtype)
     eigenvalues, vectors = torch.linalg.eigh(matrix)
-    # Rounding of the Gramian, in the dtype in which it was added up, leaves eigenvalues like these.
+    # Eigenvalues up to this size may come from rounding of the Gramian, in the dtype of its sums.
     rounding = len(matrix) * torch.finfo(gramian.dtype).eps * eigenvalues.abs().amax()
     inverse = torch.where(eigenvalues > rounding, 1 / (eigenvalues + damping), 0)
     found: Tensor = vectors @ (inverse * (vectors.mT @ right))

@@ -1,4 +1,4 @@
-"""Hooks on modules: a registry of them, gradients of each call, and capture. See README.md here."""
+"""Hooks on modules: a registry, gradients of each call, and captured calls. See README.md here."""
 
 from autogram.hooks.capture import Call, capture
 from autogram.hooks.registry import Handle, HookManager

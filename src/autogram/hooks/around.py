@@ -1,8 +1,8 @@
-"""Calls of a module between the beginning and the end of something, for as little as can be.
+"""Objects that are called at the beginning and at the end of each call of a module.
 
 PyTorch's hooks cost each call of a module one to two microseconds, also if the hooks do nothing.
-What is put around a module here costs half of that where gradients are disabled, and its end is
-reached whatever happens inside.
+An object around a module costs half of that where gradients are disabled, and its ``end`` is called
+whatever happens inside.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.compiler import is_dynamo_compiling
 
 
 class Around(Protocol):
-    """What is put around the calls of a module while gradients are enabled."""
+    """An object that is called around the calls of a module while gradients are enabled."""
 
     is_off: bool
-    """Whether calls that begin now are left alone."""
+    """Whether the object is not called for calls that begin now."""
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Is called before the module."""
@@ -31,13 +31,13 @@ class Around(Protocol):
     def end(self, module: nn.Module, output: Any) -> Any:
         """Is called with the output of the module, or with ``None`` if its forward raised.
 
-        What is returned replaces the output, unless it is ``None``.
+        A result other than ``None`` replaces the output.
         """
 
 
 @dataclass(eq=False, slots=True)
 class _Hooked:
-    """A module with something around it."""
+    """A module with objects around it."""
 
     module: Callable[[], nn.Module | None]
     entrance: weakref.ref[_Entrance] = field(init=False)
@@ -45,7 +45,7 @@ class _Hooked:
     """From the outermost to the innermost, with the order of registration."""
 
     def set(self, around: tuple[tuple[int, Around], ...]) -> None:
-        """Replaces what is around. Without any, the module is as it was before the first."""
+        """Replaces the objects around. Without any, the module is as it was before the first."""
         self.around = around
         module = self.module()
         if not around:
@@ -55,12 +55,12 @@ class _Hooked:
 
 
 def put_around(module: nn.Module, around: Around, order: int) -> Callable[[], None]:
-    """Puts something around a module, inside of what has a lower order.
+    """Puts an object around a module, inside of objects with a lower order.
 
-    What is around a compiled module does nothing: `torch.compile` calls the module without it.
+    An object around a module that `nn.Module.compile` has compiled is not called.
 
     Returns:
-        Takes it off again.
+        A function that takes the object off again.
     """
     hooked = _hooked(module)
     if hooked is None:
@@ -79,14 +79,14 @@ _CALLER = nn.Module._wrapped_call_impl.__code__  # the code of PyTorch that call
 
 
 class _Entrance(partial[Any]):
-    """Calls a module with what is around it. In C, because each call of the module comes here."""
+    """Calls a module with the objects around it. In C, as each call of the module comes here."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # for modules that are copied with all that they have
 
 
 def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
-    """Lets a function be called instead of a module, with what is around the module in front."""
+    """Lets a function be called instead of a module. Its first argument is the result here."""
     hooked = _Hooked(weakref.ref(module))
     vars(module)[_NAME] = entrance = _Entrance(function, hooked)
     hooked.entrance = weakref.ref(entrance)
@@ -94,7 +94,7 @@ def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
 
 
 def _hooked(module: nn.Module) -> _Hooked | None:
-    """What is around a module, if anything is."""
+    """The module's entry here, or ``None`` if no object is around it."""
     entrance = vars(module).get(_NAME)
     return entrance.args[0] if isinstance(entrance, _Entrance) else None
 
@@ -111,13 +111,13 @@ _REFERENCES = _count_references()
 
 
 def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a module, with what is around it if gradients are enabled."""
+    """Calls a module, with the objects around it if gradients are enabled."""
     module: Any = hooked.module()
     if is_dynamo_compiling():
         return module._call_impl(*args, **kwargs)
     if module is None or getrefcount(hooked.entrance()) > _REFERENCES:
-        # Another object has the entrance too: perhaps a shallow copy, as `nn.DataParallel` makes.
-        # To ask the caller each time would take as long as all the rest.
+        # Something else has the entrance too: perhaps a shallow copy, as `nn.DataParallel` makes.
+        # Looking at the caller's frame in each call would double the time of this function.
         frame = sys._getframe(1)
         if frame.f_code is _CALLER:
             module = frame.f_locals["self"]
@@ -134,7 +134,7 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a module inside of what is around it."""
+    """Calls a module inside of the objects around it."""
     entered: list[Around] = []
     output, is_done = None, False
     try:

@@ -1,9 +1,9 @@
 """Gradients of the inputs and outputs of each call of a module.
 
-The tensors that enter a call, and those that leave it, go through a *gate* each: one node of
-autograd's graph, the identity, for all of them together. In a backward pass, the gates see the
-gradients of this call alone, whatever else the tensors are used for, however many nodes the call
-consists of, and whatever its containers are.
+All tensors that enter a call go through one *gate*, and all tensors that leave it through another.
+A gate is one node of autograd's graph, the identity. In a backward pass, the gates see the
+gradients of this call alone, whatever else uses the tensors, however many nodes the call has, and
+whatever its containers are.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _Form = tuple[int, tuple[int, ...]]
 """How many leaves a value has, and which of them go through a gate."""
 
 SILENT_PASSES: set[int] = set()
-"""Backward passes that no hook is to see, by the number that PyTorch gives to each."""
+"""Backward passes in which no hook is called, by the number that PyTorch gives to each."""
 
 
 class Observer(Protocol):
-    """Who is shown the gradients of one call of a module.
+    """An object that is shown the gradients of one call of a module.
 
-    Gradients have an entry for each leaf of the arguments, or of the output: ``None`` for what is
-    no tensor, and where no gradient flows. A number says which pass they are of.
+    Gradients have an entry for each leaf of the arguments, or of the output. An entry is ``None``
+    where the leaf is no tensor, or no gradient reaches it. A number says which pass they are of.
     """
 
     def end(self, output: Any) -> None:
         """Is shown the output, which is ``None`` if the forward raised."""
 
     def see_output(self, number: int, gradients: Gradients) -> None:
-        """Is shown the gradients of the output, where some of them flow."""
+        """Is shown the gradients of the output, if there are any."""
 
     def see_input(self, number: int, gradients: Gradients, outputs: int) -> Any:
         """Is shown the gradients of the arguments, and may return others in their place.
@@ -58,7 +58,7 @@ class Gates:
 
     Args:
         observe: Makes the observer of a call from its module and arguments, or returns ``None``.
-        has_gradients: Whether there are gates, or the observer sees the forward alone.
+        has_gradients: Whether to put gates. Without, observers are shown the forward alone.
     """
 
     def __init__(
@@ -112,8 +112,9 @@ class _Gate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.see = see
         ctx.set_materialize_grads(False)
-        # Of the same storage, and no view to autograd: it may be changed in place behind the gate.
-        # A view where that would change another tensor of the user's, so that PyTorch refuses it.
+        # An alias with the same storage, which is no view to autograd: changing it in place behind
+        # the gate is allowed. Where that would change another tensor of the user's, the alias is a
+        # view, so that PyTorch refuses the change.
         pairs = zip(tensors, are_views, strict=True)
         return tuple([x.view_as(x) if is_view else x.detach() for x, is_view in pairs])
 
@@ -129,7 +130,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """A tensor that was changed in place through its alias, from which its graph goes on."""
+    """Gives a tensor that was changed in place through its alias the graph of the alias."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
@@ -144,9 +145,10 @@ class _Moved(torch.autograd.Function):
 
 
 class _Call:
-    """One call of a module, between its gates. The gates keep it, and it keeps no tensor.
+    """One call of a module, between its gates, which hold this object. It holds no tensor.
 
-    Between the two gates of a pass, it keeps that they belong together.
+    In a backward pass, it notes that the gate of the output was reached until that of the arguments
+    is.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -162,7 +164,7 @@ class _Call:
         self._has_entered = True
         gated, self._of_input, pairs = self._gated(arguments, self._see_input, set())
         self._has_input_gate = bool(pairs)
-        # The gate of an alias that is changed in place inside the call is not its node any more.
+        # An alias that is changed in place inside the call gets another node than the gate.
         self._entered = [(tensor, alias, alias.grad_fn) for tensor, alias in pairs]
         return gated
 
@@ -186,7 +188,7 @@ class _Call:
                     "clone of it, or let the module compute a new tensor."
                 )
             own = behind.get(id(alias))
-            # The values are those that the call saved of its own result.
+            # The version stays: the values are still those that the call has saved of its result.
             with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # as exported
                 _Moved.apply(tensor, alias if own is None else own)  # type: ignore[no-untyped-call]  # as typed in torch
             if own is not None:
@@ -202,7 +204,7 @@ class _Call:
         places: set[int],
         moved: set[int] | frozenset[int] = frozenset(),
     ) -> tuple[Any, _Form, list[tuple[Tensor, Tensor]]]:
-        """A value with its tensors behind a gate, which leaves they are, and both of each pair."""
+        """A value with its tensors behind a gate, their places, and pairs of tensor and alias."""
         leaves: list[Any] = []
         map_leaves(value, leaves.append)
         found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -228,7 +230,7 @@ class _Call:
             self._finish(number, ())
             return
         self._pending.add(number)
-        # Where the pass ends before the input, as that of parameters alone does.
+        # For a pass that ends before the gate of the input, as one to parameters alone does.
         engine: Any = Variable._execution_engine
         engine.queue_callback(lambda: self._end(number))
 
@@ -251,20 +253,20 @@ class _Call:
         return tuple([chosen[i] for i in found])
 
     def _finish(self, number: int, gradients: Gradients) -> Any:
-        """Shows the observer the gradients of the arguments, and that there are no more."""
+        """Shows the observer the gradients of the arguments, which come last."""
         size, found = self._of_input
         of_input = _at_leaves(gradients or (None,) * len(found), size, found)
         return self._observer.see_input(number, of_input, self._of_output[0])
 
     def _end(self, number: int) -> None:
-        """The pass is over."""
+        """At the end of a pass: shows that the gate of the arguments was not reached."""
         if number in self._pending:
             self._pending.discard(number)
             self._finish(number, ())
 
 
 def _place(tensor: Tensor) -> int:
-    """A number that all tensors have in common which share their memory."""
+    """A number that is equal for tensors that share their memory."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return id(tensor)
     number: int = tensor.untyped_storage()._cdata
@@ -288,7 +290,7 @@ class _Shown:
         self._of_output: dict[int, Gradients] = {}
 
     def end(self, output: Any) -> None:
-        """The forward is of no interest."""
+        """Does nothing: the hook is given gradients alone."""
 
     def see_output(self, number: int, gradients: Gradients) -> None:
         """Keeps the gradients of the output until those of the arguments are there."""

@@ -1,4 +1,4 @@
-"""Capture: what goes into each call of some modules, what comes out, and the gradients of both."""
+"""Capture: arguments, outputs and gradients of each call of some modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Keep = Callable[["Call"], Any]
 
 
 class Call:
-    """One call of a module. What was not asked for, or is not there yet, is ``None``.
+    """One captured call of a module. Values not asked for, or not there yet, are ``None``.
 
     Attributes:
         module: The module.
@@ -54,8 +54,8 @@ class Call:
     def grad_args(self) -> Any:
         """The gradients of the positional arguments, nested as these are.
 
-        ``None`` stands for what is no tensor, and where no gradient flows. If several backward
-        passes reach the call, the gradients are those of the last.
+        An entry is ``None`` where the argument is no tensor, or no gradient reaches it. If several
+        backward passes reach the call, the gradients are those of the last.
         """
         return self._get("grad_args")
 
@@ -73,7 +73,7 @@ class Call:
         return f"Call({self.name!r}, index={self.index}, {', '.join(self._values) or 'empty'})"
 
     def _get(self, field: str) -> Any:
-        """A field, once it is there for the CPU to read.
+        """A field, after waiting for copies to the CPU.
 
         Raises:
             ChangedTensorError: A tensor in it was changed in place.
@@ -92,7 +92,7 @@ class Call:
 
 
 class _Value:
-    """A captured value: nested tensors, their versions, and when copies of them are complete."""
+    """A captured value: nested tensors, their versions, and events that tell of complete copies."""
 
     def __init__(self, content: Any, events: list[torch.cuda.Event]) -> None:
         self.content = content
@@ -123,28 +123,28 @@ def capture(
 ) -> Iterator[Mapping[str, list[Any]]]:
     """Records each call of some modules inside of a block.
 
-    A call keeps what is its own: of a module that is shared, or called with several shapes, or in
-    several forward passes, each call has its arguments, its output and its gradients, in whatever
-    order a backward pass goes. Gradients come in when the backward pass runs, in the block or
-    behind it, and keep no activation alive. Where a checkpoint (`use_reentrant=False`) runs a part
-    of the model again, no call is recorded a second time. Passes of an engine are not seen. What
-    is captured lives as long as the mapping, or the calls in it.
+    Each call has its own arguments, output and gradients, also for a module that is shared, called
+    with several shapes, or called in several forward passes, and in any order of backward passes.
+    Gradients are added when the backward pass runs, in the block or after it, and keep no
+    activation alive. Where a checkpoint (`use_reentrant=False`) runs a part of the model again, no
+    call is recorded a second time. Backward passes of an engine are not recorded. Captured tensors
+    live as long as the mapping, or the calls in it.
 
     Args:
         model: The module whose inner modules are chosen.
-        where: Which of them, as for :meth:`HookManager.register`; all, if ``None``.
+        where: Which inner modules, as for :meth:`HookManager.register`; all, if ``None``.
         inputs: Whether to keep arguments and, with ``gradients``, their gradients.
         outputs: Whether to keep the output and, with ``gradients``, its gradients.
         gradients: Whether to keep gradients.
         detach: Whether to keep tensors without their graph.
-        copy: Whether to keep copies. Otherwise a tensor shares its memory with the network's; if
-            that changes it in place, reading it raises an error.
+        copy: Whether to keep copies. Otherwise a tensor shares its memory with the network; if the
+            network changes the tensor in place, reading it raises an error.
         device: Where to keep tensors. From a GPU to the CPU, they are copied into pinned memory,
             and nothing waits until a copy is read.
         limit: How many calls to keep of each module: the last ones. All, if ``None``.
-        keep: What to keep instead of a call: the result of this function of it. It is called when
-            the call is complete: at the end of the forward, or, with ``gradients``, when those are
-            there; at the end of the block for calls that no backward pass has reached.
+        keep: A function of a call, whose result is kept instead of the call. It is called when the
+            call is complete: at the end of the forward, or, with ``gradients``, when the gradients
+            are there. For calls that no backward pass reaches, that is at the end of the block.
 
     Yields:
         For the name of each chosen module, the list of its calls, in the order of the forwards.
@@ -186,7 +186,7 @@ class _Take:
         self._device = None if device is None else torch.device(device)
 
     def __call__(self, value: Any) -> _Value:
-        """A value as it is kept."""
+        """The value that is kept for a value of the network."""
         events: list[torch.cuda.Event] = []
 
         def take(leaf: Any) -> Any:
@@ -223,7 +223,7 @@ class _Captured:
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Watch | None:
-        """A call begins, unless a checkpoint runs it again inside of a backward pass."""
+        """Begins a call, unless a checkpoint runs it again inside of a backward pass."""
         name = self._names.get(id(module))
         if name is None or torch._C._current_graph_task_id() >= 0:
             return None
@@ -237,7 +237,7 @@ class _Captured:
         return _Watch(self, call, args, kwargs)
 
     def complete(self, call: Call) -> None:
-        """Exchanges a call for what is to be kept of it."""
+        """Replaces a call by the result of the user's function ``keep``."""
         calls: list[Any] = self.by_name.get(call.name, [])
         if self._keep is None or not any(other is call for other in calls):
             return
@@ -245,14 +245,14 @@ class _Captured:
         calls[:] = [kept if other is call else other for other in calls]
 
     def close(self) -> None:
-        """The block is over: nothing that is captured stays alive here."""
+        """Ends the block: completes all calls, and holds none of them any more."""
         for call in [x for calls in self.by_name.values() for x in calls if isinstance(x, Call)]:
             self.complete(call)
         self.by_name = {}
 
 
 class _Watch:
-    """The observer of one call. It keeps no tensor, and not the call."""
+    """The observer of one call. It holds no tensor, and the call weakly."""
 
     def __init__(
         self, captured: _Captured, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]

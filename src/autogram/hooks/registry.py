@@ -18,7 +18,7 @@ class Handle:
 
     Attributes:
         id: The names of the function and of the module, as in ``"my_hook[encoder.layer.0]"``.
-        name: The name of the function, or that which was given when it was registered.
+        name: The name that was given when the function was registered, or the function's own.
         function: The function.
         kind: When it is called.
     """
@@ -56,11 +56,11 @@ class Handle:
 class HookManager:
     """Functions that are called with modules: registered, found, switched and removed together.
 
-    The functions have the signatures of PyTorch's hooks, and what they return replaces what it
-    would replace there. PyTorch's own registration does the work: a function that is inactive is
-    not registered with PyTorch, and costs nothing. When it is active again, it has its first place
-    in the order of the hooks of its module. Copies and pickles of a module have no hooks of a
-    manager. Switching holds for all threads.
+    The functions have the signatures of PyTorch's hooks, and their results have the same effect as
+    those of PyTorch's hooks. Functions are registered by PyTorch's own methods. An inactive
+    function is not registered with PyTorch, and costs nothing; when it is active again, it has the
+    place among the hooks of its module that it had at first. Copies and pickles of a module have no
+    hooks of a manager. Switching holds for all threads.
 
     Example:
         >>> import torch
@@ -110,25 +110,26 @@ class HookManager:
                 ``function(module, grad_input, grad_output)`` for ``"backward"``. For ``"around"``,
                 an object with the methods ``begin(module, args, kwargs)`` and
                 ``end(module, output)``, which is also called if the forward raises, with ``None``.
-                Both are left out while gradients are disabled, or its attribute ``is_off`` is true.
-            modules: One module, several in a list, or in a dict by names of theirs.
-            where: Which modules inside of the one that is given, that one included: a type or a
-                tuple of types, a pattern of qualified names such as ``"encoder.*.attn"`` (``*``
-                stands for any text), or a function of the name and the module.
-            kind: When to call the function. ``"backward"`` shows the gradients of each call of a
-                module, once for each backward pass that reaches it, with an entry for each leaf of
-                the nested arguments, then of the keyword arguments, and of the output: ``None``
-                for what is no tensor, and where no gradient flows. A returned tuple replaces the
-                gradients of the arguments.
+                Both are not called while gradients are disabled, or while the attribute ``is_off``
+                of the object is true.
+            modules: One module, several in a list, or several in a dict by name.
+            where: Which modules among the given module and those inside of it: a type or a tuple of
+                types, a pattern of qualified names such as ``"encoder.*.attn"`` (``*`` stands for
+                any text), or a function of the name and the module.
+            kind: When to call the function. ``"backward"`` is for each call of a module, once for
+                each backward pass that reaches the call. ``grad_input`` has an entry for each leaf
+                of the nested arguments, then of the keyword arguments, and ``grad_output`` for each
+                leaf of the output. An entry is ``None`` where the leaf is no tensor, or no gradient
+                reaches it. A returned tuple replaces the gradients of the arguments.
             name: A name for the function, by default its own.
-            active: Whether it is active from now on.
-            with_kwargs: Whether to pass keyword arguments too, behind ``args``.
+            active: Whether the function is active from now on.
+            with_kwargs: Whether to pass keyword arguments too, after ``args``.
 
         Returns:
             A handle for each module.
 
         Raises:
-            InvalidModulesError: What was given is no module, or scripted, or none is chosen.
+            InvalidModulesError: An argument is no module, or a scripted one, or none is chosen.
             HookError: The function is already on a module in this kind, takes other arguments, or
                 ``kind`` is unknown. Nothing is registered then.
         """

@@ -1,4 +1,4 @@
-"""What is asked for: modules by filters, and functions that fit their kind, checked."""
+"""Chooses modules by filters, and checks that functions fit their kind of hook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIGNATURES = {
 
 
 def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
-    """The modules that are meant, by name.
+    """The chosen modules, by name.
 
     Raises:
         InvalidModulesError: There is none, or something that is no module, or a scripted one.
@@ -67,7 +67,7 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
 
 
 def _names_in(modules: Any) -> str:
-    """Some names to choose from."""
+    """Some names of modules, for a message."""
     names = [f"`{name}`" for name, _ in modules.named_modules() if name]
     return " There are " + ", ".join(names[:8]) + ", ..." * (len(names) > 8) + "." if names else ""
 
@@ -94,7 +94,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
-    """Refuses a function that cannot be called as its kind is."""
+    """Refuses a function that cannot be called with the arguments of its kind."""
     if kind == "around":
         if not all(hasattr(function, name) for name in ("begin", "end", "is_off")):
             raise HookError(
@@ -129,6 +129,6 @@ def check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
 
 
 def name_of(function: Any) -> str:
-    """What a function is called in ids."""
-    function = getattr(function, "func", function)  # of a partial one
+    """The name of a function in ids."""
+    function = getattr(function, "func", function)  # a `functools.partial` has none of its own
     return str(getattr(function, "__name__", type(function).__name__))

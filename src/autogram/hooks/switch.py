@@ -20,8 +20,8 @@ Kind = Literal["forward_pre", "forward", "backward", "around"]
 class Switch:
     """One function on one module, which is on or off. It holds the module weakly.
 
-    While it is off, PyTorch does not know of the function. When it is on again, it has its first
-    place among the hooks of the module.
+    While it is off, the function is not registered with PyTorch. When it is on again, the function
+    has the place among the hooks of the module that it had at first.
 
     Args:
         function: What is called, with the signature of its kind.
@@ -71,13 +71,13 @@ class Switch:
     def _registered(
         self, register: Callable[..., RemovableHandle], function: Any, **options: bool
     ) -> Callable[[], None]:
-        """Registers a function in its first place, and returns what takes it off."""
+        """Registers a function in the place that it had at first, and returns what takes it off."""
         entry = _Entry(function, self._order)
         handle = register(entry, **options)
         hooks: Any = handle.hooks_dict_ref()
         later, order = [], inf
         for key in [*hooks][-2::-1]:
-            # Those in front with a higher number were put there on purpose (`prepend=True`).
+            # Hooks in front of these with a higher number were put there by `prepend=True`.
             if not self._order < getattr(hooks[key], "order", key) < order:
                 break
             order = getattr(hooks[key], "order", key)
@@ -93,10 +93,10 @@ class Switch:
 
 
 class _Entry:
-    """What PyTorch calls. A copy or a pickle of the module has none.
+    """A function as it is registered with PyTorch. A copy or a pickle of the module has none.
 
-    PyTorch goes on with the hooks that a module had when the call began. One that another hook has
-    taken off meanwhile is not called any more.
+    During a call, PyTorch uses the hooks that the module had when the call began. A function that
+    another hook has taken off meanwhile is not called: ``is_on`` says so.
     """
 
     __slots__ = ("function", "is_on", "order")

@@ -1,4 +1,4 @@
-"""Recipes: what a rule answers, for the tensors that a call reads."""
+"""Recipes: what a rule returns for the tensors that a call reads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Formula(NamedTuple):
     """How blocks are made from the cotangent of a call's result and saved tensors.
 
     Attributes:
-        dims: An index for each dimension of the result that may hold the samples, else ``-``.
-        blocks: From a layout (``None`` for one sample), the cotangent ``(k, *result)`` and the
-            saved tensors to the block of each operand. It must not hold tensors.
-        groups: The blocks have the first dimension of an operand split into ``(groups, rest)``.
-            ``None`` where they have the dimensions of the operand.
+        dims: A letter for each dimension of the result: an index where the dimension may hold the
+            samples, ``-`` where it cannot.
+        blocks: A function of a layout (``None`` for one sample), the cotangent ``(k, *result)`` and
+            the saved tensors, which returns the block of each operand. It must not hold tensors.
+        groups: Into how many groups the blocks have split the first dimension of an operand:
+            ``(groups, rest)``. ``None`` where blocks have the dimensions of the operand.
     """
 
     dims: str
@@ -37,9 +38,9 @@ class Recipe(NamedTuple):
     """The blocks of one tensor that a call reads, or of several that are computed together.
 
     Attributes:
-        operands: The tensors, as they were passed to the call. One of several may be no parameter.
-        formula: How their blocks are made.
-        saved: The tensors to keep until the backward pass. Keep nothing that is not needed.
+        operands: The tensors, as they were passed to the call. Not all of several need be tracked.
+        formula: How the blocks of the operands are made.
+        saved: The tensors to keep until the backward pass: those that the formula needs, no others.
         output: Index of the result whose cotangent is used.
     """
 
@@ -65,10 +66,11 @@ def product(
         operand: The tensor that the block belongs to.
         equation: Indices of the cotangent, then of each factor, then (after the arrow) of the
             operand's dimensions: ``"to,ti->oi"`` for the weight of a linear layer. An operand's
-            dimension of size one may be written ``1``. The letters ``k`` and ``b`` are taken.
+            dimension of size one may be written ``1``. The letters ``k`` and ``b`` are reserved.
         saved: Tensors to keep. They are the factors, if ``prepare`` is ``None``.
-        prepare: Makes the cotangent and the factors from ``(cotangent, *saved)``, holds no tensors,
-            and computes with what :func:`promoted` gives. Objectives are the first dimension.
+        prepare: A function of ``(cotangent, *saved)`` that returns the cotangent and the factors.
+            The first dimension of a cotangent counts the objectives. The function must not hold
+            tensors, and should compute with :func:`promoted` tensors.
         dims: The index of each dimension of the call's result, ``-`` where no samples can lie. By
             default the indices of the cotangent.
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
@@ -90,7 +92,7 @@ def product(
 
 @lru_cache(maxsize=4096)
 def formula_of(equation: str, dims: str | None = None) -> Formula:
-    """The formula of a product of the cotangent and the saved tensors, once it is found valid."""
+    """The formula of a product of the cotangent and the saved tensors, if the equation is valid."""
     inputs, output = equation.split("->")
     if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
@@ -111,7 +113,7 @@ def _einsum(
     cotangent: Tensor,
     *saved: Tensor,
 ) -> tuple[Block]:
-    """The block of an einsum of the cotangent and the saved tensors, or what is made from them."""
+    """The block of an einsum of the cotangent and the saved tensors, or of prepared factors."""
     if scale != 1:
         cotangent = promoted(cotangent)[0] * scale
     factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
@@ -121,8 +123,8 @@ def _einsum(
 def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Floating-point tensors in one dtype, of at least 32 bits; other tensors as they are.
 
-    The cotangent and saved tensors may be in half precision. A product of factors accumulates in
-    more, but a factor that is computed in half precision has lost digits before.
+    The cotangent and saved tensors may be in half precision. Products of factors accumulate in at
+    least float32, but a factor that was computed in half precision has lost digits already.
     """
     floating = [x.dtype for x in tensors if x.is_floating_point()]
     dtype = reduce(torch.promote_types, floating, torch.float32)
@@ -135,7 +137,7 @@ def lookup(operand: Tensor, indices: Tensor, padding: int | None = None) -> Reci
     Args:
         operand: The table, of shape ``(rows, *d)``.
         indices: The rows that are read, of any shape. Negative ones count from the end.
-        padding: A row whose reads have no gradient.
+        padding: The index of a row whose reads have no gradient.
     """
     read = partial(read_rows, operand.shape[0], padding)
     return Recipe((operand,), Formula(positions(indices.dim()), read), (indices,))
@@ -176,7 +178,7 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
 
     Returns:
         Recipes for the terms that require a gradient, or ``None`` where an index repeats within a
-        term or stands in that term alone: such a product is left to the fallback.
+        term or stands in that term alone: the rows of such a call are left to the fallback.
     """
     sizes: dict[str, int] = {}
     for tensor, labels in terms:
@@ -218,7 +220,8 @@ def addend(
 ) -> Recipe:
     """The recipe of a tensor that is broadcast to ``shape`` and added, times ``scale``.
 
-    For an elementwise function of it, ``prepare`` multiplies the cotangent by the derivative.
+    For an elementwise function of this tensor, ``prepare`` multiplies the cotangent by its
+    derivative.
     """
     output, (_, labels) = broadcast(shape, operand.shape)
     sizes = dict(zip(output, shape, strict=True))

@@ -8,8 +8,8 @@ and h_t = W_hr m_t, or m_t itself. Autograd goes back through the replay to the 
 and h, and computes no gradient of a weight (Werbos, Backpropagation Through Time: What It Does and
 How to Do It, 1990, doi:10.1109/5.58337).
 
-Steps lie in *rows*: first those of one step, one for each sequence that is not over, then those of
-the next. Sequences are sorted by length, so that those that go on come first.
+Steps lie in *rows*: first the rows of one step, one for each sequence that is not over, then the
+rows of the next step. Sequences are sorted by length, so that the longest come first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Direction:
     """One direction of one layer, after its forward pass. Its steps are in the order of the rows.
 
     Args:
-        cell: What is done at each step.
+        cell: The function of one step.
         weights: As in a call's list: W_ih and W_hh, perhaps two biases, perhaps W_hr.
         input: In rows.
         initial: The initial states, ``(sequences, *)`` each.
@@ -88,12 +88,12 @@ class Direction:
             steps.append((state[0], v, m, h))
             self.final = [_renewed(*x) for x in zip(self.final, (h, *rest), strict=True)]
         self.before, v_steps, self.unprojected, self.output = zip(*steps[order], strict=True)
-        self.v = v_steps if cell is gru_cell else ()  # others read u + v, so that du = dv
+        self.v = v_steps if cell is gru_cell else ()  # other cells read u + v, so that du = dv
         self.projected = self.output if has_projection else ()
 
 
 def _renewed(state: Tensor, values: Tensor) -> Tensor:
-    """A state with new values of the first sequences: the others are over, or have not begun."""
+    """A state with new values of the first sequences. Others are over, or have not begun."""
     count = len(values)
     return values if count == len(state) else torch.cat([values, state[count:]])
 
@@ -103,7 +103,7 @@ def cotangents(result: Tensor, given: Tensor, wanted: Sequence[Tensor]) -> list[
     differentiate = partial(torch.autograd.grad, result, wanted, materialize_grads=True)
     if len(given) == 1:
         return [d.unsqueeze(0) for d in differentiate(given[0])]
-    if torch.is_anomaly_enabled():  # it reads values, and those of a batched pass cannot be read
+    if torch.is_anomaly_enabled():  # it reads values, which a batched pass does not allow
         each = [differentiate(g, retain_graph=True) for g in given]
         return [torch.stack(found) for found in zip(*each, strict=True)]
     found = differentiate(given, is_grads_batched=True)

@@ -20,23 +20,24 @@ _RULES: dict[Callable[..., Any], Rule] = {}
 def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
     """Registers the decorated function as the rule of some functions.
 
-    A rule takes the arguments of the call and returns a recipe for each tensor that may be tracked
-    and has a block. It runs before the call, so that an in-place call still has its inputs. A call
-    that the rule does not know (``None``, or no recipe for a tracked tensor) is left to the
-    fallback, which is exact and slower. :func:`autogram.testing.check_rule` tests a rule.
+    A rule takes the arguments of the call and returns a recipe for each tensor that may be a
+    parameter, or computed from parameters alone. The rule runs before the call, so that an in-place
+    call still has its inputs. Where the rule returns ``None``, or no recipe for a tensor that needs
+    one, rows are computed without the rule: exact and slower. :func:`autogram.testing.check_rule`
+    tests a rule.
 
-    A rule of the same name in the same module takes the place of the one before, so that a cell of
-    a notebook may run again.
+    A rule of the same name in the same module replaces the rule before, so that a cell of a
+    notebook may run again.
 
     Args:
         functions: Torch functions as ``__torch_function__`` names them: ``torch.Tensor.add`` for
             ``x + y``, ``torch.conv2d`` for ``F.conv2d``, ``torch.ops.library.name.default`` for an
             operator of ``torch.library``. Or custom autograd Functions (the classes): their `apply`
-            is exchanged for one that recordings see, and that does the same otherwise; take
-            shorthands such as ``scale = Scale.apply`` after that.
+            is replaced by a function that recordings see, and that otherwise does the same. Take
+            shorthands such as ``scale = Scale.apply`` after the registration.
 
     Raises:
-        RuleError: One of them has another rule already, or is no function that can be seen.
+        RuleError: A function has another rule already, or its calls cannot be recorded.
 
     Example:
         >>> import torch
@@ -60,13 +61,13 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
 
 
 def unregister_rule(*functions: Callable[..., Any]) -> None:
-    """Forgets the rules of some functions, whose calls are then left to the fallback.
+    """Removes the rules of some functions. Rows of their calls are exact and slower from then on.
 
     Args:
         functions: As they were registered. Custom autograd Functions get their ``apply`` back.
 
     Raises:
-        RuleError: One of them has no rule.
+        RuleError: One of the functions has no rule.
     """
     for function in functions:
         if find_rule(function) is None:
@@ -99,7 +100,7 @@ def _name(rule: Rule) -> tuple[Any, Any]:
 
 
 def variants(*names: str) -> list[Callable[..., Any]]:
-    """The function in ``torch`` and the method of ``Tensor``, as far as they exist, by name."""
+    """The functions in ``torch`` and the methods of ``Tensor`` that have one of some names."""
     found = [getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor)]
     return list(dict.fromkeys(function for function in found if function is not None))
 
@@ -110,5 +111,5 @@ def find_rule(function: Callable[..., Any]) -> Rule | None:
 
 
 def registered_functions() -> list[Callable[..., Any]]:
-    """All functions that have a rule, as modes see them."""
+    """All functions that have a rule, as a `TorchFunctionMode` sees them."""
     return list(_RULES)

@@ -1,4 +1,4 @@
-"""Custom autograd Functions, whose ``apply`` is exchanged for one that torch-function modes see."""
+"""Custom autograd Functions, whose ``apply`` is replaced by one that torch-function modes see."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
 def show(function: Callable[..., Any]) -> None:
     """Makes modes see the calls of a custom autograd Function; leaves other functions alone.
 
-    Functions that are derived from this one keep their ``apply``: their forward may be another.
+    Subclasses of the Function keep their ``apply``: their forward may be another.
     """
     owner = _owner(function)
     if owner is not None and not isinstance(vars(owner).get("apply"), _Shown):
@@ -37,7 +37,7 @@ def hide(function: Callable[..., Any]) -> None:
 
 
 class _Shown:
-    """The attribute ``apply`` of one autograd Function, which asks an active mode first."""
+    """The attribute ``apply`` of one autograd Function, which shows the call to active modes."""
 
     def __init__(self, owner: type[Function]) -> None:
         self.owner = owner
@@ -46,12 +46,12 @@ class _Shown:
         before: Callable[..., Any] = owner.apply
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            # Modes only: what tensor subclasses do with a Function stays as it was.
+            # Modes only: calls with tensor subclasses are as they were.
             if overrides.has_torch_function((None,)):
                 return overrides.handle_torch_function(apply, (), *args, **kwargs)
             return before(*args, **kwargs)
 
-        # Like a method of the class, by names that `pickle` finds.
+        # With the attributes of a method of the class, by which `pickle` finds the function.
         apply.__self__ = owner  # type: ignore[attr-defined]  # functions take attributes
         apply.__name__ = f"{owner.__name__}.apply"
         apply.__qualname__, apply.__module__ = f"{owner.__qualname__}.apply", owner.__module__
@@ -65,6 +65,6 @@ class _Shown:
 
 
 def _owner(function: Callable[..., Any]) -> Any:
-    """The custom autograd Function that is given, itself or by its ``apply``, or ``None``."""
+    """The custom autograd Function of a class or of an ``apply``, or ``None``."""
     owner = function if isinstance(function, type) else getattr(function, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None

@@ -123,11 +123,11 @@ class Convolution(NamedTuple):
     def transposed_blocks(
         self, layout: Layout | None, cotangent: Tensor, input: Tensor
     ) -> tuple[Block]:
-        """The block of the kernel of a transposed one: patches of the cotangents times inputs."""
+        """The block of a transposed convolution's kernel: patches of cotangents times inputs."""
         cotangent, input, t, taps = self._batched(cotangent, input)
         patches = self._patches(cotangent.flatten(0, 1))
         for dim, size in enumerate(input.shape[2:], start=1):
-            # Where the dilation exceeds the stride, additional output may hold another window.
+            # Where the dilation exceeds the stride, `output_padding` may leave room for one more.
             patches = patches.narrow(dim, 0, size)
         patches = patches.unflatten(0, cotangent.shape[:2])
         equation = f"n{t}{taps}qo,nqi{t}->qio{taps}"
@@ -151,10 +151,10 @@ class Convolution(NamedTuple):
         return any(size > 1 for size in self.weight[2:])
 
     def _patches(self, input: Tensor) -> Tensor:
-        """What the kernel sees of ``(n, channels, *space)``: ``(n, *l, *taps, q, i)``.
+        """The patches ``(n, *l, *taps, q, i)`` of an input ``(n, channels, *space)``.
 
-        A view of the padded input with its channels last in memory, so that the contraction, which
-        copies what it needs one part at a time, reads the channels of a position together.
+        They are a view of the padded input with its channels last in memory. The contraction copies
+        the patches one part at a time, and so reads the channels of a position together.
         """
         zeros = [zeros for both in reversed(self.padding) for zeros in both]
         input = input.movedim(1, -1)
@@ -168,7 +168,7 @@ class Convolution(NamedTuple):
         return self._by_group(input.movedim(len(self.stride) + 1, -1), -1)
 
     def _gradient(self, cotangent: Tensor, input: Tensor) -> Tensor:
-        """The gradient of the kernel, ``(q, o, i, *taps)``, by torch's kernel: without patches."""
+        """The gradient of the kernel, ``(q, o, i, *taps)``, by PyTorch, which needs no patches."""
         return self._by_group(self._kernel(cotangent, input, 1), 0)
 
     def _gradients(self, cotangent: Tensor, input: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _read_bags(
 def _bags(
     values: Tensor, offsets: Tensor | None, include_last_offset: bool
 ) -> tuple[Tensor, Tensor]:
-    """Values by bag, ``(bags, longest)`` with zeros behind the shorter ones, and which are none."""
+    """Values by bag, ``(bags, longest)`` with zeros behind shorter bags, and where values are."""
     if offsets is None:
         return values, torch.ones_like(values, dtype=torch.bool)
     ends = offsets[1:]
@@ -118,7 +118,7 @@ def _bags(
 
 
 def _check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None = None) -> None:
-    """Refuses what a Jacobian cannot be taken of."""
+    """Refuses options for which there is no Jacobian."""
     if max_norm is not None:
         raise UnsupportedError(
             f"`{function}` was called with `max_norm`, which changes its weight in place in each "

@@ -1,4 +1,4 @@
-"""Rules of joining tensors: each takes its own part of the cotangent."""
+"""Rules of joining tensors: the block of each tensor is its part of the cotangent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> 
     dims = output[:dim] + "-" + output[dim + 1 :]
     recipes, start = [], 0
     for tensor in tensors:
-        if tensor.dim() != tensors[0].dim():  # an old exception of torch: empty 1-d tensors
+        if tensor.dim() != tensors[0].dim():  # torch also joins empty 1-d tensors to any others
             return None
         part = partial(_part, dim + 1, start, tensor.shape[dim])
         if tensor.requires_grad:

@@ -93,9 +93,9 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe] | None:
-    """Matrices of which each is for a range of rows: dW[e, i, o] = sum_t [t in e] g[t, o] x[t, i].
+    """A matrix for each range of rows: dW[e, i, o] = sum_t [t in e] g[t, o] x[t, i].
 
-    In ``torch.nn.functional.grouped_mm``, with the weights of several experts in one tensor.
+    ``torch.nn.functional.grouped_mm`` calls it with the weights of several experts in one tensor.
     """
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
         return None

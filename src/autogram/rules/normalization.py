@@ -3,9 +3,9 @@
     dw = sum g x^        dc = sum g
 
 x^ is computed again from the saved input, because dividing the output by ``w`` fails at zero.
-Statistics that mix the samples (batch normalisation in training mode) show upstream, where the
-layout is sought. A rule that fits ``F`` and ``torch`` is registered for both: recording what is
-inside of a Python function takes longer than recording the function.
+Statistics that mix the samples (batch normalisation in training mode) are noticed when the layouts
+of the uses before are sought. A rule that fits ``F`` and ``torch`` is registered for both, because
+recording the calls inside of a Python function takes longer than recording the function.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def _by_group(
     layout: Layout | None,
     *tensors: Tensor,
 ) -> Iterator[Block]:
-    """The blocks of weight and bias, as far as there are both, with statistics of each group.
+    """The blocks of weight and bias, of those that there are, with statistics of each group.
 
-    Group normalisation has a kernel for ``dw = (sum g x - mean sum g) / deviation`` and
-    ``dc = sum g``, which reads the cotangent g and the input x once and computes no x^.
+    PyTorch has a kernel for ``dw = (sum g x - mean sum g) / deviation`` and ``dc = sum g``, which
+    reads the cotangent g and the input x once and computes no x^.
     """
     cotangent, input = promoted(*tensors)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
@@ -176,7 +176,7 @@ def _by_group(
 def _rows(cotangent: Tensor, input: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     """The rows of weight and bias, ``(k, b, c)`` each, by the backward kernel of group norm.
 
-    The kernel adds up the rows of all samples, so that their channels are made those of one sample.
+    The kernel adds up the rows of all samples. So it is given one sample with the channels of all.
     """
     n, c, area = *input.shape[:2], prod(input.shape[2:])
     _, *statistics = torch.native_group_norm(input, None, None, n, c, area, groups, eps)

@@ -1,13 +1,14 @@
 """Rules of recurrent layers and of their cells.
 
-A call reads the weights of all its layers at all steps. With u and v what the inputs and the hidden
-states contribute to the gates, they are those of linear layers with positions t:
+A call reads the weights of all its layers at all steps. Let u be what the inputs contribute to the
+gates, and v what the hidden states contribute. Then the blocks of the weights are those of linear
+layers with positions t:
 
     u[t, o] = sum_i W_ih[o, i] x[t, i] + b_ih[o]        dW_ih[o, i] = sum_t du[t, o] x[t, i]
     v[t, o] = sum_j W_hh[o, j] h[t-1, j] + b_hh[o]      dW_hh[o, j] = sum_t dv[t, o] h[t-1, j]
 
-The call shows neither, so that it is replayed from its input, its initial states and its weights,
-once for each of its results that the losses depend on, and autograd gives du and dv.
+The call returns neither u nor v. So it is replayed from its input, its initial states and its
+weights, once for each of its results that the losses depend on, and autograd gives du and dv.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., 
     def one_step(input: Tensor, hx: States, *params: Tensor | None) -> list[Recipe]:
         return _one_step(cell, input, hx, params)
 
-    # The names by which a report shows the rules.
+    # Reports show rules by these names.
     layers.__qualname__, one_step.__qualname__ = of_layers.__name__, of_cell.__name__
 
 
@@ -63,7 +64,7 @@ def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
         input = input.transpose(0, 1) if batch_first else input
         sizes = (input.shape[1],) * input.shape[0]
     if dropout and train and layers > 1:
-        return None  # what was dropped is known to the nodes of this call alone
+        return None  # no replay has the random mask, which only the nodes of this call have saved
     states = _states(hx)
     replay = partial(Replay, cell, len(states), sizes, 1 + is_bidirectional)
     replays = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]

@@ -1,4 +1,4 @@
-"""What a weighting refuses."""
+"""Checks of the matrices that weightings are given."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ASYMMETRY = 1e-3
 
 
 def check_gramian(gramian: Tensor, vectors: Tensor | None = None) -> None:
-    """Refuses what is no Gramian, by one question to the device.
+    """Refuses a matrix that is no Gramian. Waits for the device once.
 
     Args:
-        gramian: What should be ``(m, m)``.
+        gramian: The matrix.
         vectors: Vectors of the same size, ``(*, m)``, which have to be finite as well.
 
     Raises:
-        InvalidOperandError: It is not square, not symmetric, or has a negative diagonal.
+        InvalidOperandError: The matrix is not square, not symmetric, or has a negative diagonal.
         NonFiniteError: An entry is infinite or not a number.
     """
     if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:

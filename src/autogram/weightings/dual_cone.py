@@ -10,11 +10,11 @@ from autogram.weightings.projection import Certificate, Projector
 
 
 class _DualCone:
-    """What both weightings have in common.
+    """A weighting by projections, with preferences and a projector.
 
     Args:
         pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
-        projector: How to project, with all that can be chosen there.
+        projector: How to project, with the normalisation, the regularisation and the tolerance.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class _DualCone:
 class UPGrad(_DualCone):
     """The weights of UPGrad: the gradient of each objective is projected, and all are added up.
 
-    The method and its parameters are those of torchjd's ``UPGradWeighting``. The solver is another:
-    all m quadratic programs are solved together, on the Gramian's device, by products of (m, m)
-    matrices. The combination of gradients with these weights conflicts with no gradient, but for
-    the regularisation.
+    The method and its parameters are those of torchjd's ``UPGradWeighting``, with another solver:
+    all m quadratic programs are solved together, on the Gramian's device, by operations on (m, m)
+    matrices. The combination of gradients with these weights has no negative inner product with any
+    gradient, up to the regularisation.
 
     Args:
         pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
@@ -74,12 +74,12 @@ class UPGrad(_DualCone):
     def __call__(self, gramian: Tensor) -> Tensor:
         """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
 
-        Cost: for up to about 100 objectives a few times m factorisations of (m, m); for more, some
-        ten to hundred products of (m, m) matrices.
+        Cost: for up to 64 objectives, a few times m factorisations of (m, m) matrices; for more,
+        some tens to hundreds of products of (m, m) matrices.
 
         Raises:
-            InvalidOperandError: It is no Gramian, or does not fit the preferences.
-            NonFiniteError: It has entries that are infinite or not a number.
+            InvalidOperandError: The matrix is no Gramian, or does not fit the preferences.
+            NonFiniteError: The matrix has entries that are infinite or not a number.
         """
         return self.projector(torch.diag(self._preferences(gramian)), gramian).sum(0)
 
@@ -104,8 +104,12 @@ class DualProj(_DualCone):
     def __call__(self, gramian: Tensor) -> Tensor:
         """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
 
+        Cost: for up to 256 objectives, a few factorisations of (m, m) matrices; for more, a
+        factorisation for each 20 products of an (m, m) matrix with a vector, of which there are
+        some tens to hundreds.
+
         Raises:
-            InvalidOperandError: It is no Gramian, or does not fit the preferences.
-            NonFiniteError: It has entries that are infinite or not a number.
+            InvalidOperandError: The matrix is no Gramian, or does not fit the preferences.
+            NonFiniteError: The matrix has entries that are infinite or not a number.
         """
         return self.projector(self._preferences(gramian), gramian)

@@ -1,9 +1,10 @@
 """Projections onto a dual cone by pivoting: exact, for few objectives.
 
-The program min v G v for v >= u is solved by its active set: the entries of v at their bounds. If
-the others were known, they would solve a linear system. Entries that turn out to be below their
-bounds, or at them where the gradient pulls away, change sides, all at once as long as that makes
-them fewer, and else the last of them alone, which ends for every positive definite G.
+The program min v G v for v >= u is solved by its active set: the entries of v that are at their
+bounds. The other entries are free, and follow from a linear system. An entry is on the wrong side
+if it is free and below its bound, or bound and G v is negative there. All such entries change sides
+at once, as long as their number falls; if it does not, only the last of them changes sides, which
+comes to an end for every positive definite G.
 
 Júdice and Pires, A Block Principal Pivoting Algorithm for Large-Scale Strictly Monotone Linear
 Complementarity Problems, 1994, doi:10.1016/0305-0548(94)90106-6.
@@ -60,7 +61,7 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
 
 
 def _solve(u: Tensor, gramian: Tensor, is_bound: Tensor) -> Tensor:
-    """V with u where it is bound, and G v zero elsewhere."""
+    """The v that is u at bound entries, and for which G v is zero at free ones."""
     is_free = ~is_bound
     both = is_free.unsqueeze(2) & is_free.unsqueeze(1)
     matrix = torch.where(both, gramian, 0) + torch.diag_embed(is_bound.to(gramian.dtype))

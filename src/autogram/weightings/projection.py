@@ -18,10 +18,10 @@ from autogram.weightings.checks import check_gramian
 from autogram.weightings.pivoting import pivot
 from autogram.weightings.splitting import State, first_state, polish, split
 
-# Multiply-adds of one step of pivoting, up to which it is taken.
+# Pivoting is chosen if one step has at most this many multiply-adds.
 _MOST_FOR_PIVOTING = 2**24
 _MOST_PIVOTS = 40
-# The residual to which splitting goes in float32.
+# Splitting goes on in float64 once the residual in float32 is below this.
 _COARSE = 1e-5
 
 
@@ -34,10 +34,11 @@ class Certificate:
     Attributes:
         method: ``"pivoting"``, which is exact but for rounding, or ``"splitting"``, which iterates.
         iterations: Steps of the method.
-        residual: The largest violation of a condition, relative to the largest product of a norm
-            of a gradient with the sum of all norms times the size of v: what the entries of G v
-            would be if all gradients had one direction. G is normalised and regularised.
-        tolerance: What was asked for.
+        residual: The largest violation of a condition, relative to the largest value that an entry
+            of G v would have if all gradients had one direction: the largest norm of a gradient,
+            times the sum of all norms, weighted by the absolute entries of v. G is normalised and
+            regularised.
+        tolerance: The largest residual that is accepted.
     """
 
     method: Literal["pivoting", "splitting"]
@@ -55,19 +56,21 @@ class Projector:
     """Projects vectors Jᵀ u onto the dual cone of the rows of J, by the Gramian G = J Jᵀ.
 
     The projection of Jᵀ u is Jᵀ v with the v that minimises v G v for v >= u (Quinton and Rey 2024,
-    arXiv:2406.16232, proposition 1). All programs are solved together: exactly where that is cheap,
-    by splitting and polishing where it is not. The next call starts where the last one ended.
+    arXiv:2406.16232, proposition 1). All programs are solved together: by pivoting where that is
+    cheap, else by splitting and polishing. Each call starts from the solution of the last call, if
+    the shapes are equal.
 
     Args:
         norm_eps: A Gramian with a smaller trace counts as zero. Others are divided by their trace.
-        reg_eps: What is added to the diagonal then, in float64, in which all is computed.
-        tolerance: For the optimality conditions, as :class:`Certificate` measures them.
+        reg_eps: A number that is added to the diagonal after that. All is computed in float64.
+        tolerance: The largest violation of the optimality conditions that is accepted, as
+            :class:`Certificate` measures it.
         most: The number of iterations of splitting after which to stop.
         iterations: A fixed number of iterations of splitting, whatever the size, for CUDA graphs:
             nothing is checked, nothing is remembered, and nothing waits for the device.
 
     Attributes:
-        certificate: Of the last call; ``None`` with a fixed number of iterations.
+        certificate: That of the last call; ``None`` with a fixed number of iterations.
 
     Raises:
         InvalidOptionError: An argument is negative, or not positive where it must be.
@@ -125,7 +128,7 @@ class Projector:
             return found.to(gramian.dtype).view(vectors.shape)
 
     def _regular(self, gramian: Tensor) -> Tensor:
-        """The Gramian with a trace of one, and something on its diagonal."""
+        """The Gramian divided by its trace, with ``reg_eps`` added to its diagonal."""
         trace = gramian.diagonal().sum()
         unit = torch.where(trace < self.norm_eps, torch.zeros_like(gramian), gramian / trace)
         eye = torch.eye(len(gramian), dtype=unit.dtype, device=unit.device)

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 _RELAXATION = 1.7
-# Iterations between two looks at the residuals, of which each waits for the device.
+# Iterations from one check of the residuals, which waits for the device, to the next.
 _CHUNK = 20
 # Further steps inside of the free entries, from an iterate whose active set is about right.
 _POLISHING = 10
 
 
 class State(NamedTuple):
-    """Where an iteration stands.
+    """The state between two iterations.
 
     Attributes:
         point: v, ``(s, m)``, not below the bounds.
         dual: The scaled multipliers, ``(s, m)``.
-        penalty: Their scale, without dimensions.
+        penalty: The scale of the multipliers, a tensor without dimensions.
     """
 
     point: Tensor

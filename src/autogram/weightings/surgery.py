@@ -1,7 +1,7 @@
 """Weightings that change each gradient by the others, one after another: PCGrad and GradVac.
 
-The changes of one gradient follow one another, but those of different gradients do not depend on
-each other: one step changes all m of them, by an operation on (m, m) matrices.
+The changes of one gradient depend on each other, but the changes of different gradients do not. So
+one step changes all m gradients, by an operation on (m, m) matrices.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _orders(gramian: Tensor) -> Tensor:
 class PCGrad:
     """The weights of PCGrad: each gradient is projected off those that it conflicts with, in turn.
 
-    The method is that of torchjd's ``PCGradWeighting``. The orders are drawn on the Gramian's
-    device, so that they are others than torchjd's for the same seed.
+    The method is that of torchjd's ``PCGradWeighting``. The random orders are drawn on the
+    Gramian's device, so that they differ from torchjd's for the same seed.
 
     Example:
         >>> import torch
@@ -59,10 +59,11 @@ class PCGrad:
 
 
 class GradVac:
-    """The weights of GradVac: pairs of gradients whose cosine is below its target get nearer.
+    """The weights of GradVac: gradients whose cosine is below its target are moved nearer.
 
     The method and its parameters are those of torchjd's ``GradVacWeighting``. The target of a pair
-    is a moving average of its cosines; targets start at zero, for each number of objectives anew.
+    of gradients is a moving average of its cosines. Targets start at zero, and start again if the
+    number of objectives changes.
 
     Args:
         beta: The part of a new cosine in the moving average, from 0 to 1.
