@@ -207,7 +207,7 @@ def record(
         derived: The positions of those that are derived from parameters, outside.
         batched: The positions of those that depend on the samples.
     """
-    recording = Recording(Channel(), {args[i]: str(i) for i in (*parameters, *derived)})
+    recording = Recording(Channel(), {args[i]: str(i) for i in parameters})
     history = History(module, set(batched).__contains__)
     tapping = TracedTapping(recording, history)
     recorder = TraceRecorder(tapping, history)

@@ -1,0 +1,332 @@
+"""Compiled parts among other things: engines, recordings, autocast, copies, and recompilations."""
+
+import copy
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import Engine
+from autogram.testing import reference_jacobian
+from tests.unit._compiled.compiling import (
+    Decoder,
+    assert_step,
+    assert_steps,
+    compile_inside,
+    compiled,
+    counted_parts,
+    language_losses,
+    sequences,
+)
+from tests.unit.checks import assert_close_to_reference, trainable
+
+
+def _mlp(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def _batches(*sizes: int) -> list[tuple[Tensor]]:
+    return [(torch.randn(size, 3),) for size in sizes]
+
+
+def _squares(y: Tensor, _: Tensor) -> Tensor:
+    return y.square().flatten(1).sum(1)
+
+
+class InPlace(nn.Module):
+    """Parameters that are added and multiplied in place, also into a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.shift, self.scale = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.part = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        x = x + 0
+        x.add_(self.shift).mul_(self.scale)
+        x = x.sin()
+        x[:, 1:3] += self.part
+        found: Tensor = self.last(x.tanh())
+        return found
+
+
+def test_uses_in_place() -> None:
+    model = InPlace()
+    engine = Engine(model, unseen="error")
+    assert_steps(model, compiled(model), engine, _batches(4, 4, 5), _squares)
+
+
+class Biased(nn.Module):
+    """A layer that is given a bias of attention, which the first of its kind has computed."""
+
+    def __init__(self, *, has_table: bool) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Embedding(5, 1) if has_table else None
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            assert self.table is not None
+            places = torch.arange(x.shape[1])
+            bias = self.table((places[:, None] - places).clamp(-2, 2) + 2).squeeze(2)
+        scores = x @ self.mix(x).transpose(1, 2) + bias
+        return x + self.out(scores.softmax(2) @ x), bias
+
+
+class SharedBias(nn.Module):
+    """Layers that share one bias of attention, as those of T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Biased(has_table=i == 0) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x
+
+
+class TestDerivedInputs:
+    """A tensor that is computed from parameters alone goes from one part to the next."""
+
+    def _batches(self) -> list[tuple[Tensor]]:
+        return [(torch.randn(*sizes, 4),) for sizes in ((3, 5), (3, 5), (4, 5), (3, 6))]
+
+    def test_whole(self) -> None:
+        model = SharedBias()
+        engine = Engine(model, unseen="error")
+        assert_steps(model, compiled(model), engine, self._batches(), _squares)
+
+    @pytest.mark.parametrize("from_parts", [True, False], ids=["from a part", "from eager"])
+    def test_layer_by_layer(self, from_parts: bool) -> None:
+        model = SharedBias()
+        twin = copy.deepcopy(model)
+        engine = Engine(model, unseen="error")
+        for layer in model.layers[0 if from_parts else 1 :]:
+            compile_inside(layer)
+        for (x,) in self._batches():
+            expected = _squares(twin(x), x)
+            assert_step(engine, _squares(model(x), x), expected, trainable(model), trainable(twin))
+
+
+class TestSeveralEngines:
+    """A call of a part may be shown to several engines, or to one that has several parts."""
+
+    def test_on_one_model(self) -> None:
+        model = Decoder()
+        engines = [Engine(model, unseen="error"), Engine(model.blocks, unseen="error")]
+        run = compiled(model)
+        for _ in range(2):
+            (ids,) = sequences(4, 6)
+            losses = language_losses(run(ids), ids)
+            for engine, parameters in zip(
+                engines, (model.parameters(), model.blocks.parameters()), strict=True
+            ):
+                jacobian = reference_jacobian(losses, list(parameters))
+                assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+    def test_removed(self) -> None:
+        model = _mlp()
+        kept, removed = Engine(model, unseen="error"), Engine(model)
+        run = compiled(model)
+        assert_steps(model, run, kept, _batches(4), _squares)
+        removed.remove()
+        assert_steps(model, run, kept, _batches(4), _squares)
+
+    def test_several_parts(self) -> None:
+        body, head = _mlp(), nn.Linear(2, 2)
+        engine = Engine(body, head, unseen="error")
+        runs = compiled(body), compiled(head)
+        for x, *_ in _batches(4, 4, 5):
+            losses = _squares(runs[1](runs[0](x).sin()), x)
+            with engine.paused():
+                expected = _squares(head(body(x).sin()), x)
+            assert_step(engine, losses, expected, [*body.parameters(), *head.parameters()])
+
+    def test_inactive_hooks(self) -> None:
+        """Parameters of modules whose hooks are inactive are constants to J."""
+        model = _mlp()
+        engine = Engine(model)
+        run = compiled(model)
+        (x,) = _batches(4)[0]
+        engine.hooks.deactivate(module=model[0])
+        for active in (model[2], model, model[2]):
+            losses = _squares(run(x), x)
+            jacobian = reference_jacobian(losses, list(active.parameters()))
+            assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+            if active is model[2]:
+                engine.hooks.activate(module=model[0])
+            else:
+                engine.hooks.deactivate(module=model[0])
+
+    def test_paused_and_recorded_by_turns(self) -> None:
+        """Layers inside of a recording, and without one."""
+        model = Decoder()
+        twin = copy.deepcopy(model)
+        engine = Engine(model, unseen="error")
+        for block in model.blocks:
+            compile_inside(block)
+        for _ in range(3):
+            (ids,) = sequences(4, 6)
+            with engine.paused():
+                assert torch.allclose(model(ids), twin(ids))
+            losses, expected = (language_losses(m(ids), ids) for m in (model, twin))
+            assert_step(engine, losses, expected, trainable(model), trainable(twin))
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_autocast(is_inside: bool) -> None:
+    """As exact as autocast's own gradients: of the same graph, objective by objective."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = _mlp(8), nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+                y = self.body(x)
+            found: Tensor = self.head(y.float() if is_inside else y)
+            return found
+
+    model = Cast().float()
+    engine = Engine(model, unseen="error")
+    run = compiled(model)
+    for size in (6, 6, 4):
+        x = torch.randn(size, 3, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+            losses = _squares(run(x).float(), x)
+        jacobian = reference_jacobian(losses, list(model.parameters()))
+        expected = jacobian @ jacobian.T
+        error = (engine.compute_gramian(losses) - expected).abs().max() / expected.abs().max()
+        assert error < 2e-2
+
+
+class TestCopies:
+    """What is compiled is not copied or saved, and what is copied can be compiled."""
+
+    def test_deep_copy(self) -> None:
+        model = Decoder()
+        engine = Engine(model, unseen="error")
+        compile_inside(model.blocks[0])
+        assert_steps(model, model, engine, [sequences(4, 6)], language_losses)
+        copied = copy.deepcopy(model)
+        other = Engine(copied, unseen="error")
+        assert_steps(copied, copied, other, [sequences(4, 6)], language_losses)
+        assert_steps(model, model, engine, [sequences(4, 6)], language_losses)
+
+    def test_saved(self) -> None:
+        model = compiled(_mlp())
+        engine = Engine(model, unseen="error")
+        for x, *_ in _batches(4):
+            assert engine.compute_gramian(_squares(model(x), x)).shape == (4, 4)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        other = compiled(_mlp())
+        other.load_state_dict(torch.load(file))
+        assert_steps(other, other, Engine(other, unseen="error"), _batches(4), _squares)
+
+    def test_the_compiled_model_is_given_to_the_engine(self) -> None:
+        model = _mlp()
+        run = compiled(model)
+        engine = Engine(run, unseen="error")
+        assert_steps(model, run, engine, _batches(4, 4, 5), _squares)
+
+
+class Switched(nn.Module):
+    """A model whose graph depends on a number that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.slope = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), 1.0
+        self.depth = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.depth]:
+            x = F.leaky_relu(layer(x), self.slope)
+        return x
+
+
+def test_recompilations() -> None:
+    """In the middle of a training, and back to what was compiled before."""
+    model = Switched()
+    engine = Engine(model)
+    run = compiled(model)
+    with counted_parts() as parts:
+        for depth, slope in ((2, 0.5), (1, 0.5), (2, 0.2), (1, 0.2), (2, 0.5)):
+            model.depth, model.slope = depth, slope
+            assert_steps(model, run, engine, _batches(4), _squares)
+    assert len(parts) >= 2
+
+
+def test_reset() -> None:
+    """Losses from before a reset, and models that are compiled anew."""
+    model = Decoder()
+    engine = Engine(model, unseen="error")
+    run = compiled(model)
+    (ids,) = sequences(4, 6)
+    with engine.paused():
+        expected = language_losses(model(ids), ids)
+    losses = language_losses(run(ids), ids)
+    torch._dynamo.reset()
+    assert_step(engine, losses, expected, trainable(model))
+    assert_steps(model, run, engine, [sequences(4, 6)], language_losses)
+
+
+class Wrong(nn.Module):
+    """A model whose forward does not work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.first(x))  # four features where five are expected
+
+
+def test_errors_name_the_line() -> None:
+    """An error in a compiled part is that of the user's code, and a later call works."""
+    model = Wrong()
+    engine = Engine(model, unseen="error")
+    run = compiled(model)
+    with pytest.raises(Exception, match=r"return self\.last\(self\.first\(x\)\)"):
+        run(torch.randn(4, 3))
+    model.last = nn.Linear(4, 2)
+    torch._dynamo.reset()
+    engine = Engine(model, unseen="error")
+    assert_steps(model, compiled(model), engine, _batches(4), _squares)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode: str) -> None:
+    """What a mode changes is left to inductor. On a CPU there are no graphs of CUDA."""
+    model = _mlp()
+    engine = Engine(model, unseen="error")
+    run = torch.compile(model, backend="autogram", mode=mode)
+    assert_steps(model, run, engine, _batches(4, 4), _squares)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_memory_is_freed_without_the_collector() -> None:
+    """What an engine is shown of a call goes with its losses."""
+    model = _mlp()
+    engine = Engine(model, unseen="error")
+    run = compiled(model)
+    for x, *_ in _batches(4, 4):
+        engine.compute_gramian(_squares(run(x), x))
+    losses = _squares(run(x), x)
+    (recording,) = engine._channel.recordings
+    seen = weakref.ref(recording)
+    del recording
+    engine.compute_gramian(losses)
+    del losses
+    assert seen() is None
