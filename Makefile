@@ -19,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit coverage fuzz hunt batching speed docs models release format clean
+.PHONY: help demo test lint types unit compiled coverage fuzz hunt batching speed docs models release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,10 @@ types: $(VENV)/.test  ## Check types
 
 unit: $(VENV)/.test  ## Run the unit tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for those of the zoo
+	AUTOGRAM_TEST_INNER=inductor OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) \
+		--dist worksteal tests/unit/_compiled $(PYTEST_ARGS)
 
 # Apart from the tests that decide: to see each line takes as long as half of them.
 coverage: $(VENV)/.test  ## Run the unit tests, and list the lines that they do not reach

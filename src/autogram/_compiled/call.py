@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._blocks import Region
+from autogram._blocks import Folded, Region
 from autogram._capture.autograd.entry import entry, entry_of
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.session import recorders_of
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked, as_of_now, track_parameter
-from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
+from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
+from autogram._compiled.placement import carried
 from autogram._compiled.tracing.part import Part
 from autogram._compiled.tracing.sizes import Numbers
 from autogram._errors import listed
@@ -52,7 +53,6 @@ class Call:
         self._first = recording.count
         self._uses: tuple[RuleUse | None, ...] | None = None
         recording.count += len(part.uses)
-        recording.dtypes |= part.dtypes
         recording.is_batchable = False
 
     @property
@@ -74,6 +74,41 @@ class Call:
             tracked = [self._tracked(i, node) for i in range(len(part.sources))]
             self._uses = tuple(self._use(i, tracked) for i in range(len(part.uses)))
         return self._uses
+
+    def carried(
+        self, node: Any, results: Sequence[Folded | None]
+    ) -> tuple[dict[Use, Folded], list[Folded | None]] | None:
+        """Where the backward pass takes the samples of its results, whatever the values are.
+
+        Args:
+            node: The node of the call.
+            results: Where the samples lie in the results, or ``None`` without a cotangent.
+
+        Returns:
+            The places in the cotangents of uses and in the gradients of the node's inputs, ``None``
+            where they depend on values; or ``None`` if those in a use do.
+        """
+        part = self.part
+        following = node.next_functions
+        metadata = node._input_metadata
+        if part.backward is None or len(following) != len(part.tensors) + 1:
+            return None
+        given = [x for x, of in zip(results, metadata, strict=True) if of.dtype.is_floating_point]
+        found = carried(part.backward, given, lambda x: part.sizes.resolve(x, self._numbers))
+        if found is None:
+            return None
+        uses = self.all_uses(node)
+        shown = {uses[number]: place for number, place in found.uses.items()}
+        own: dict[Use, Folded] = {
+            x: place for x, place in shown.items() if x and isinstance(place, Folded)
+        }
+        inputs = [found.inputs[i] for i in part.tensors]
+        return own, [x if isinstance(x, Folded) else None for x in inputs]
+
+    @property
+    def sizes(self) -> Numbers:
+        """The numbers that the symbolic sizes of the part stand for."""
+        return self._numbers
 
     def _use(self, number: int, tracked: Sequence[Tracked | None]) -> RuleUse | None:
         """A use of this call."""

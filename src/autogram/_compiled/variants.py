@@ -53,6 +53,8 @@ class Backward:
     def __init__(self, part: Part, graph: fx.GraphModule, compile: Compile) -> None:
         self._boxed_call = True  # AOTAutograd reads this: it gives a list, which may be emptied
         self._part, self._graph, self._compile = part, graph, compile
+        part.backward = graph
+        part.dtypes |= _dtypes(graph)
         self._results = len(_results(graph))
         self._variants: dict[Any, Compiled] = {}
         self._shown: list[_Shown] = []
@@ -89,6 +91,7 @@ class Backward:
         given = list(args)
         found = run(args)
         uses = call.all_uses(node)
+        call.recording.dtypes |= self._part.dtypes
         for number, places in self._shown:
             use = uses[number]
             if use is not None:
@@ -157,6 +160,13 @@ def _results(module: fx.GraphModule) -> list[Any]:
     """The results of a graph."""
     results: Any = module.graph.output_node().args[0]
     return list(results)
+
+
+def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
+    """Those of all floating-point numbers in a graph: what its results are as precise as."""
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
 def _origin(node: fx.Node) -> fx.Node:

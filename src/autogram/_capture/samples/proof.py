@@ -18,7 +18,7 @@ shows nothing, and moves nothing as long as it is zero, which is looked at in ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.graph import in_dense, nodes_leading_to, use_of
+from autogram._blocks import Folded, Placement
+from autogram._capture.autograd.graph import in_dense, nodes_leading_to, shown_by, use_of
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.samples.carrying import Edge, Shape, carried, is_packed, moves_nothing
 from autogram._capture.samples.survey import Survey, kind_of_node
+from autogram._capture.uses import Use
 
 # Elements of a constant that is compared at each call; a larger one is taken for one that changes.
 _LARGEST = 2**22
@@ -138,9 +140,24 @@ class Prover:
                 self.spots += self._results(node)
                 self.spots += [way.arrival for way in ways if not way.moves_nothing]
 
-    def proof(self, fitting: Mapping[Spot, set[int] | None]) -> Proof:
-        """What follows from the dimensions that fit each spot reached, ``None`` if it was zero."""
+    def proof(
+        self,
+        regular: Mapping[Spot, tuple[Folded, ...] | None],
+        uses: Mapping[Use, tuple[Placement, ...]],
+    ) -> Proof:
+        """What the places of samples depend on.
+
+        Args:
+            regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
+            uses: Those that fit the uses.
+        """
+        fitting = {s: None if of is None else {x.dim for x in of} for s, of in regular.items()}
         constants: dict[Constant, None] = {}
+        for number in sorted({spot.node for spot in fitting}):
+            if (calls := self._calls(number)) and not self._is_carried(
+                calls, number, regular, uses
+            ):
+                return Proof(is_for_one_call=True)
         for spot, dims in fitting.items():
             if not spot.is_input and dims is not None:
                 decided_by = self._deciding(spot, dims, fitting)
@@ -150,6 +167,37 @@ class Prover:
         return Proof(
             tuple(constants), tuple(spot for spot, dims in fitting.items() if dims is None)
         )
+
+    def _calls(self, number: int) -> list[Any]:
+        """What engines are shown of a node that is a call of a compiled part."""
+        node = self.survey.nodes[number]
+        return [] if use_of(node) is not None else list(shown_by(node))
+
+    def _is_carried(
+        self,
+        calls: Sequence[Any],
+        number: int,
+        regular: Mapping[Spot, tuple[Folded, ...] | None],
+        uses: Mapping[Use, tuple[Placement, ...]],
+    ) -> bool:
+        """Whether a compiled part takes samples where they were found, whatever its values are."""
+        node = self.survey.nodes[number]
+        given = [regular.get(spot) for spot in self._results(node)]
+        if any(layouts is not None and len(layouts) != 1 for layouts in given):
+            return False
+        found = calls[0].carried(node, [None if x is None else x[0] for x in given])
+        if found is None:
+            return False
+        own, inputs = found
+        if any(place not in uses[use] for use, place in own.items() if uses.get(use)):
+            return False
+        for way in self._ways[number]:
+            arrived, total = regular.get(way.arrival), regular.get(way.target)
+            if arrived is not None and (inputs[way.arrival.position] not in arrived):
+                return False
+            if arrived is not None and total is not None and arrived != total:
+                return False
+        return True
 
     def _results(self, node: Any) -> list[Spot]:
         """The results of a node."""
@@ -168,6 +216,8 @@ class Prover:
         self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int] | None]
     ) -> list[Constant] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
+        if self._calls(spot.node):
+            return []
         node = self.survey.nodes[spot.node]
         saves_values = bool(kind_of_node(node.__class__).tensors)
         constants: list[Constant] = []

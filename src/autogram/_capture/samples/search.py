@@ -252,7 +252,8 @@ class Search:
             )
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
         if self._objectives.are_finite:  # else what was found is true for this call alone
-            proof = prover.proof({spot: self._dims(spot, owners) for spot, owners in spots.items()})
+            fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
+            proof = prover.proof(fitting, self._found)
             whatever_sizes, these = self._proof_keys
             self._remembered.proofs[whatever_sizes if proof.is_for_one_call else these] = proof
             self._remember(self._found)
@@ -273,10 +274,11 @@ class Search:
         self._has_gaps |= any(bool((owners[dim] < 0).any()) for dim in regular & owners.keys())
         return layouts
 
-    def _dims(self, spot: Spot, owners: Owners) -> set[int] | None:
-        """The dimensions in which samples may lie, or ``None`` without a cotangent."""
-        regular = regular_layouts(spot.shape, owners, self._objectives.is_finite)
-        return None if are_none(owners) else {layout.dim for layout in regular}
+    def _regular(self, spot: Spot, owners: Owners) -> tuple[Folded, ...] | None:
+        """The regular layouts that samples may have, or ``None`` without a cotangent."""
+        if are_none(owners):
+            return None
+        return regular_layouts(spot.shape, owners, self._objectives.is_finite)
 
     def _remember(self, found: Layouts) -> None:
         """Keeps layouts for the next call, if nothing can change them that is not noticed."""

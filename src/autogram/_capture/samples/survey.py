@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.graph import shown_by
+from autogram._capture.autograd.graph import shown_by, use_of
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
@@ -104,19 +104,21 @@ class Survey:
         self._anchors = {self._anchor}  # of all engines
         self._structure: list[Any] = []
         self._sizes: list[Any] = [tuple(losses.shape)]
+        self._inside: list[Any] = []  # the sizes inside of compiled parts
         behind_taps: list[_Edges] = []
         edges = ((losses.grad_fn, losses.output_nr),)
         self.leaves_of_tail = self._follow([edges], behind_taps)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.left_out = self._find_left_out()
         self.structure = _digest(self._structure)
-        self.key = _digest([self.structure, self._sizes])
+        self.key = _digest([self.structure, self._sizes, self._inside])
 
     def pattern(self, samples: int) -> bytes:
         """Along which dimensions of the nodes' results so many samples could lie, as a digest."""
         inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
         shapes = [metadata.shape for node in inside for metadata in node._input_metadata]
-        return _digest([[_room(size, samples) for size in shape] for shape in shapes])
+        rooms = [[_room(size, samples) for size in shape] for shape in shapes]
+        return _digest([rooms, self._inside])
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J.
@@ -179,6 +181,8 @@ class Survey:
                 self._anchors.add(get_gradient_edge(shown.recording.channel.anchor).node)
                 continue
             is_tap = True
+            if use_of(node) is None:
+                self._inside.append(shown.sizes)
             for use in shown.uses_at(node):
                 self.uses[use] = len(self.nodes) - 1
                 self._structure.append(use.function)

@@ -60,7 +60,7 @@ class History:
         self._is_batched = is_batched
         self._nodes: dict[int, tuple[fx.Node, weakref.ref[Tensor]]] = {}
         self._autocast: dict[fx.Node, _Autocast] = {}
-        self._has_changes = False
+        self._changed: set[fx.Node] = set()
 
     def note(self, node: fx.Node, result: Any) -> None:
         """Notes what a node has computed."""
@@ -70,25 +70,25 @@ class History:
         if node.op in ("call_function", "call_method"):
             self._autocast[node] = _autocast_now()
 
-    def note_change(self) -> None:
-        """Notes that a tensor without samples was changed in place, which no edge shows."""
-        self._has_changes = True
+    def note_change(self, tensor: Tensor) -> None:
+        """Notes a tensor without samples that is changed in place, which no edge shows.
+
+        What it was computed from may share its memory.
+        """
+        node, _ = self._nodes.get(id(tensor), (None, None))
+        if node is None:
+            self._changed.update(self._module.graph.nodes)
+        else:
+            self._changed |= _behind(node)
 
     def of(self, tensor: Tensor) -> Derivation | None:
         """The part that computes a tensor without samples, or ``None`` if it cannot run again."""
         node, reference = self._nodes.get(id(tensor), (None, lambda: None))
-        if node is None or reference() is not tensor or self._has_changes:
+        if node is None or reference() is not tensor:
             return None
-        needed: set[fx.Node] = set()
-        pending = [node]
-        while pending:
-            step = pending.pop()
-            if step in needed:
-                continue
-            needed.add(step)
-            pending += step.all_input_nodes
-            if not self._is_repeatable(step):
-                return None
+        needed = _behind(node)
+        if not self._changed.isdisjoint(needed) or not all(map(self._is_repeatable, needed)):
+            return None
         states = {self._autocast[step] for step in needed if step in self._autocast}
         if len(states) > 1:
             return None
@@ -110,6 +110,18 @@ class History:
             return node.op == "get_attr"
         name = node.target if isinstance(node.target, str) else kind_of(node.target).name
         return not any(word in name for word in _RANDOM)
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """A node, and all that it is computed from."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        step = pending.pop()
+        if step not in found:
+            found.add(step)
+            pending += step.all_input_nodes
+    return found
 
 
 def _autocast_now() -> _Autocast:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from autogram._blocks import Region
 from autogram._capture.tracked import Tracked
@@ -72,6 +72,8 @@ class Part:
         dtypes: Those in which autocast carried out uses.
         outputs: How outputs are computed that no sample is in.
         sizes: Which numbers the symbols of its sizes stand for.
+        tensors: The positions of inputs that are tensors.
+        backward: The graph of its backward pass, once there is one.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class Part:
         self.dtypes: set[torch.dtype] = set()
         self.outputs: dict[int, Derivation] = {}
         self.sizes = Sizes(())
+        self.tensors: tuple[int, ...] = ()
+        self.backward: fx.GraphModule | None = None
 
     def trace(self, args: Sequence[Any]) -> Sequence[Any]:
         """Runs the graph on traced arguments, and keeps what was recorded."""
@@ -103,6 +107,7 @@ class Part:
         """Keeps what was recorded, without a tensor of the tracing."""
         positions = {id(x): i for i, x in enumerate(args) if i in self.roots}
         self.sizes = Sizes(args)
+        self.tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
         self.dtypes, self.outputs = tapping.dtypes, tapping.outputs
         self.rows = {}
         for name, parameter in tapping.without_rule:

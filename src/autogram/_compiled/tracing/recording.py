@@ -118,7 +118,7 @@ class TraceRecorder(Recorder):
         """Notes a call that changes what does not depend on the samples in place."""
         changed = first_of(args, kwargs) if kind.is_in_place else None
         if isinstance(changed, Tensor) and self.status_of(changed) is not BATCHED:
-            self._history.note_change()
+            self._history.note_change(changed)
 
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """No: AOTAutograd decides what is computed again."""

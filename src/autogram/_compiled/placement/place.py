@@ -1,0 +1,97 @@
+"""Places of samples in the values of a graph, and one call of an operator that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from autogram._blocks import Folded
+
+
+class Unknown:
+    """Samples may be anywhere."""
+
+
+class Zero:
+    """There is no cotangent, and so no place."""
+
+
+UNKNOWN, ZERO = Unknown(), Zero()
+# Where the samples lie in the result of a node. `None`: it does not depend on any cotangent.
+Place = Folded | Unknown | Zero | None
+Places = Place | tuple[Place, ...]
+Shape = tuple[int, ...]
+
+
+class Step:
+    """One call of an operator, which reads a cotangent."""
+
+    def __init__(
+        self,
+        node: fx.Node,
+        places: Mapping[fx.Node, Places],
+        shape_of: Callable[[fx.Node], Shape],
+    ) -> None:
+        self.node, self.places, self.shape_of = node, places, shape_of
+
+    def of(self, argument: Any) -> Place:
+        """Where the samples lie in an argument."""
+        found = self.places[argument] if isinstance(argument, fx.Node) else None
+        return UNKNOWN if isinstance(found, tuple) else found
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, by position or by name."""
+        args = self.node.args
+        return args[position] if position < len(args) else self.node.kwargs.get(name, default)
+
+    @property
+    def first(self) -> Any:
+        """The first argument."""
+        return self.node.args[0]
+
+    @property
+    def shape(self) -> Shape:
+        """That of the result."""
+        return self.shape_of(self.node)
+
+    def only_first(self) -> Folded | None:
+        """The place in the first argument, if it has one, and no other argument is a cotangent."""
+        place = self.of(self.first)
+        others = [x for x in self.node.all_input_nodes if x is not self.first]
+        if not isinstance(place, Folded) or any(self.places[x] is not None for x in others):
+            return None
+        return place
+
+
+Rule = Callable[[Step], Places]
+
+
+def moved(place: Folded, dim: int) -> Folded:
+    """The same place, along another dimension."""
+    return Folded(dim, place.before, place.batch, place.after)
+
+
+def reshaped(place: Folded, old: Shape, new: Shape) -> Place:
+    """The place in a tensor with the same elements in the same order, in another shape."""
+    ahead = prod(old[: place.dim]) * place.before  # how often all samples are passed through
+    behind = prod(old[place.dim + 1 :]) * place.after  # how many elements of a sample are together
+    passed = 1
+    for dim, size in enumerate(new):
+        rest = prod(new[dim + 1 :])
+        if ahead % passed == 0 and behind % rest == 0:
+            before, after = ahead // passed, behind // rest
+            if before * place.batch * after == size:
+                return Folded(dim, before, place.batch, after)
+        passed *= size
+    return UNKNOWN
+
+
+def common(places: Sequence[Place]) -> Place:
+    """The place of a sum, where all parts have the samples in the same one."""
+    found = {place for place in places if place is not None and place is not ZERO}
+    if not found:
+        return ZERO
+    return found.pop() if len(found) == 1 else UNKNOWN

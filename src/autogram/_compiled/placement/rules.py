@@ -1,0 +1,315 @@
+"""Where operators of a backward graph take the samples of a cotangent, by sizes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autogram._blocks import Folded
+from autogram._compiled.placement.place import (
+    UNKNOWN,
+    Place,
+    Places,
+    Rule,
+    Step,
+    common,
+    moved,
+    reshaped,
+)
+from autogram._compiled.tracing.operator import SHOW
+
+aten = torch.ops.aten
+
+
+def _pointwise(step: Step) -> Place:
+    shape = step.shape
+    found: list[Place] = []
+    for x in step.node.all_input_nodes:
+        place = step.of(x)
+        if isinstance(place, Folded):
+            own = step.shape_of(x)
+            dim = place.dim + len(shape) - len(own)
+            place = moved(place, dim) if shape[dim] == own[place.dim] else UNKNOWN
+        found.append(place)
+    return common(found)
+
+
+def _reshape(step: Step) -> Place:
+    place = step.only_first()
+    return UNKNOWN if place is None else reshaped(place, step.shape_of(step.first), step.shape)
+
+
+def _same(step: Step) -> Place:
+    place = step.only_first()
+    return UNKNOWN if place is None else place
+
+
+def _expand(step: Step) -> Place:
+    place = step.only_first()
+    if place is None:
+        return UNKNOWN
+    own, shape = step.shape_of(step.first), step.shape
+    dim = place.dim + len(shape) - len(own)
+    return moved(place, dim) if shape[dim] == own[place.dim] else UNKNOWN
+
+
+def _permute(step: Step) -> Place:
+    place = step.only_first()
+    if place is None:
+        return UNKNOWN
+    rank = len(step.shape)
+    order = list(range(rank))
+    packet = step.node.target.overloadpacket  # type: ignore[union-attr]  # an operator
+    if packet is aten.permute:
+        order = [d % rank for d in step.argument(1, "dims")]
+    else:
+        a, b = (
+            (-1, -2) if packet is aten.t else (step.argument(1, "dim0"), step.argument(2, "dim1"))
+        )
+        a, b = a % max(rank, 1), b % max(rank, 1)
+        if rank > 1:
+            order[a], order[b] = order[b], order[a]
+    return moved(place, order.index(place.dim))
+
+
+def _flip(step: Step) -> Place:
+    place = step.only_first()
+    dims = [d % len(step.shape) for d in step.argument(1, "dims")]
+    return UNKNOWN if place is None or place.dim in dims else place
+
+
+def _constant(step: Step) -> Place:
+    """For what takes no more than a shape."""
+    del step
+    return None
+
+
+def _sum(step: Step) -> Place:
+    place, dims = step.only_first(), step.argument(1, "dim")
+    if place is None or not isinstance(dims, (list, tuple)) or not dims:
+        return UNKNOWN
+    rank = len(step.shape_of(step.first))
+    gone = {d % rank for d in dims}
+    if place.dim in gone:
+        return UNKNOWN
+    lost = 0 if step.argument(2, "keepdim", False) else sum(d < place.dim for d in gone)
+    return moved(place, place.dim - lost)
+
+
+def _matrices(step: Step) -> Place:
+    left, right = step.of(step.node.args[0]), step.of(step.node.args[1])
+    rank = len(step.shape)
+    if isinstance(left, Folded) and right is None and left.dim < rank - 1:
+        return left
+    if isinstance(right, Folded) and left is None and right.dim != rank - 2:
+        return right
+    return UNKNOWN
+
+
+def _cat(step: Step) -> Place:
+    parts = list(step.first)
+    places = [step.of(x) for x in parts]
+    place = common(places)
+    dim = step.argument(1, "dim", 0) % len(step.shape)
+    if not isinstance(place, Folded) or place.dim != dim:
+        return place if isinstance(place, Folded) else UNKNOWN
+    # All samples one time after another, if each part has them all.
+    sizes = {step.shape_of(x)[dim] for x in parts}
+    if len(sizes) > 1 or any(not isinstance(x, Folded) for x in places):
+        return UNKNOWN
+    return Folded(dim, place.before * len(parts), place.batch, place.after)
+
+
+def _stack(step: Step) -> Place:
+    place = common([step.of(x) for x in step.first])
+    dim = step.argument(1, "dim", 0) % len(step.shape)
+    return moved(place, place.dim + (dim <= place.dim)) if isinstance(place, Folded) else UNKNOWN
+
+
+def _along(position: int, name: str, *, drops: int = 0, is_slice: bool = False) -> Rule:
+    """For what selects along one dimension, which goes (1) or comes (-1) with it."""
+
+    def rule(step: Step) -> Place:
+        place = step.only_first()
+        if place is None:
+            return UNKNOWN
+        rank = len(step.shape) if drops < 0 else len(step.shape_of(step.first))
+        dim = step.argument(position, name, 0) % rank
+        if drops < 0:
+            return moved(place, place.dim + (dim <= place.dim))
+        if place.dim == dim:  # a slice may be the whole
+            same = is_slice and step.shape == step.shape_of(step.first)
+            return place if same else UNKNOWN
+        new = moved(place, place.dim - drops * (dim < place.dim))
+        is_whole = step.shape[new.dim] == step.shape_of(step.first)[place.dim]
+        return new if is_whole else UNKNOWN
+
+    return rule
+
+
+def _slice_backward(step: Step) -> Place:
+    place = step.only_first()
+    if place is None:
+        return UNKNOWN
+    dim = step.argument(2, "dim") % len(step.shape)
+    same = step.shape == step.shape_of(step.first)
+    return place if dim != place.dim or same else UNKNOWN
+
+
+def _several(step: Step) -> Places:
+    """For what splits a tensor along one dimension."""
+    place = step.only_first()
+    if place is None:
+        return UNKNOWN
+    is_unbind = step.node.target.overloadpacket is aten.unbind  # type: ignore[union-attr]  # an operator
+    position = 1 if is_unbind else 2
+    dim = step.argument(position, "dim", 0) % len(step.shape_of(step.first))
+    if dim == place.dim:
+        return UNKNOWN
+    return moved(place, place.dim - (is_unbind and dim < place.dim))
+
+
+def _pad(step: Step) -> Place:
+    place, pad = step.only_first(), step.argument(1, "pad")
+    if place is None:
+        return UNKNOWN
+    from_last = len(step.shape) - 1 - place.dim
+    own = pad[2 * from_last : 2 * from_last + 2]
+    return UNKNOWN if any(own) else place
+
+
+def _scatter(step: Step) -> Place:
+    """Elements move along one dimension; what they are put into is zero, or another cotangent."""
+    base, dim, source = step.first, step.argument(1, "dim"), step.argument(3, "src")
+    if not isinstance(source, fx.Node):
+        return UNKNOWN
+    place = common([step.of(base), step.of(source)])
+    if not isinstance(place, Folded) or place.dim == dim % len(step.shape):
+        return UNKNOWN
+    is_whole = step.shape_of(source)[place.dim] == step.shape[place.dim]
+    return place if is_whole else UNKNOWN
+
+
+def _scattered_part(position: int, *, keeps_dim: bool) -> Rule:
+    """For `slice_scatter` and `select_scatter`: a part of a tensor along one dimension."""
+
+    def rule(step: Step) -> Place:
+        base, part = step.of(step.first), step.of(step.node.args[1])
+        dim = step.argument(position, "dim", 0) % len(step.shape)
+        if isinstance(part, Folded) and not keeps_dim:
+            part = moved(part, part.dim + (dim <= part.dim))
+        place = common([base, part])
+        return UNKNOWN if not isinstance(place, Folded) or place.dim == dim else place
+
+    return rule
+
+
+def _leading(last: int) -> Rule:
+    """For what keeps all dimensions but some of the last, as pooling does."""
+
+    def rule(step: Step) -> Place:
+        place = step.only_first()
+        shape = step.shape
+        is_kept = place is not None and place.dim < len(shape) - last
+        return place if is_kept and place is not None else UNKNOWN
+
+    return rule
+
+
+def _of_batch(step: Step) -> Places:
+    """For layers over the first dimension: the gradient of the input, and those of parameters."""
+    place = step.only_first()
+    kept = place if place is not None and place.dim == 0 else UNKNOWN
+    return (kept, UNKNOWN, UNKNOWN)
+
+
+def _layer_norm(step: Step) -> Places:
+    place = step.only_first()
+    free = len(step.shape_of(step.first)) - len(step.argument(2, "normalized_shape"))
+    kept = place if place is not None and place.dim < free else UNKNOWN
+    return (kept, UNKNOWN, UNKNOWN)
+
+
+def _batch_norm(step: Step) -> Places:
+    place = None if step.argument(7, "train", True) else step.only_first()
+    return (UNKNOWN if place is None else place, UNKNOWN, UNKNOWN)
+
+
+def _softmax(step: Step) -> Place:
+    place = step.only_first()
+    dim = step.argument(2, "dim") % len(step.shape)
+    return UNKNOWN if place is None or place.dim == dim else place
+
+
+def _attention(step: Step) -> Places:
+    place = step.only_first()
+    kept = place if place is not None and place.dim < 2 else UNKNOWN
+    return (kept, kept, kept, UNKNOWN)
+
+
+def _nll(step: Step) -> Place:
+    """The classes are the second dimension, unless there is one sample alone."""
+    place = step.only_first()
+    if place is None or step.argument(4, "reduction", 1) != 0 or len(step.shape) < 2:
+        return UNKNOWN
+    return moved(place, place.dim + (place.dim > 0))
+
+
+def _named(names: str) -> list[Any]:
+    """Operators, as far as this version of PyTorch has them."""
+    return [found for name in names.split() if (found := getattr(aten, name, None)) is not None]
+
+
+_TABLE: list[tuple[Rule, str]] = [
+    (_reshape, "view reshape _unsafe_view unsqueeze squeeze flatten unflatten _reshape_alias"),
+    (_same, "clone alias detach _to_copy contiguous lift_fresh_copy"),
+    (_expand, "expand"),
+    (_permute, "permute transpose t"),
+    (_flip, "flip"),
+    (_constant, "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like"),
+    (_sum, "sum mean"),
+    (_matrices, "mm bmm"),
+    (_cat, "cat"),
+    (_stack, "stack"),
+    (_along(1, "dim", is_slice=True), "slice narrow"),
+    (_along(1, "dim"), "cumsum index_select gather"),
+    (_along(1, "dim", drops=1), "select"),
+    (_along(2, "dim", drops=-1), "select_backward"),
+    (_slice_backward, "slice_backward"),
+    (_several, "split split_with_sizes unbind"),
+    (_pad, "constant_pad_nd"),
+    (_scatter, "scatter scatter_add"),
+    (_scattered_part(2, keeps_dim=True), "slice_scatter"),
+    (_scattered_part(2, keeps_dim=False), "select_scatter"),
+    (_pointwise, "native_dropout_backward where copy"),
+    (
+        _leading(2),
+        "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
+        "upsample_nearest2d_backward upsample_bilinear2d_backward",
+    ),
+    (_of_batch, "convolution_backward native_group_norm_backward"),
+    (_layer_norm, "native_layer_norm_backward"),
+    (_batch_norm, "native_batch_norm_backward"),
+    (_softmax, "_softmax_backward_data _log_softmax_backward_data"),
+    (
+        _attention,
+        "_scaled_dot_product_flash_attention_for_cpu_backward "
+        "_scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_cudnn_attention_backward",
+    ),
+    (_nll, "nll_loss_backward nll_loss2d_backward"),
+]
+_RULES: dict[Any, Rule] = {found: rule for rule, names in _TABLE for found in _named(names)}
+_RULES[SHOW.overloadpacket] = _same
+_RULES[torch.ops.prims.convert_element_type] = _same
+
+
+def rule_of(target: Any) -> Rule | None:
+    """Where an operator takes samples, if that is known."""
+    rule = _RULES.get(getattr(target, "overloadpacket", None))
+    if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return _pointwise
+    return rule
