@@ -190,3 +190,53 @@ def test_misuse() -> None:
     ):
         it.add(losses)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_losses_that_are_single_numbers() -> None:
+    """As gradient accumulation of means over micro-batches has them."""
+    model = network()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, batch_dim=None)
+    batches = [torch.randn(n, 4) for n in (3, 2)]
+    with engine.accumulate(weigh) as batch:
+        for x in batches:
+            batch.add(losses_of(model, x).mean())
+    assert [tuple(w.shape) for w in batch.weights] == [(), ()]
+    losses = torch.stack([losses_of(twin, x).mean() for x in batches])
+    rows = reference_jacobian(losses, trainable(twin))
+    assert_close_to_reference(batch.gramian, rows @ rows.T)
+    losses.backward(weigh(rows @ rows.T))
+    assert_gradients_are_close(model, twin)
+
+
+def test_what_is_frozen_since_the_forward_pass_gets_no_gradient() -> None:
+    """As in a backward pass, whether it is a part of J or a leaf beside it."""
+    model, temperature = network(), nn.Parameter(torch.tensor(0.7))
+    engine = Engine(model)
+    with engine.accumulate(weigh) as batch:
+        batch.add(losses_of(model, torch.randn(3, 4)) * temperature)
+        model[0].requires_grad_(False)
+        temperature.requires_grad_(False)
+        batch.add(losses_of(model, torch.randn(2, 4)))
+    assert temperature.grad is None
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+@pytest.mark.parametrize("limit", [2**29, 1])
+def test_losses_over_no_sample(limit: int) -> None:
+    """Losses of a micro-batch without a sample have rows of zeros, wherever parameters are used."""
+    model = nn.Sequential(Language(), nn.utils.parametrizations.weight_norm(nn.Linear(7, 2)))
+    twin = copy.deepcopy(model)
+    engine = Engine(model, memory_limit_bytes=limit)
+    for sizes in ((2, 0), (0, 3), (0, 1, 0)):
+        batches = [torch.randint(0, 7, (n, 3)) for n in sizes]
+        with engine.accumulate(weigh) as batch:
+            for x in batches:
+                batch.add(losses_of(model, x).sum())
+        losses = torch.stack([losses_of(twin, x).sum() for x in batches])
+        rows = reference_jacobian(losses, trainable(twin))
+        assert_close_to_reference(batch.gramian, rows @ rows.T)
+        for x, row in zip(batches, rows, strict=True):
+            sketch = engine.sketch(losses_of(model, x).sum(), 16)
+            assert sketch.rows.any() == row.any()

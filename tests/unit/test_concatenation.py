@@ -170,3 +170,60 @@ def test_what_cannot_be_concatenated() -> None:
         concatenate([jacobian, third])
     with pytest.raises(InvalidOperandError, match="vector of shape"):
         concatenate([jacobian, jacobian]).vjp(torch.ones(5))
+
+
+def test_losses_that_are_single_numbers() -> None:
+    """Each number is a part of its own, of shape `()`."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    engine = Engine(model, batch_dim=None)
+    batches = [torch.randn(n, 4) for n in (3, 2, 4)]
+    jacobian = concatenate([engine.jacobian(losses_of(model, x).sum()) for x in batches])
+    rows = [reference_jacobian(losses_of(model, x).sum(), trainable(model)) for x in batches]
+    assert_operator_is(jacobian, torch.cat(rows))
+
+
+@pytest.mark.parametrize("keep", ["factors", "rows"])
+def test_memory_formats_that_change(keep: str) -> None:
+    """Elements of a parameter are the same elements, wherever they lie in memory."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Flatten(2))
+    model.append(nn.Linear(4, 3))
+    engine = Engine(model)
+    batches = [torch.randn(n, 2, 5, 5) for n in (2, 3, 2, 1)]
+    rows = [reference_jacobian(losses_of(model, x), trainable(model)) for x in batches]
+    jacobians = [engine.jacobian(losses_of(model, batches[0]), keep=keep)]
+    model.to(memory_format=torch.channels_last)
+    jacobians.append(engine.jacobian(losses_of(model, batches[1]), keep=keep))
+    model.to(memory_format=torch.contiguous_format)
+    buffer = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(buffer, model.parameters())
+    jacobians.append(engine.jacobian(losses_of(model, batches[2]), keep=keep))
+    model[-1].weight.data = model[-1].weight.data.t().contiguous().t()
+    jacobians.append(engine.jacobian(losses_of(model, batches[3]), keep=keep))
+    assert_operator_is(concatenate(jacobians), torch.cat(rows))
+    found = jacobians[1].cross_gramian(jacobians[0])
+    assert_close_to_reference(found, rows[1] @ rows[0].T)
+
+
+class Overlapping(nn.Module):
+    """Two slices of one parameter that have elements in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight[:3].T).tanh() @ self.weight[1:4]
+
+
+def test_a_batch_whose_rows_are_zero() -> None:
+    """A batch reaches the parameter, and no cotangent does."""
+    model = Overlapping()
+    engine = Engine(model)
+    x, y = torch.randn(3, 4), torch.randn(2, 4)
+    some, none = losses_of(model, x), losses_of(model, y) * 0
+    first, second = engine.jacobian(some), engine.jacobian(none)
+    rows = reference_jacobian(some, trainable(model))
+    assert_operator_is(concatenate([first, second]), torch.cat([rows, rows.new_zeros(2, 20)]))
+    assert_close_to_reference(first.gramian(), rows @ rows.T)
+    assert torch.equal(first.cross_gramian(second), torch.zeros(3, 2))
+    assert torch.equal(second.cross_gramian(first), torch.zeros(2, 3))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram import Engine, InvalidOptionError, NonFiniteError
+from autogram import Engine, InvalidOperandError, InvalidOptionError, NonFiniteError
 from autogram.testing import reference_jacobian
 from autogram.weightings import GradVac, UPGrad
 from tests.unit.checks import EVERY_KIND, Objectives, assert_close_to_reference, irregular
@@ -354,4 +354,21 @@ def test_accumulation_without_losses() -> None:
     model = mlp(4, 3)
     with Engine(model).accumulate(weighting, scaler=scaler_of()) as step:
         step.add(per_sample(model(batch(0, 4))))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_scale_that_changes_between_micro_batches() -> None:
+    """Inner products of rows with different factors would have neither factor."""
+    model = mlp(4, 3)
+    scaler = scaler_of()
+    engine = Engine(model)
+
+    def take_step() -> None:
+        with engine.accumulate(weighting, scaler=scaler) as step:
+            for number in range(2):
+                step.add(per_sample(model(batch_of(number))))
+                scaler.update(SCALE / 2)
+
+    with pytest.raises(InvalidOperandError, match="scale has changed between the micro-batches"):
+        take_step()
     assert all(p.grad is None for p in model.parameters())

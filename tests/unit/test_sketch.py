@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, InvalidOperandError, InvalidOptionError, Sketch
+from autogram._blocks import Region
+from autogram._jacobian import Projections
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.test_jacobian import Language, Norms, TwoLookups, Unused
 
@@ -112,3 +114,63 @@ def test_misuse() -> None:
             sketch.cross_gramian(other)
     joined = Sketch(torch.cat([sketch.rows, sketch.rows]), seed=0)
     assert_close_to_reference(joined.gramian()[:2, 2:], sketch.gramian())
+
+
+def test_memory_formats() -> None:
+    """The projection follows from names and shapes: strides do not matter."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    engine = Engine(model)
+    x = torch.randn(3, 3, 5, 6)
+    rows = engine.sketch(losses_of(model, x), 24).rows
+    model.to(memory_format=torch.channels_last)
+    assert_close_to_reference(engine.sketch(losses_of(model, x), 24).rows, rows)
+    layer = nn.Linear(30, 20)
+    engine = Engine(layer)
+    for x in (torch.randn(3, 30), torch.randn(3, 50, 30)):  # by factors, and by rows
+        rows = engine.sketch(losses_of(layer, x), 24).rows
+        layer.weight.data = layer.weight.data.t().contiguous().t()
+        assert_close_to_reference(engine.sketch(losses_of(layer, x), 24).rows, rows)
+        layer.weight.data = layer.weight.data.contiguous()
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+def test_parameters_that_are_younger_than_the_graph() -> None:
+    """A parameter is known by its name, whichever forward passes are alive."""
+    model = nn.Linear(3, 1)
+    engine = Engine(model)
+    losses = losses_of(model, torch.randn(4, 3))
+    model.first, model.second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+    first, second = model.first.square().sum(), model.second.exp().sum()
+    old = engine.sketch(losses + first + second, 24).rows
+    both = engine.sketch(losses + first, 24).rows + engine.sketch(losses + second, 24).rows
+    assert_close_to_reference(both - engine.sketch(losses, 24).rows, old)
+
+
+def test_autocast_does_not_round_products() -> None:
+    model = nn.Linear(20, 3, dtype=torch.float32)
+    sketch = Engine(model).sketch(losses_of(model, torch.randn(4, 20, dtype=torch.float32)), 24)
+    expected = sketch.gramian(), sketch.cross_gramian(sketch), sketch.standard_error()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sketch.gramian(), sketch.cross_gramian(sketch), sketch.standard_error()
+    for ours, without in zip(found, expected, strict=True):
+        assert torch.equal(ours, without)
+
+
+def test_threads_with_different_seeds() -> None:
+    """What is drawn for one seed is not kept for another."""
+    projections = Projections()
+    where = Region.contiguous((50, 3)), torch.device("cpu"), 24
+
+    class Interrupted(str):
+        """A name that lets another call come between a question and its answer."""
+
+        def __format__(self, spec: str) -> str:
+            projections.one("weight", *where, 2)
+            return super().__format__(spec)
+
+    projections.one(Interrupted("weight"), *where, 1)
+    rows = torch.randn(2, 150)
+    for seed in (2, 1, 2):
+        found = projections.one("weight", *where, seed)
+        fresh = Projections().one("weight", *where, seed)
+        assert torch.equal(found.of_rows(rows), fresh.of_rows(rows))

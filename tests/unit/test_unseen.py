@@ -289,3 +289,16 @@ def test_a_margin_that_is_exceeded_later() -> None:
     apart = (outputs[:, None] - outputs).square().sum((1, 2))
     with pytest.raises(ValueError, match="samples are mixed"):
         engine.compute_gramian(outputs.square().sum(1) + F.relu(1e3 + apart))
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+def test_a_parameter_without_an_element() -> None:
+    model = nn.Linear(3, 1)
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    losses = model(torch.randn(4, 3)).squeeze(1) + model.empty.sum()
+    jacobian = Engine(model).jacobian(losses)
+    rows = reference_jacobian(losses, model.parameters())
+    assert_close_to_reference(jacobian.gramian(), rows @ rows.T)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    flat = torch.cat([x.flatten() for x in direction.values()])
+    assert_close_to_reference(jacobian.jvp(direction), rows @ flat)

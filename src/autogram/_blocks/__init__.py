@@ -5,6 +5,7 @@ from autogram._blocks.bundle import (
     Bundles,
     bundled,
     gram_of_bundle,
+    in_places,
     side_by_side,
     weighted_sums,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "cost_of_products",
     "cost_of_rows",
     "gram_of_bundle",
+    "in_places",
     "pieces",
     "projected",
     "side_by_side",

@@ -189,6 +189,23 @@ def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
     first = parts[0][0]
     total = Columns(first.parameter, first.kernels)
     for columns, subset in parts:
-        for region, block in columns.found():
+        for region, block in in_places(columns, first.parameter).found():
             total.add(region, block, subset)
     return total
+
+
+def in_places(columns: Columns, parameter: Region) -> Columns:
+    """Columns for a parameter that has other places now, as rows; or those given, if it has not.
+
+    Between two passes, its memory format may change, or it may move into a buffer.
+    """
+    if columns.parameter == parameter:
+        return columns
+    moved = Columns(parameter, columns.kernels)
+    if columns.dtype is not None:
+        dense = columns.dense()
+        shape = *dense.shape[:2], *parameter.shape
+        rows = from_storage(dense.flatten(0, 1), columns.parameter).reshape(shape)
+        labels = "kb" + "vdefghij"[: len(parameter.shape)]
+        moved.add(parameter, Block(f"{labels}->{labels}", (rows,)))
+    return moved

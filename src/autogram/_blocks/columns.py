@@ -52,6 +52,8 @@ class Columns:
 
         Blocks of a subset of the samples become one, where they can, when a product needs them.
         """
+        if 0 in region.shape:
+            return  # of no element
         if not isinstance(block, Block):
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
@@ -143,7 +145,7 @@ class Columns:
         """
         self._complete()
         parts = [self._spread()] if self._has_overlaps else self._blocks.values()
-        return [plans("gram", merge(blocks), (), self.kernels) for blocks in parts]
+        return [plans("gram", merge(part), (), self.kernels) for part in parts]
 
     def square_norms(self) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""
@@ -156,8 +158,8 @@ class Columns:
         """
         self._prepare()
         other._prepare()
-        regions = {*self._regions, *other._regions}
-        if any(overlap(p, q) for p, q in combinations(regions, 2)):
+        own, others = self._regions, other._regions
+        if own and others and any(overlap(p, q) for p, q in combinations(own | others, 2)):
             return products("cross", self._spread(), other._spread(), self.kernels)
         totals = [
             products("cross", blocks, other._blocks[region], self.kernels)
@@ -248,9 +250,8 @@ class Columns:
             step = self.parameter.places // size
             return self.dense()[:, :, start * step : stop * step]
         self.check()
-        return rows([block.narrow(block.parameter[0], start, stop - start)], self.kernels).flatten(
-            2
-        )
+        part = block.narrow(block.parameter[0], start, stop - start)
+        return rows([part], self.kernels).flatten(2)
 
     def factors(self) -> list[Factors]:
         """Everything that was added, in a form in which it can be sent to other processes."""

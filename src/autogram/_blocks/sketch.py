@@ -22,13 +22,13 @@ from torch import Tensor
 from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
 from autogram._blocks.lookup import Lookup
-from autogram._blocks.region import Region
+from autogram._blocks.region import Region, from_storage
 
 
 class Projection:
     """A random linear map from the elements of a parameter to d numbers.
 
-    E[P(x) . P(y)] = x . y over random seeds, for all x and y.
+    E[P(x) . P(y)] = x . y over random seeds, for all x and y. It does not depend on the strides.
 
     Args:
         parameter: All elements of the parameter.
@@ -38,8 +38,8 @@ class Projection:
     """
 
     def __init__(self, parameter: Region, dimensions: int, seed: int, device: torch.device) -> None:
-        shape = parameter.canonical.shape if parameter.is_gapless else (parameter.places,)
-        sizes = [shape[0] if shape else 1, prod(shape[1:])]
+        first, *rest = [n for n in parameter.shape if n > 1] or [1]
+        sizes = [first, prod(rest)]
         generator = torch.Generator().manual_seed(seed)
         drawn = [
             (
@@ -50,12 +50,15 @@ class Projection:
         ]
         self.dimensions = dimensions
         self.device = device
+        self._parameter = parameter
+        self._logical = sorted(range(len(parameter.order)), key=parameter.order.__getitem__)
         self._first, self._rest = ((to.to(device), sign.to(device)) for to, sign in drawn)
 
     def of_rows(self, rows: Tensor) -> Tensor:
         """Projects rows ``(n, elements)`` in the order of the parameter's storage: ``(n, d)``."""
         (to, sign), (to_rest, sign_rest) = self._first, self._rest
         target = (to.unsqueeze(1) + to_rest).remainder(self.dimensions).flatten()
+        rows = from_storage(rows, self._parameter).flatten(1)
         signed = rows * (sign.unsqueeze(1) * sign_rest).flatten()
         return signed.new_zeros(len(rows), self.dimensions).index_add_(1, target, signed)
 
@@ -70,15 +73,15 @@ class Projection:
         return found.scatter_add_(2, target.flatten(1).expand(k, -1, -1), signed.flatten(2))
 
     def of_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """Projects the rows of a block that :func:`is_outer`, ``(k, b, d)``."""
-        first, rest = block.parameter[0], block.parameter[1:]
+        """Projects the rows of a block that is an outer product, ``(k, b, d)``."""
+        first, *rest = self._labels(block)
         inputs, operands = [], []
         for of, operand in zip(block.inputs, block.operands, strict=True):
             moved, labels = operand.to(dtype), of
             for own, (to, sign) in ((first, self._first), (rest, self._rest)):
                 if own[0] in of:
                     others = "".join(label for label in of if label not in own)
-                    moved = torch.einsum(f"{of}->{others}{own}", moved)
+                    moved = torch.einsum(f"{of}->{others}{''.join(own)}", moved)
                     flat = moved.flatten(len(others)) * sign
                     folded = flat.new_zeros(*flat.shape[:-1], self.dimensions)
                     folded.view(-1, self.dimensions).index_add_(
@@ -96,7 +99,7 @@ class Projection:
 
     def suits(self, block: Block) -> bool:
         """Whether projecting a block's factors is possible, and less work than projecting rows."""
-        return is_outer(block) and self.elements(block) < block.elements_of_rows
+        return self.is_outer(block) and self.elements(block) < block.elements_of_rows
 
     def elements(self, block: Block) -> int:
         """How many numbers the projected factors of a block have."""
@@ -107,15 +110,19 @@ class Projection:
         ]
         return 2 * self.dimensions * sum(vectors)
 
+    def is_outer(self, block: Block) -> bool:
+        """Whether one factor has the first dimension, and one other all other dimensions."""
+        owners = [
+            [i for i, of in enumerate(block.inputs) if label in of] for label in self._labels(block)
+        ]
+        if len(owners) < 2 or any(len(owner) != 1 for owner in owners):
+            return False
+        first, *rest = owners
+        return first not in rest and all(owner == rest[0] for owner in rest)
 
-def is_outer(block: Block) -> bool:
-    """Whether one factor has the tensor's first dimension, and one other all other dimensions."""
-    labels = block.parameter
-    owners = [[i for i, of in enumerate(block.inputs) if label in of] for label in labels]
-    if len(labels) < 2 or any(len(owner) != 1 for owner in owners):
-        return False
-    first, *rest = owners
-    return first not in rest and all(owner == rest[0] for owner in rest)
+    def _labels(self, block: Block) -> list[str]:
+        """The indices of the parameter's dimensions in their order, which storage may not have."""
+        return [block.parameter[place] for place in self._logical]
 
 
 def projected(columns: Columns, projection: Projection, k: int, b: int) -> Tensor | None:

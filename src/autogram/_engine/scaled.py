@@ -12,7 +12,7 @@ from autogram._arguments import Weighting, check_weighting
 from autogram._capture import BatchDim, expecting_overflow
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.steps import Step
-from autogram._errors import InvalidOptionError, NonFiniteError
+from autogram._errors import InvalidOperandError, InvalidOptionError, NonFiniteError
 from autogram._losses import Losses, in_form, parts_of
 
 if TYPE_CHECKING:
@@ -60,14 +60,15 @@ class _Scale:
         check_weighting(weighting)
         self._weighting = weighting
         self._scaler = scaler
-        self._scale: Tensor | float = 1.0
+        self._scales: list[Tensor] = []
+        """That of each call of :meth:`losses`."""
         self.is_weighted = False
 
     def losses(self, losses: Losses) -> Any:
         """Losses times the scale, in their form."""
         parts = parts_of(losses)
         # Public, and it does not wait for the device, as `get_scale` does.
-        self._scale = self._scaler.scale(torch.ones((), device=parts[0].device))
+        self._scales.append(self._scaler.scale(torch.ones((), device=parts[0].device)))
         return in_form([self._scaler.scale(part) for part in parts], losses)
 
     def weighting(self, gramian: Tensor) -> Tensor:
@@ -78,12 +79,17 @@ class _Scale:
         gramian = self.unscaled(gramian)
         if not bool(gramian.isfinite().all()):
             return gramian.new_full((len(gramian),), torch.nan)
+        if any(scale != self._scales[0] for scale in self._scales[1:]):
+            raise InvalidOperandError(
+                "The scale has changed between the micro-batches of one step, whose losses have "
+                "different factors now. Call `scaler.update()` behind the block."
+            )
         self.is_weighted = True
         return self._weighting(gramian)
 
     def unscaled(self, gramian: Tensor) -> Tensor:
         """The Gramian of the losses: exactly, as scales are powers of two unless told otherwise."""
-        return gramian / self._scale / self._scale
+        return gramian / self._scales[0] / self._scales[0]
 
 
 def backward_scaled(

@@ -131,6 +131,7 @@ class Step:
         for i, part in enumerate(weights.flatten().split(sizes)):
             if i in self._rest:
                 losses, outside, retain_graph = self._rest.pop(i)
+                outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
                 cotangent = part.reshape(losses.shape).to(losses)
                 if self._wrappers is not None and (leaves := self._wrappers.among(outside)):
                     outside = [leaf for leaf in outside if not self._wrappers.has(leaf)]

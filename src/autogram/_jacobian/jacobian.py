@@ -177,8 +177,8 @@ class Jacobian:
         """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
         A gradient has the dtype of its parameter, and hooks on parameters run. The gradient of a
-        parameter that no objective reaches stays as it is. The gradient of a sparse embedding is
-        dense.
+        parameter that no objective reaches, or that was frozen since, stays as it is. The gradient
+        of a sparse embedding is dense.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape.

@@ -16,6 +16,7 @@ from autogram._blocks import (
     Subset,
     bundled,
     gram_of_bundle,
+    in_places,
     side_by_side,
     weighted_sums,
 )
@@ -125,7 +126,7 @@ class Group:
         for parameter in parameters:
             first, second = self.columns(parameter), other.columns(parameter)
             if first is not None and second is not None:
-                _add(total, first.cross_gram(second))
+                _add(total, first.cross_gram(in_places(second, first.parameter)))
 
 
 class Parts:
@@ -173,7 +174,7 @@ class Parts:
         found = weights_of(w, flat, can_be_stack=can_be_stack).squeeze(-1)
         pairs = zip(self.each, found.split(self.sizes, -1), strict=True)
         return [
-            part.objectives.by_sample(x.unflatten(-1, part.objectives.losses.shape))
+            part.objectives.by_sample(x.reshape(x.shape[:-1] + part.objectives.losses.shape))
             for part, x in pairs
         ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Projection, Region, projected
-from autogram._capture import Channel, Objectives
+from autogram._capture import Channel, Objectives, exact
 from autogram._errors import InvalidOperandError, InvalidOptionError
 
 
@@ -40,7 +40,7 @@ class Sketch:
 
         Costs m² d multiplications, whatever the size of the model.
         """
-        return self.rows @ self.rows.T
+        return self._products(self)
 
     def cross_gramian(self, other: Sketch) -> Tensor:
         """Estimates of the inner products with the rows of another sketch, ``(m, m')``.
@@ -57,7 +57,7 @@ class Sketch:
                 f"with one of {other.dimensions} with seed {other.seed}: they are different "
                 "projections. Pass equal `dimensions` and `seed` for both."
             )
-        return self.rows @ other.rows.T
+        return self._products(other)
 
     def standard_error(self) -> Tensor:
         """An upper estimate of the standard error of each entry of the Gramian, ``(m, m)``.
@@ -71,26 +71,32 @@ class Sketch:
         variance = torch.outer(norms, norms) + gramian.square()
         return (variance * (3 / self.dimensions)).sqrt()
 
+    def _products(self, other: Sketch) -> Tensor:
+        """Inner products of rows, whose sums of d products autocast would round."""
+        with exact(self.rows.device):
+            return self.rows @ other.rows.T
+
 
 class Projections:
     """The projections of the last seed and d, kept for the next call."""
 
     def __init__(self) -> None:
-        self._of = 0, 0
-        self._known: dict[object, Projection] = {}
+        self._last: tuple[tuple[int, int], dict[object, Projection]] = (0, 0), {}
 
     def one(
         self, name: str, region: Region, device: torch.device, dimensions: int, seed: int
     ) -> Projection:
         """The projection of a parameter, drawn from its name: the same in every process."""
-        if self._of != (dimensions, seed):
-            self._of, self._known = (dimensions, seed), {}
+        of, known = self._last  # read at once, as other threads may want others
+        if of != (dimensions, seed):
+            known = {}
+            self._last = (dimensions, seed), known
         key = name, region, device
-        found = self._known.get(key)
+        found = known.get(key)
         if found is None:
             text = f"{seed}/{name}".encode()
             number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-            found = self._known[key] = Projection(region, dimensions, number, device)
+            found = known[key] = Projection(region, dimensions, number, device)
         return found
 
 
@@ -132,6 +138,8 @@ class Sketching:
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Adds the projection of the columns of one parameter."""
         assert self._objectives is not None
+        if parameter not in self._names:  # younger than the graphs that are alive
+            self._names = self._channel.parameters([parameter])
         name = self._names.get(parameter, "")
         # Tensors that `functional_call` put in the parameter's place have the same name.
         number = self._taken.get(name, 0)

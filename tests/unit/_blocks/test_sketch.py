@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from autogram._blocks import Block, Lookup, Projection, Region
-from autogram._blocks.sketch import is_outer
 from tests.unit.checks import assert_close_to_reference
 
 CPU = torch.device("cpu")
@@ -24,7 +23,7 @@ CPU = torch.device("cpu")
 def test_factors_and_rows(equation: str, shapes: list[tuple[int, ...]], parameter) -> None:
     block = Block(equation, tuple(torch.randn(shape) for shape in shapes))
     projection = Projection(Region.contiguous(parameter), 3, 17, CPU)
-    assert is_outer(block)
+    assert projection.is_outer(block)
     rows = torch.einsum(equation, *block.operands)
     expected = projection.of_rows(rows.flatten(2).flatten(0, 1)).view(2, 3, 3)
     assert_close_to_reference(projection.of_factors(block, torch.float64), expected)
@@ -43,8 +42,9 @@ def test_factors_and_rows(equation: str, shapes: list[tuple[int, ...]], paramete
 )
 def test_what_is_no_outer_product_has_rows(equation: str, shapes, parameter) -> None:
     block = Block(equation, tuple(torch.randn(shape) for shape in shapes))
-    assert not is_outer(block)
-    assert not Projection(Region.contiguous(parameter), 1, 17, CPU).suits(block)
+    projection = Projection(Region.contiguous(parameter), 1, 17, CPU)
+    assert not projection.is_outer(block)
+    assert not projection.suits(block)
 
 
 def test_factors_of_many_positions_have_rows() -> None:

@@ -161,7 +161,8 @@ class Assembly:
         """
         self._has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
-        if layout is not None or self._layout_of is None:
+        is_empty = not cotangent.numel()  # of no sample, or of no position
+        if (layout is not None or self._layout_of is None) and not is_empty:
             self._add(use, layout, saved, cotangent)
         complete: Complete = []
         for tracked in use.reads:
