@@ -5,6 +5,7 @@ PYTHON ?= $(or $(shell command -v python3.11),python3)
 DEMO_ARGS ?=
 SPEED_ARGS ?=
 HUNT_ARGS ?=
+EXAMPLE_ARGS ?=
 # Processes that share the unit tests; each computes on one thread.
 JOBS ?= 2
 # How many random networks, and series of steps, `make fuzz` tries: others each time.
@@ -19,7 +20,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit compiled coverage fuzz hunt batching speed docs models release format clean
+.PHONY: help demo test lint types unit compiled coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -66,6 +67,9 @@ docs: $(VENV)/.docs  ## Build the documentation into build/docs
 
 models: $(VENV)/.test  ## Write the table of docs/models.md anew
 	$(BIN)/python -m docs.generate_models
+
+examples: $(VENV)/.test  ## Run the examples to the end; their pictures are in build/examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples $(EXAMPLE_ARGS)
 
 release: $(VENV)/.test $(VENV)/.release  ## Build wheel and sdist into dist, and try them elsewhere
 	$(BIN)/python -m tests.release

@@ -9,10 +9,12 @@ Pruthi, Liu, Sundararajan and Kale, Estimating Training Data Influence by Tracin
 """
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from autogram import Engine
 from examples.problem import Batch, draw, is_short, make_model
+from examples.showing import print_table, save
 
 
 def values(engine: Engine, training: Tensor, validation: Tensor) -> Tensor:
@@ -27,11 +29,13 @@ def values(engine: Engine, training: Tensor, validation: Tensor) -> Tensor:
     return of_training.cross_gramian(of_validation).mean(1)
 
 
-def find_wrong_labels(steps: int, *, size: int = 60, wrong: int = 12) -> float:
-    """Trains on labels of which some are wrong, and adds up each sample's value on the way.
+def find_wrong_labels(
+    steps: int, *, size: int = 60, wrong: int = 12
+) -> tuple[Batch, Tensor, Tensor]:
+    """Trains on labels of which the first ones are wrong, and adds up what is seen on the way.
 
     Returns:
-        The share of wrong labels among as many samples with the least value.
+        The samples, their values, and their losses, each ``(size,)``.
     """
     training, validation = draw(size, noise=0.02), draw(200, noise=0.02)
     training = Batch(training.x, training.y.clone())
@@ -39,18 +43,58 @@ def find_wrong_labels(steps: int, *, size: int = 60, wrong: int = 12) -> float:
     model = make_model()
     engine = Engine(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    total = torch.zeros(size)
+    of_values, of_losses = torch.zeros(size), torch.zeros(size)
     for step in range(steps):
         if step % 10 == 0:
-            total += values(engine, training.losses(model), validation.losses(model))
+            losses = training.losses(model)
+            of_values += values(engine, losses, validation.losses(model))
+            of_losses += losses.detach()
         training.losses(model).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    least = total.argsort()[:wrong]
-    return float((least < wrong).float().mean())
+    return training, of_values, of_losses
+
+
+def share_found(scores: Tensor, wrong: int, looked_at: int) -> float:
+    """The share of the wrong labels, which are the first ones, among those with least scores."""
+    return float((scores.argsort()[:looked_at] < wrong).sum() / wrong)
+
+
+def main(*, steps: int, seeds: int, wrong: int = 12) -> None:
+    """Prints which share of the wrong labels is found, and draws the samples of the last seed."""
+    found: dict[int, list[list[float]]] = {count: [] for count in (6, 12, 18, 24)}
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        training, of_values, of_losses = find_wrong_labels(steps, wrong=wrong)
+        for count, shares in found.items():
+            both = of_values, -of_losses
+            shares.append([share_found(scores, wrong, count) for scores in both])
+    rows = []
+    for count, shares in found.items():
+        by_value, by_loss = torch.tensor(shares).mean(0).tolist()
+        rows.append((count, f"{by_value:.0%}", f"{by_loss:.0%}", f"{count / len(of_values):.0%}"))
+    print_table(("samples looked at", "by least value", "by largest loss", "by chance"), rows)
+    figure = Figure(figsize=(5.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    largest = float(of_values.abs().max())
+    for label, marker in ((0, "o"), (1, "s")):
+        some = training.y == label
+        shown = axes.scatter(
+            *training.x[some].T.tolist(),
+            c=of_values[some].tolist(),
+            cmap="RdBu",
+            vmin=-largest,
+            vmax=largest,
+            marker=marker,
+            edgecolors=["black" if i < wrong else "none" for i in some.nonzero().squeeze(1)],
+            label=f"labelled {label}",
+        )
+    figure.colorbar(shown, label="value for the validation loss")
+    axes.set_title("wrong labels have a black edge", fontsize=10)
+    axes.legend(frameon=False)
+    save(figure, "influence")
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    found = find_wrong_labels(steps=100 if is_short(__doc__) else 400)
-    print(f"{found:.0%} of the samples of least value have a wrong label; by chance it were 20%")
+    is_brief = is_short(__doc__)
+    main(steps=100 if is_brief else 400, seeds=1 if is_brief else 5)

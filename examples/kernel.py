@@ -11,10 +11,13 @@ and Schoenholz, Fast Finite Width Neural Tangent Kernel, 2022, arXiv:2206.08720.
 """
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from autogram import Engine
+from autogram.plot import plot_cosines
 from examples.problem import draw, is_short, make_model
+from examples.showing import print_table, save
 
 
 def kernels(engine: Engine, training: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,8 +59,47 @@ def accuracy(size: int, width: int) -> float:
     return float(((scores > 0) == (test.y == 1)).float().mean())
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    sizes = (20, 80) if is_short(__doc__) else (20, 80, 320, 640)
+def accuracy_of_training(size: int, width: int, steps: int) -> float:
+    """The same of the network itself, trained on the points."""
+    training, test = draw(size), draw(200)
+    model = make_model(width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        training.losses(model).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        right = model(test.x).argmax(1) == test.y
+    return float(right.float().mean())
+
+
+def draw_kernel(size: int, width: int) -> None:
+    """Saves a picture of the kernel of some points, by class and by angle."""
+    model, points = make_model(width), draw(size, noise=0.02)
+    order = (points.y * 10 + points.x.norm(dim=1)).argsort()
+    gramian = Engine(model).compute_gramian(_score(model(points.x[order])))
+    figure = Figure(figsize=(5, 4.2), layout="constrained")
+    plot_cosines(gramian, sort=points.y[order], axes=figure.subplots())
+    save(figure, "kernel")
+
+
+def main(*, sizes: tuple[int, ...], steps: int) -> None:
+    """Compares the kernel with the network, over numbers of points and three draws."""
+    rows = []
     for size in sizes:
-        print(f"{size:4} training points: {accuracy(size, width=128):.1%} of the test points right")
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            of_kernels = [accuracy(size, width) for width in (16, 128)]
+            found.append([*of_kernels, accuracy_of_training(size, 128, steps)])
+        means = torch.tensor(found).mean(0).tolist()
+        rows.append((size, *(f"{x:.1%}" for x in means)))
+    print_table(("points", "kernel, width 16", "kernel, width 128", "network, width 128"), rows)
+    draw_kernel(60, 128)
+
+
+if __name__ == "__main__":
+    if is_short(__doc__):
+        main(sizes=(20, 80), steps=20)
+    else:
+        main(sizes=(20, 80, 320, 640), steps=1000)

@@ -5,7 +5,8 @@ squared norm of the true gradient have unbiased estimates from the diagonal and 
 
     tr(S) = (mean of G_bb - mean of G) * B / (B - 1)        |g|^2 = mean of G - tr(S) / B
 
-Their ratio is the batch size at which noise and signal are equal.
+Their ratio is the batch size at which noise and signal are equal. Smaller batches need about as
+many samples, and more steps; larger ones more samples, and about as many steps: printed for some.
 
 McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018,
 arXiv:1812.06162, section 2.2.
@@ -16,6 +17,7 @@ import torch
 from autogram import Engine
 from autogram.monitor import noise_and_signal
 from examples.problem import draw, is_short, make_model
+from examples.showing import print_table
 
 
 def train(steps: int) -> list[tuple[int, float]]:
@@ -40,7 +42,39 @@ def train(steps: int) -> list[tuple[int, float]]:
     return found
 
 
-if __name__ == "__main__":
+def samples_needed(size: int, *, goal: float, most: int) -> tuple[int, int]:
+    """Steps and samples until the loss is below a goal, with batches of some size.
+
+    The learning rate grows with the root of the size, up to where training is stable.
+    """
     torch.manual_seed(0)
-    for step, scale in train(steps=40 if is_short(__doc__) else 2000):
-        print(f"step {step:5}: noise scale {scale:8.1f} samples")
+    model, test = make_model(), draw(1000)
+    rate = min(1.0, 0.1 * (size / 4) ** 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for step in range(1, most + 1):
+        draw(size).losses(model).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 25 == 0:
+            with torch.no_grad():
+                if test.losses(model).mean() < goal:
+                    break
+    return step, step * size
+
+
+def main(*, steps: int, sizes: tuple[int, ...]) -> None:
+    """Prints the noise scale during a training, and what batches of several sizes need."""
+    torch.manual_seed(0)
+    found = train(steps)
+    print_table(("step", "noise scale, samples"), [(step, f"{x:.0f}") for step, x in found])
+    print("\nFor a loss of 0.3, whose noise scale is in the table:")
+    most = 20 * steps
+    rows = [(size, *samples_needed(size, goal=0.3, most=most)) for size in sizes]
+    print_table(("batch size", "steps", "samples"), rows)
+
+
+if __name__ == "__main__":
+    if is_short(__doc__):
+        main(steps=40, sizes=(16, 64))
+    else:
+        main(steps=2000, sizes=(4, 16, 64, 256, 1024))

@@ -1,0 +1,35 @@
+"""How the examples show what they have found: tables, and pictures in a folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+FOLDER = Path("build/examples")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints rows below a head, numbers to the right."""
+    texts = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    is_number = [all(_is_number(row[i]) for row in texts[1:]) for i in range(len(head))]
+    for row in texts:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def save(figure: Figure, name: str) -> Path:
+    """Saves a picture, says where, and returns its path."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{name}.png"
+    figure.savefig(path, dpi=110)
+    print(f"The picture is in {path}.")
+    return path
+
+
+def _is_number(cell: str) -> bool:
+    """Whether a cell begins as a number does."""
+    return cell[:1] in set("-+.0123456789")
