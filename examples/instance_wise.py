@@ -69,7 +69,7 @@ def train(
     model = make_classifier(seed)
     monitor = ConflictMonitor(as_long_as_the_mean(weighting))
     engine = Engine(model, batch_dim=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(seed)
     times = []
     for _ in range(epochs):

@@ -11,8 +11,7 @@ McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2
 arXiv:1812.06162 (the noise scale).
 """
 
-import time
-from collections.abc import Callable
+import copy
 
 import torch
 from matplotlib.figure import Figure
@@ -22,7 +21,7 @@ from autogram import Engine
 from autogram.monitor import ConflictMonitor
 from autogram.plot import plot_history
 from examples.problem import is_short
-from examples.showing import print_table, save
+from examples.showing import milliseconds, print_table, save
 from examples.text import LanguageModel, Text, losses_of, reference, validate, write
 
 BATCH = 32
@@ -34,66 +33,57 @@ def clipped(gramian: Tensor) -> Tensor:
     return (norms.median() / norms).clamp(max=1) / len(gramian)
 
 
-def train(
-    model: nn.Module, text: Text, steps: int, report: Callable[[int], None]
-) -> tuple[ConflictMonitor, float]:
-    """Trains: what the monitor saw, and milliseconds of a step."""
-    monitor = ConflictMonitor(clipped, every=2)
-    times = []
-    with Engine(model, batch_dim=0) as engine:
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for step in range(1, steps + 1):
-            start = time.perf_counter()
-            engine.backward(losses_of(model, text.draw(BATCH)), monitor)
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - start)
-            report(step)
-    return monitor, 1e3 * float(torch.tensor(times).median())
+class Learner:
+    """A model in training, with an engine or without.
 
+    Args:
+        model: The model.
+        monitor: What sees the Gramians, and weighs the losses by them. Without one, there are none.
+    """
 
-def plain_step(model: nn.Module, text: Text, steps: int) -> float:
-    """Milliseconds of a step on the mean loss, without an engine."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        losses_of(model, text.draw(BATCH)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    return 1e3 * float(torch.tensor(times).median())
+    def __init__(self, model: nn.Module, monitor: ConflictMonitor | None) -> None:
+        self.model, self.monitor = model, monitor
+        self.engine = None if monitor is None else Engine(model, batch_dim=0)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        self.text = Text(reference())
+
+    def step(self) -> None:
+        """Takes one."""
+        losses = losses_of(self.model, self.text.draw(BATCH))
+        if self.engine is None or self.monitor is None:
+            losses.mean().backward()
+        else:
+            self.engine.backward(losses, self.monitor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def main(*, steps: int) -> None:
     """Trains, and prints a table on the way."""
     torch.manual_seed(0)
-    text, model = Text(reference()), LanguageModel()
-    bits: dict[int, float] = {}
-    shown = {steps * i // 8 for i in range(1, 9)}
-
-    def report(step: int) -> None:
-        if step in shown:
-            bits[step] = validate(model, text)
-
-    monitor, milliseconds = train(model, text, steps, report)
-    history, rows, before = monitor.history(), [], 0
-    for step in sorted(bits):
-        part = [numbers for at, numbers in history if before <= at < step]
-        noise, signal = (sum(getattr(x, name) for x in part) for name in ("noise", "signal"))
+    monitor = ConflictMonitor(clipped, every=2)
+    learner = Learner(LanguageModel(), monitor)
+    without = Learner(copy.deepcopy(learner.model), None)
+    rows, before = [], 0
+    for part in range(1, 9):
+        for _ in range(steps // 8):
+            learner.step()
+        seen = [numbers for at, numbers in monitor.history() if at >= before]
+        before += steps // 8
         conflicts, rank = (
-            sum(getattr(x, name) for x in part) / len(part)
+            sum(getattr(x, name) for x in seen) / len(seen)
             for name in ("conflicting", "effective_rank")
         )
-        scale = f"{noise / signal:.0f}" if signal > 0 else "large"
-        rows.append((step, f"{bits[step]:.2f}", f"{conflicts:.0%}", f"{rank:.1f}", scale))
-        before = step
+        scale = f"{monitor.noise_scale(len(seen)):.0f}"
+        bits = f"{validate(learner.model, learner.text):.2f}"
+        rows.append((part * steps // 8, bits, f"{conflicts:.0%}", f"{rank:.1f}", scale))
     head = ("step", "bits a letter", "pairs in conflict", "effective rank", "noise scale, pieces")
     print_table(head, rows)
-    without = plain_step(model, text, min(steps, 30))
-    ratio = milliseconds / without
-    print(f"A step takes {milliseconds:.0f} ms; without a Gramian, {without:.0f} ms ({ratio:.2f}).")
-    print(f"\n{write(model, 'The class statement ', 240)}\n")
+    both = {"with": learner.step, "without": without.step}
+    times = milliseconds(both, rounds=min(steps, 15))
+    ratio = times["with"] / times["without"]
+    print(f"A step takes {times['with']:.0f} ms, {ratio:.2f} times as long as without a Gramian.")
+    print(f"\n{write(learner.model, 'The class statement ', 240)}\n")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, names in zip(
         figure.subplots(1, 2),

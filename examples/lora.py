@@ -10,8 +10,6 @@ Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, arXiv:2106.
 """
 
 import copy
-import time
-from collections.abc import Callable
 
 import torch
 from matplotlib.figure import Figure
@@ -21,13 +19,10 @@ from torch import nn
 from autogram import Engine
 from autogram.weightings import UPGrad
 from examples.problem import is_short
-from examples.showing import print_table, save
+from examples.showing import milliseconds, print_table, save
 from examples.text import LanguageModel, Text, losses_of, reference, source_code, validate
 
 BATCH = 16
-
-Step = Callable[[], float]
-"""Takes a step, and returns the loss before it."""
 
 
 def pretrained(steps: int) -> nn.Module:
@@ -50,67 +45,68 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return adapted
 
 
-def fine_tune(
-    model: nn.Module, text: Text, steps: int, *, by_gramian: bool, rate: float
-) -> tuple[list[float], float]:
-    """Trains on the code: bits a letter on the way, and milliseconds of a step."""
-    torch.manual_seed(1)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trainable, lr=rate)
-    engine = Engine(model, batch_dim=0) if by_gramian else None
-    weighting, times, course = UPGrad(), [], [validate(model, text)]
-    for step in range(1, steps + 1):
-        start = time.perf_counter()
-        losses = losses_of(model, text.draw(BATCH))
-        if engine is None:
+class Tuning:
+    """A model that is trained on the code.
+
+    Args:
+        model: With the parameters to train.
+        rate: The learning rate of Adam.
+        by_gramian: Whether to weigh the losses of a batch by UPGrad, or alike.
+    """
+
+    def __init__(self, model: nn.Module, rate: float, *, by_gramian: bool) -> None:
+        self.model = model
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.trainable, lr=rate)
+        self.engine = Engine(model, batch_dim=0) if by_gramian else None
+        self.weighting = UPGrad()
+        self.code = Text(source_code())
+
+    def step(self) -> None:
+        """Takes one."""
+        losses = losses_of(self.model, self.code.draw(BATCH))
+        if self.engine is None:
             losses.mean().backward()
         else:
-            engine.backward(losses, weighting)
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-        if step % max(1, steps // 10) == 0:
-            course.append(validate(model, text))
-    if engine is not None:
-        engine.remove()
-    return course, 1e3 * float(torch.tensor(times).median())
+            self.engine.backward(losses, self.weighting)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int) -> list[float]:
+        """Bits a letter of unseen code on the way."""
+        torch.manual_seed(1)
+        course = [validate(self.model, self.code)]
+        for step in range(1, steps + 1):
+            self.step()
+            if step % max(1, steps // 10) == 0:
+                course.append(validate(self.model, self.code))
+        return course
 
 
 def main(*, before: int, steps: int) -> None:
     """Compares what is trained, and how."""
-    model, code, other = pretrained(before), Text(source_code()), Text(reference())
-    rows, courses, plain = [], {}, 0.0
+    model, other = pretrained(before), Text(reference())
+    rows, figure = [], Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
     for what, make, rate in (
         ("all parameters", copy.deepcopy, 1e-3),
         ("adapters", with_adapters, 5e-3),
     ):
-        for how in ("mean", "UPGrad"):
-            tuned = make(model)
-            course, milliseconds = fine_tune(
-                tuned, code, steps, by_gramian=how == "UPGrad", rate=rate
-            )
-            courses[f"{what}, {how}"] = course
-            plain = milliseconds if how == "mean" else plain
-            count = sum(p.numel() for p in tuned.parameters() if p.requires_grad)
-            bits = f"{course[0]:.2f}", f"{course[-1]:.2f}", f"{validate(tuned, other):.2f}"
-            cost = f"{milliseconds:.1f}", f"{milliseconds / plain:.2f}"
+        pair = {x: Tuning(make(model), rate, by_gramian=x == "UPGrad") for x in ("mean", "UPGrad")}
+        courses = {how: tuning.train(steps) for how, tuning in pair.items()}
+        forgotten = {how: validate(tuning.model, other) for how, tuning in pair.items()}
+        times = milliseconds({how: tuning.step for how, tuning in pair.items()}, rounds=10)
+        for how, tuning in pair.items():
+            course = courses[how]
+            bits = f"{course[0]:.2f}", f"{course[-1]:.2f}", f"{forgotten[how]:.2f}"
+            cost = f"{times[how]:.1f}", f"{times[how] / times['mean']:.2f}"
+            count = sum(p.numel() for p in tuning.trainable)
             rows.append((what, count, how, *bits, *cost))
-    head = (
-        "trained",
-        "parameters",
-        "weights",
-        "code before",
-        "after",
-        "reference after",
-        "ms a step",
-    )
-    print_table((*head, "to mean"), rows)
+            axes.plot(range(len(course)), course, label=f"{what}, {how}")
+    head = ("trained", "parameters", "weights", "code before", "after", "reference after")
+    print_table((*head, "ms a step", "to mean"), rows)
     print(f"Bits a letter; the reference had {validate(model, other):.2f} before.")
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for name, course in courses.items():
-        axes.plot(torch.linspace(0, steps, len(course)).tolist(), course, label=name)
-    axes.set(xlabel="step", ylabel="bits a letter of unseen code")
+    axes.set(xlabel="tenths of the training", ylabel="bits a letter of unseen code")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save(figure, "lora")

@@ -1,8 +1,10 @@
 """How the examples show what they have found: tables, and pictures in a folder."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure
 
 FOLDER = Path("build/examples")
@@ -28,6 +30,17 @@ def save(figure: Figure, name: str) -> Path:
     figure.savefig(path, dpi=110)
     print(f"The picture is in {path}.")
     return path
+
+
+def milliseconds(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median time of each of some steps, which take turns, so that all see the same load."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: float(torch.tensor(found[1:]).median()) for name, found in times.items()}
 
 
 def _is_number(cell: str) -> bool:
