@@ -2,8 +2,8 @@
 
 A step along the mean gradient may make the loss of some samples larger. A weighting of the Gramian
 chooses among the combinations of the samples' gradients: UPGrad one that conflicts with none of
-them, PCGrad one without the pairwise conflicts, and unit norms one in which all gradients have the
-same length. Printed: what each does to digits of which half the classes are rare, and what its
+them, and unit norms one in which all gradients have the same length. Steps are as long as those
+along the mean. Printed: what each does to digits of which half the classes are rare, and what its
 steps cost.
 
 Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024, arXiv:2406.16232.
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from autogram import Engine
 from autogram.monitor import ConflictMonitor, Numbers
 from autogram.plot import plot_history
-from autogram.weightings import PCGrad, UPGrad
+from autogram.weightings import UPGrad
 from demo.digits import Images, load_images, make_classifier
 from examples.problem import is_short
 from examples.showing import print_table, save
@@ -40,12 +40,15 @@ def unit_norms(gramian: Tensor) -> Tensor:
 
 
 def as_long_as_the_mean(weighting: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A weighting whose steps are as long as those along the mean gradient, so as to compare."""
+    """A weighting whose steps are as long as those along the mean gradient, so as to compare.
+
+    They are not made more than four times longer: what is left where gradients cancel is rounding.
+    """
 
     def scaled(gramian: Tensor) -> Tensor:
         weights = weighting(gramian)
         of_mean, own = gramian.mean(), weights @ gramian @ weights
-        return weights * (of_mean.clamp(min=0) / own.clamp(min=1e-30)).sqrt()
+        return weights * (of_mean.clamp(min=0) / own.clamp(min=1e-30)).sqrt().clamp(max=4)
 
     return scaled
 
@@ -93,7 +96,7 @@ def train(
 
 def main(*, epochs: int, seeds: int) -> None:
     """Compares weightings, with steps of equal length, over some seeds."""
-    weightings = {"mean": mean, "unit norms": unit_norms, "PCGrad": PCGrad(), "UPGrad": UPGrad()}
+    weightings = {"mean": mean, "unit norms": unit_norms, "UPGrad": UPGrad()}
     rows, histories = [], {}
     for name, weighting in weightings.items():
         found = []

@@ -58,11 +58,11 @@ class Learner:
         self.optimizer.zero_grad()
 
 
-def main(*, steps: int) -> None:
+def main(*, steps: int, width: int) -> None:
     """Trains, and prints a table on the way."""
     torch.manual_seed(0)
-    monitor = ConflictMonitor(clipped, every=2)
-    learner = Learner(LanguageModel(), monitor)
+    monitor = ConflictMonitor(clipped, every=1 + steps // 400)
+    learner = Learner(LanguageModel(width), monitor)
     without = Learner(copy.deepcopy(learner.model), None)
     rows, before = [], 0
     for part in range(1, 9):
@@ -95,4 +95,5 @@ def main(*, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(steps=16 if is_short(__doc__) else 400)
+    is_brief = is_short(__doc__)
+    main(steps=8 if is_brief else 400, width=16 if is_brief else 96)

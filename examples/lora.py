@@ -25,10 +25,10 @@ from examples.text import LanguageModel, Text, losses_of, reference, source_code
 BATCH = 16
 
 
-def pretrained(steps: int) -> nn.Module:
+def pretrained(steps: int, width: int) -> nn.Module:
     """A model that has read the reference."""
     torch.manual_seed(0)
-    text, model = Text(reference()), LanguageModel()
+    text, model = Text(reference()), LanguageModel(width)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(steps):
         losses_of(model, text.draw(32)).mean().backward()
@@ -83,9 +83,9 @@ class Tuning:
         return course
 
 
-def main(*, before: int, steps: int) -> None:
+def main(*, before: int, steps: int, width: int) -> None:
     """Compares what is trained, and how."""
-    model, other = pretrained(before), Text(reference())
+    model, other = pretrained(before, width), Text(reference())
     rows, figure = [], Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for what, make, rate in (
@@ -114,4 +114,4 @@ def main(*, before: int, steps: int) -> None:
 
 if __name__ == "__main__":
     is_brief = is_short(__doc__)
-    main(before=10 if is_brief else 500, steps=10 if is_brief else 150)
+    main(before=5 if is_brief else 400, steps=5 if is_brief else 120, width=16 if is_brief else 96)

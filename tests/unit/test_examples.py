@@ -10,6 +10,7 @@ from torchjd.aggregation import ConFIG, TrimmedMean
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
+from examples.__main__ import NAMES
 from examples.clipping import accumulate_clipped
 from examples.influence import find_wrong_labels, share_found, values
 from examples.kernel import accuracy, kernels
@@ -21,7 +22,7 @@ from tests.unit.checks import assert_close_to_reference
 from tests.unit.jacobians import flat
 
 FOLDER = Path(__file__).parents[2] / "examples"
-SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]
+SCRIPTS = NAMES  # those that `make examples` runs
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

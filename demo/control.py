@@ -1,0 +1,146 @@
+"""A control: two tasks that conflict, by SGD with its rate tuned, and by Jacobian descent.
+
+A network squeezes each digit into four numbers, tells its class from these, and draws it again.
+Both tasks want the four numbers. SGD descends on the sum of the losses, with the best of some
+learning rates. Jacobian descent by UPGrad takes steps of the same length, with the same rate.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import Engine
+from autogram.weightings import UPGrad
+from demo.digits import N_CLASSES, Images, load_images
+
+BATCH_SIZE = 64
+WIDTH = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One model after training, on images that it has not seen.
+
+    Attributes:
+        class_loss: Cross-entropy of the classes.
+        accuracy: Share of the right classes.
+        drawing_loss: Squared distance from the drawing to the image.
+    """
+
+    class_loss: float
+    accuracy: float
+    drawing_loss: float
+
+
+class Squeeze(nn.Module):
+    """Images to scores of classes, and to images, by way of a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.Tanh()
+        )
+        self.classes, self.drawing = nn.Linear(WIDTH, N_CLASSES), nn.Linear(WIDTH, 64)
+
+    def losses(self, images: Images) -> Tensor:
+        """The mean losses of both tasks, of shape ``(2,)``."""
+        few = self.trunk(images.pixels)
+        away = (self.drawing(few) - images.pixels.flatten(1)).square().sum(1)
+        return torch.stack([F.cross_entropy(self.classes(few), images.labels), away.mean()])
+
+
+def of_equal_length(gramian: Tensor) -> Tensor:
+    """UPGrad's weights, scaled so that the step is as long as that of the sum of the losses."""
+    weights = UPGrad()(gramian)
+    return weights * (gramian.sum() / (weights @ gramian @ weights)).sqrt()
+
+
+def train(*, by_gramian: bool, rate: float, seed: int, epochs: int) -> Outcome:
+    """One training, in the same order of images for both ways."""
+    training, test = load_images(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Squeeze()
+        orders = [torch.randperm(len(training)) for _ in range(epochs)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    engine = Engine(model, batch_dim=None) if by_gramian else None
+    for indices in (part for order in orders for part in order.split(BATCH_SIZE)):
+        losses = model.losses(training.select(indices))
+        if engine is None:
+            losses.sum().backward()
+        else:
+            engine.backward(losses, of_equal_length)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        class_loss, drawing_loss = model.losses(test).tolist()
+        scores = model.classes(model.trunk(test.pixels))
+    right = scores.argmax(1) == test.labels
+    return Outcome(class_loss, float(right.float().mean()), drawing_loss)
+
+
+def compare(
+    rates: Sequence[float], seeds: Sequence[int], epochs: int, advance: Callable[[], None]
+) -> tuple[float, list[Outcome], list[Outcome]]:
+    """The rate that is best for SGD, and what both ways come to with it.
+
+    Args:
+        rates: Learning rates to try, with the first seed, by the sum of both losses of SGD.
+        seeds: Of the weights, the split and the batches.
+        epochs: Passes through the images.
+        advance: Called after each training.
+    """
+    sums: dict[float, float] = {}
+    for rate in rates:
+        tried = train(by_gramian=False, rate=rate, seed=seeds[0], epochs=epochs)
+        total = tried.class_loss + tried.drawing_loss
+        sums[rate] = total if total == total else float("inf")
+        advance()
+    best = min(sums, key=sums.__getitem__)
+    found: list[list[Outcome]] = [[], []]
+    for seed in seeds:
+        for by_gramian in (False, True):
+            found[by_gramian].append(
+                train(by_gramian=by_gramian, rate=best, seed=seed, epochs=epochs)
+            )
+            advance()
+    return best, found[0], found[1]
+
+
+def make_table(rate: float, sgd: Sequence[Outcome], jacobian: Sequence[Outcome]) -> Table:
+    """The means over seeds, and from the least to the largest."""
+    title = f"Classes and drawings from four numbers, rate {rate:g}, {len(sgd)} seeds"
+    table = Table(title=title, title_justify="left")
+    for header in ("", "SGD on the sum, rate tuned", "Jacobian descent, as long steps"):
+        table.add_column(header, justify="right" if header else "left")
+    both = (sgd, jacobian)
+    table.add_row(
+        "Wrong classes", *[_spread([100 - 100 * x.accuracy for x in of], "%") for of in both]
+    )
+    table.add_row("Loss of the classes", *[_spread([x.class_loss for x in of]) for of in both])
+    table.add_row("Loss of the drawings", *[_spread([x.drawing_loss for x in of]) for of in both])
+    return table
+
+
+def make_note(sgd: Sequence[Outcome], jacobian: Sequence[Outcome]) -> str:
+    """What the table says, from its numbers."""
+    better = sum(j.class_loss < s.class_loss for s, j in zip(sgd, jacobian, strict=True))
+    classes = mean(x.class_loss for x in jacobian) / mean(x.class_loss for x in sgd) - 1
+    drawings = mean(x.drawing_loss for x in jacobian) / mean(x.drawing_loss for x in sgd) - 1
+    return (
+        f"Drawings have the larger gradients, which the sum follows. Steps that conflict with "
+        f"neither task change the loss of the classes by {classes:+.0%} (less in {better} of "
+        f"{len(sgd)} seeds) and that of the drawings by {drawings:+.0%}."
+    )
+
+
+def _spread(values: Sequence[float], unit: str = "") -> str:
+    """The mean, the least and the largest."""
+    digits = 1 if unit else 3
+    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, mean, max))
+    return f"{middle}{unit} ({low} to {high})"
