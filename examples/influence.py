@@ -79,8 +79,10 @@ def main(*, steps: int, seeds: int, wrong: int = 12) -> None:
     largest = float(of_values.abs().max())
     for label, marker in ((0, "o"), (1, "s")):
         some = training.y == label
+        x, y = training.x[some].T.tolist()
         shown = axes.scatter(
-            *training.x[some].T.tolist(),
+            x,
+            y,
             c=of_values[some].tolist(),
             cmap="RdBu",
             vmin=-largest,

@@ -96,7 +96,11 @@ def train(
 
 def main(*, epochs: int, seeds: int) -> None:
     """Compares weightings, with steps of equal length, over some seeds."""
-    weightings = {"mean": mean, "unit norms": unit_norms, "UPGrad": UPGrad()}
+    weightings: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": mean,
+        "unit norms": unit_norms,
+        "UPGrad": UPGrad(),
+    }
     rows, histories = [], {}
     for name, weighting in weightings.items():
         found = []

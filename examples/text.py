@@ -75,7 +75,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(B, T, width)`` to the same."""
         parts = self.attend(self.first(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = parts
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.join(seen.transpose(1, 2).flatten(2))
         result: Tensor = x + self.narrow(F.gelu(self.widen(self.second(x))))
         return result
