@@ -1,4 +1,4 @@
-"""Memory that runs out: another attempt with a smaller limit, then an error that names one."""
+"""Where memory runs out: another attempt with a smaller limit, then an error that names a limit."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def retried_with_less(method: F) -> F:
 
 
 def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Calls a function, which runs once more, with an eighth of a limit, if memory runs out.
+    """Calls a function, and calls it once more, with an eighth of the limit, if memory runs out.
 
-    The smaller limit stays, unless it is not enough either. A function that is retried may be a
-    part of another: what has failed twice inside is not tried again outside.
+    The smaller limit stays, unless it is not enough either. A function that is retried may call
+    another that is retried: if the inner one has failed twice, the outer one is not called again.
 
     Raises:
-        MemoryLimitError: It was not enough, or the first attempt has freed the graph on its way.
+        MemoryLimitError: Memory ran out twice, or the first attempt has freed the graph.
     """
     try:
         return function(*args, **kwargs)
@@ -74,7 +74,7 @@ def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out, on any device, and less of it was not tried yet."""
+    """Whether memory ran out, on any device, and no smaller limit was tried yet."""
     if isinstance(error, MemoryLimitError):
         return False
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -19,22 +19,23 @@ from autogram._errors import UnsupportedError
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
 
 
-# By which the call of a module in a checkpoint is known again: its `id`, and its inputs' shapes.
+# Identifies the call of a module in a checkpoint: the `id` of the module, and its inputs' shapes.
 ModuleCall = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 class Channel:
-    """What an engine and the taps of its graphs share.
+    """The connection between an engine and the taps of its graphs.
 
     Attributes:
         parameters_now: Gives the parameters of the engine's modules, with their names.
-        left_out_now: Gives those that modules with inactive hooks keep out of J.
+        left_out_now: Gives the parameters that modules with inactive hooks keep out of J.
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
-            respect to it visits exactly the taps that the losses depend on.
+            respect to the anchor visits exactly the taps that the losses depend on.
         by_element: Uses, by their number and their function, whose samples once had no places along
-            any dimension. They are looked at element by element.
-        told: The warnings that the user was given, of which each comes once.
-        before_pass: Is called before each pass that is inside of no other, if passes communicate.
+            any dimension. The owners of these uses are sought element by element.
+        told: The warnings that the user was given, each of which is given once.
+        before_pass: Is called before each pass that is inside of no other, if passes communicate
+            with other processes.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Channel:
         self.before_pass: Callable[[], None] | None = None
 
     def begin(self) -> Recording:
-        """A recording that begins, of the parameters as they are now.
+        """Begins a recording, of the parameters as they are now.
 
         Raises:
-            UnsupportedError: One of them is complex.
+            UnsupportedError: A parameter is complex.
         """
         names, left_out = self.parameters_now(), self.left_out_now()
         if left_out:
@@ -86,8 +87,8 @@ class Channel:
     def parameters(self, known: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """The parameters of the engine's modules, with their names.
 
-        As they were when the recordings that are alive began, or where there are none, and where
-        others are ``known`` to be used, as they are now.
+        They are the parameters at the beginning of the recordings that are alive. If there are
+        none, or others are ``known`` to be used, those of now are added.
         """
         names: dict[Tensor, str] = {}
         for recording in self.recordings:
@@ -101,9 +102,9 @@ class Channel:
     ) -> dict[Tensor, str]:
         """The trainable parameters of the engine's modules, in order, with unique names.
 
-        Those ``left_out`` are missing. Where `functional_call` puts other tensors in the place of
-        parameters, one name may belong to several. Those that are ``reached`` are all listed, and
-        others only if a name is free.
+        Parameters ``left_out`` are missing. Where `functional_call` puts other tensors in the place
+        of parameters, several tensors may have one name. All that are ``reached`` are listed, and
+        others only if no other has the name.
         """
         found = {p: name for p, name in self.parameters(reached).items() if p not in left_out}
         of_reached = {name for parameter, name in found.items() if parameter in reached}
@@ -125,31 +126,31 @@ class Recording:
     names: dict[Tensor, str]
     """The parameters of the modules, by tensor."""
     left_out: dict[Tensor, str] = field(default_factory=dict)
-    """Those that modules with inactive hooks keep out of J."""
+    """The parameters that modules with inactive hooks keep out of J."""
     sizes: frozenset[int] = frozenset()
-    """Those of the inputs of the outermost module, in dimensions in which the samples may lie."""
+    """Sizes of the outermost module's inputs, of dimensions in which the samples may lie."""
     count: int = 0
     """How many uses there are."""
     is_batchable: bool = True
-    """Whether a backward pass through it may be batched."""
+    """Whether backward passes through the graph may be batched."""
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """Those in which autocast carried out uses, whatever the dtype of their outputs."""
+    """The dtypes in which autocast carried out uses, whatever the dtype of their outputs."""
     wrappers: dict[Any, bool] = field(default_factory=dict)
-    """Weak references to DistributedDataParallel that runs it, and whether that exchanges its
-    gradients in an ordinary backward pass."""
+    """Weak references to the DistributedDataParallel modules that ran the forward pass, and whether
+    each exchanges gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
     derived_inputs: dict[ModuleCall, frozenset[int]] = field(default_factory=dict)
     """Positions of the inputs of modules in checkpoints that are computed from parameters alone.
 
-    Where a checkpoint runs these modules again, what lies before them is not recorded, and the
-    graph behind an input does not tell whether samples are in it, too.
+    Where a checkpoint runs a module again, the calls before the module are not recorded, and the
+    graph behind an input does not tell whether the input depends on samples, too.
     """
 
     def note_derived(self, call: ModuleCall, positions: Iterable[int]) -> None:
         """Notes which inputs of a module in a checkpoint are computed from parameters alone."""
         found = frozenset(positions)
-        # Where two calls differ, nothing can be said.
+        # Of two calls that cannot be told apart, only what holds for both is noted.
         self.derived_inputs[call] = found & self.derived_inputs.get(call, found)
 
 

@@ -1,7 +1,8 @@
 """Shards: parameters that `fully_shard` has split up, and that are whole while a module runs.
 
-Between passes a module has shards as its parameters. Its forward pass begins by gathering whole
-tensors and puts these in their place: uses are uses of these. They stay the same objects.
+Between passes, the parameters of a module are shards. Its forward pass begins by gathering whole
+tensors, and puts these in the place of the shards: uses read the whole tensors. The whole tensors
+stay the same objects from pass to pass.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Shards:
     which whole tensors are parameters now.
 
     Args:
-        roots: The modules of the engine, by the beginning of the names inside.
-        session: What is around them.
+        roots: The modules of the engine, by the prefix of the names inside.
+        session: The session of the engine.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], session: Session) -> None:
@@ -53,10 +54,10 @@ class Shards:
         return None if reference is None else reference()
 
     def check(self, roots: Mapping[str, nn.Module]) -> None:
-        """Refuses modules that were sharded since.
+        """Refuses modules that were sharded after this object was made.
 
         Raises:
-            UnsupportedError: There are some.
+            UnsupportedError: A module was.
         """
         for root in roots.values():
             for module in root.modules():
@@ -91,8 +92,8 @@ class _Note:
 
 
 def _units(root: nn.Module, prefix: str) -> dict[nn.Module, list[_Owner]]:
-    """What was given to `fully_shard`, with the parameters that each makes whole."""
-    names: dict[int, str] = {}  # of a parameter that several modules have, the first
+    """The modules that were given to `fully_shard`, and the parameters that each makes whole."""
+    names: dict[int, str] = {}  # a parameter that several modules have gets its first name
     found: dict[nn.Module, list[_Owner]] = {}
 
     def visit(module: nn.Module, path: str, unit: nn.Module | None) -> None:

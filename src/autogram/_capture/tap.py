@@ -16,9 +16,10 @@ from autogram._capture.uses import Use
 
 
 def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False) -> Tensor:
-    """One tensor of the results of a use behind a tap, which saves what the use needs.
+    """Puts a tap on one result of a use. The tap saves the tensors that the use needs.
 
-    After an in-place call, it is the same tensor.
+    Returns:
+        The tensor behind the tap. After an in-place call, it is the same tensor as before.
     """
     recording = use.recording
     recording.count += 1
@@ -42,9 +43,9 @@ def is_tap_of(channel: Channel, node: Any) -> bool:
 
 
 def covers_all(channel: Channel, node: Any) -> bool:
-    """Whether all that is behind a node is behind a tap of this engine.
+    """Whether a node is a tap of this engine, and all paths through the node go through the tap.
 
-    One on a tensor that was changed in place may be on a slice of it.
+    The tap of an in-place call may cover only a slice of the tensor.
     """
     return is_tap_of(channel, node) and not getattr(node, "in_place", False)
 
@@ -52,8 +53,9 @@ def covers_all(channel: Channel, node: Any) -> bool:
 class _Tap(torch.autograd.Function):
     """Identity. Tensors are kept by autograd, to be freed and off-loaded with the graph.
 
-    What was changed in place stays the user's tensor. It must be the first argument: where it is a
-    view, autograd puts its base in the place of the first tensor that the node has as an input.
+    After an in-place call, the output is the user's own tensor. The output must be the first
+    argument: where it is a view, autograd puts its base in the place of the first tensor that the
+    node has as an input.
     """
 
     @staticmethod
@@ -74,7 +76,7 @@ class _Tap(torch.autograd.Function):
         del others
         if tangent is None:
             return None
-        # After a change in place, autograd asks for another one.
+        # For an in-place function, autograd wants the tangent changed in place, too.
         return tangent.mul_(1) if ctx.in_place else tangent.view_as(tangent)
 
     @staticmethod
@@ -95,8 +97,8 @@ class _Tap(torch.autograd.Function):
         return passed_on, None, None, None, None
 
 
-# `apply` without the look for `torch.func` transforms, which takes as long again: the recorder sees
-# to it that there are none.
+# `apply` without the check for `torch.func` transforms, which would double its time: the recorder
+# has checked that there are none.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Tap).apply
 
 

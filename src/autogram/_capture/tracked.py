@@ -1,4 +1,4 @@
-"""Tracked tensors, which are computed from trainable parameters alone, and other statuses."""
+"""Statuses of tensors: tracked (computed from trainable parameters alone), batched, or constant."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ class Tracked:
     """
 
     sources: tuple[Tensor, ...]
-    """The parameters that it is computed from."""
+    """The parameters that the tensor is computed from."""
     region: Region | None
-    """Which elements of its only source it holds, or ``None`` if it must be pulled back."""
+    """The elements of the only source that the tensor has, or ``None`` where blocks of the tensor
+    must be pulled back."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     version: int
-    """The version of the tensor that ``region`` is true for."""
+    """The version of the tensor for which ``region`` holds."""
     edge: GradientEdge | None = field(default=None, repr=False)
-    """Where its autograd graph starts. Set once it is used and has no region."""
+    """Where the autograd graph of the tensor starts. Set at its first use, if it has no region."""
 
     @classmethod
     def of(
         cls, tensor: Tensor, sources: tuple[Tensor, ...], region: Region | None = None
     ) -> Tracked:
-        """A tensor as it is now. Without a region, nothing is known of how it is computed."""
+        """A tensor as it is now. Without a region, its blocks are pulled back."""
         return cls(sources, region, tuple(tensor.shape), tensor.dtype, tensor._version)
 
     @property
     def block_region(self) -> Region:
-        """The region that its blocks are for: of its source, or the whole of itself."""
+        """The region that blocks are for: of the source, or all elements of the tensor itself."""
         return self.region or Region.contiguous(self.shape)
 
 
@@ -57,7 +58,7 @@ Status = Tracked | Batched | None  # the last for a constant
 
 
 def track_parameter(parameter: Tensor) -> Tracked:
-    """A parameter as the whole of itself."""
+    """The status of a parameter: all elements of itself."""
     region = Region.of_parameter(parameter)
     return Tracked((parameter,), region, region.shape, parameter.dtype, parameter._version)
 
@@ -83,10 +84,10 @@ def track_derived(
 
 
 def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
-    """What a tracked tensor is at the moment of its use.
+    """The status of a tracked tensor at the moment of its use.
 
-    In-place operations may have changed it since it was seen. Its edge in the autograd graph is
-    always that of its present value, and exact; its region may not be.
+    In-place operations may have changed the tensor since its status was noted. The edge in the
+    autograd graph always belongs to the present value; the region may no longer hold.
     """
     if tensor.is_leaf:
         return derived
@@ -102,7 +103,7 @@ def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
 
 
 def _region_of_view(view: Tensor, base: Tensor, region: Region) -> Region | None:
-    """The elements of the parameter behind a view, if its base lies in memory as they do."""
+    """The elements of the parameter behind a view, if its base has the strides of the region."""
     if tuple(base.stride()) != region.strides or tuple(base.shape) != region.shape:
         return None
     return Region.of(view, region.offset - int(base.storage_offset()))

@@ -23,44 +23,44 @@ Contribution = tuple[Tracked, Region, Block | Lookup]
 
 @dataclass(eq=False, slots=True)
 class Use(ABC):
-    """One call, as its tap keeps it."""
+    """One call in which parameters meet samples. The tap on its result keeps this object."""
 
     needs_graph: ClassVar[bool] = False
-    """Whether its blocks come from the graph, which the pass may free behind it."""
+    """Whether blocks come from the graph, which a pass may free on its way."""
 
     recording: Recording
     index: int
-    """Its index among the uses of its recording."""
+    """The number of the use among the uses of its recording."""
     function: str
     shape: tuple[int, ...]
-    """The shape of its output."""
+    """The shape of the output."""
     reads: tuple[Tracked, ...]
-    """The tracked tensors that it reads, once for each block."""
+    """The tracked tensors that the call reads, once for each block."""
     is_seen: bool = field(default=True, kw_only=True)
-    """Whether the recorder saw it, or autograd's graph alone showed it."""
+    """Whether the recorder saw the call. If not, autograd's graph has shown it."""
 
     def uses_at(self, node: object) -> tuple[Use, ...]:
-        """What its tap, the node, shows: this one."""
+        """The uses that its tap, the node, shows: this one."""
         del node
         return (self,)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions of its output in which the samples may lie."""
+        """The dimensions of the output in which the samples may lie."""
         return tuple(range(len(self.shape)))
 
     @abstractmethod
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
     ) -> list[Contribution]:
-        """The blocks, from the cotangent ``(k, *output)`` and what the tap saved."""
+        """The blocks, from the cotangent ``(k, *output)`` and the tensors that the tap saved."""
 
 
 class KeptRecipe(NamedTuple):
     """A recipe as a use keeps it, without tensors."""
 
     operands: tuple[Tracked | None, ...]
-    """``None`` for those that are not tracked."""
+    """The operands, ``None`` where an operand is not tracked."""
     formula: Formula
     saved: slice
     """Which of the tensors saved by the tap are for this recipe."""
@@ -99,17 +99,17 @@ class RuleUse(Use):
 
 @dataclass(eq=False, slots=True)
 class FallbackUse(Use):
-    """A use without a rule: rows by vector-Jacobian products through the nodes that it recorded.
+    """A use without a rule: rows by vector-Jacobian products through the nodes of the call.
 
-    Nothing runs twice, so that randomness inside the call does not matter.
+    The call does not run again, so that randomness inside of the call does not matter.
     """
 
     needs_graph: ClassVar[bool] = True
 
     dtype: torch.dtype
-    """Of its output."""
+    """The dtype of the output."""
     edge: GradientEdge
-    """The output of the call, before the tap."""
+    """The output of the call in the graph, before the tap."""
     inputs: Inputs
     """Where each tracked tensor enters the call."""
 
@@ -186,7 +186,8 @@ def one_sample_each(
 ) -> Iterator[Tensor]:
     """The cotangent of each sample alone, zero elsewhere: ``(k, some samples, *output)``.
 
-    As many samples at once as fit the ``limit``, where one objective needs ``largest`` elements.
+    As many samples go together as the ``limit`` allows, where one objective needs ``largest``
+    elements.
     """
     if layout is None:
         yield cotangent.unsqueeze(1)

@@ -16,13 +16,13 @@ from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
 from autogram._errors import AutogramError
 
-# Nodes whose batching rule is wrong in torch 2.13, and in which cases, as `make batching` finds by
-# comparing it with a loop. A further rule that is wrong belongs here, and nowhere else.
+# Nodes whose batching rule is wrong in torch 2.13, and in which cases. `make batching` finds such
+# rules by comparing them with a loop; another wrong rule belongs here, and nowhere else.
 _WRONG: dict[str, Callable[[Any], bool]] = {
     # Where only the cotangent is batched.
     "CdistBackward0": lambda _: True,
-    # Of a tensor without dimensions: the hidden one is rolled. Only then, or where all elements
-    # are rolled as one row, there are no dimensions to roll along.
+    # For a tensor without dimensions, the hidden one is rolled. Such a call has no `dims`, and
+    # neither has a call that rolls all elements as one row.
     "RollBackward0": lambda node: not getattr(node, "_saved_dims", ()),
     # Where the mask is larger than the tensor, and as large as there are cotangents.
     "MaskedSelectBackward0": lambda _: True,
@@ -46,11 +46,12 @@ def visit(
 
     Args:
         channel: That of the taps.
-        losses: What is differentiated.
+        losses: The tensor that is differentiated.
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.
-        retain_graph: Whether the graph is kept. If not, it is freed as the pass goes on, provided
-            that there is a single cotangent: of several, a pass may fail, and another begin.
+        retain_graph: Whether the graph is kept. If not, and if there is a single cotangent, the
+            pass frees the graph on its way. With several, a batched pass may fail, so that the
+            graph is kept for others.
         is_step: Whether the pass stands for the user's, as :class:`Pass` says.
 
     Returns:
@@ -97,9 +98,12 @@ def many_vjps(
 
     Args:
         channel: The channel of the taps.
-        output: What the cotangents ``(n, *output)`` are of.
-        inputs: Where to, of which each has a result ``(n, *input)``, or ``None``.
-        cotangents: ``(n, *output)``.
+        output: The output.
+        inputs: The inputs.
+        cotangents: Those of the output, ``(n, *output)``.
+
+    Returns:
+        For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
     """
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
@@ -127,7 +131,10 @@ def _together(
 ) -> dict[K, Tensor] | None:
     """``function`` of each cotangent, stacked, by one pass; or ``None`` if they must go one by one.
 
-    The pass goes through no others than the ``nodes``.
+    Args:
+        function: Makes a pass.
+        cotangents: The cotangents.
+        nodes: All nodes that the pass may go through.
     """
     # The search for anomalies reads values, which a batched pass hides.
     is_searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
@@ -135,7 +142,7 @@ def _together(
         return None
     try:
         with warnings.catch_warnings():
-            # Addressed to those who write operations, not to those who run them.
+            # This warning is for authors of operators, not for users of engines.
             warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)
             # Randomness occurs where a checkpoint computes again, from a seed that it restores. In
             # vmap, dropout of a transposed tensor draws another mask from this seed (torch 2.13).
@@ -151,8 +158,8 @@ def _together(
 def _one_by_one(
     function: Callable[[Tensor], dict[K, Tensor]], cotangents: Tensor
 ) -> dict[K, Tensor]:
-    """The same by a pass for each, with zeros where one has no result."""
-    # Each in memory of its own, from the start of which `as_strided_scatter` would read it.
+    """The same by a pass for each cotangent, with zeros where a pass has no result."""
+    # Copies, because the backward pass of `as_strided_scatter` is wrong for a part of a tensor.
     parts = [function(cotangent.clone()) for cotangent in cotangents]
     likes = {key: x for part in parts for key, x in part.items()}
     return {

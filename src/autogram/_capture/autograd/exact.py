@@ -1,4 +1,4 @@
-"""Where Gramians and other products are computed: no graph, no autocast, no inference mode."""
+"""Blocks in which products are computed: without a graph, without autocast and inference mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Lets nothing inside be a part of a graph, and all be exact whatever the user's modes."""
+    """Disables gradients, autocast and inference mode in a block, whatever modes the user has."""
     # In inference mode, tensors do not count changes in place.
     with torch.inference_mode(mode=False), torch.no_grad(), without_autocast(device):
         yield
@@ -18,7 +18,7 @@ def exact(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Lets what is inside compute in the dtypes that it is given, on a device and on the CPU."""
+    """Disables autocast in a block, on a device and on the CPU."""
     if not torch._C._is_any_autocast_enabled():
         yield
         return

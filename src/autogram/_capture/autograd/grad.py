@@ -1,4 +1,4 @@
-"""Adds to ``.grad`` of parameters, as a backward pass would."""
+"""Adds gradients to ``.grad`` of parameters, as a backward pass would."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def explaining_freed_graphs() -> Iterator[None]:
 def nodes_behind(
     tensor: Tensor | GradientEdge, is_end: Callable[[Any], object] | None = None
 ) -> Iterator[Any]:
-    """Each node that a tensor depends on, once, up to those that are an end, if any is."""
+    """Each node behind a tensor, once. Nodes that are an end are not followed further."""
     seen: set[Any] = {None}
     pending: list[Any] = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node]
     while pending:
@@ -61,7 +61,7 @@ def nodes_behind(
 
 
 def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
-    """Those of some nodes that lead to one of the ends, and the ends."""
+    """The nodes among some that lead to one of the ends, and the ends."""
     users: dict[Any, list[Any]] = {}
     for node in nodes:
         for following, _ in node.next_functions:
@@ -96,13 +96,13 @@ def shown_by(node: Any) -> Sequence[Any]:
 
 
 def in_dense(gradient: Tensor) -> Tensor:
-    """A gradient that may be sparse, as those of embeddings and of sparse tensors are."""
+    """A dense copy of a gradient that is sparse, as for embeddings; any other as it is."""
     is_dense = gradient.layout in (torch.strided, torch.jagged)
     return gradient if is_dense else gradient.to_dense()
 
 
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
-    """Each leaf that a backward pass would reach, in no order, without the anchors of engines."""
+    """Each leaf that a backward pass would reach, in any order, without the anchors of engines."""
     if isinstance(tensor, Tensor) and tensor.grad_fn is None:
         return [tensor]
     anchors: set[int] = set()
@@ -117,11 +117,11 @@ def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
 
 
 def dtypes_of(tensor: Tensor, nodes: Iterable[Any]) -> set[torch.dtype]:
-    """The dtypes in which a tensor was computed, as the nodes behind it know their results.
+    """The dtypes in which a tensor was computed: those of the results of the nodes behind it.
 
     A cast inside of a call is seen, too: a softmax with a dtype, or a norm in float32. Leaves are
-    left out, as they are not computed. What a custom autograd Function or a compiled part does
-    inside is not seen.
+    left out, as they are not computed. Casts inside of a custom autograd Function or a compiled
+    part are not seen.
     """
     dtypes = {tensor.dtype}
     for node in nodes:

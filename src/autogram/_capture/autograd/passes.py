@@ -1,4 +1,4 @@
-"""Backward passes of an engine, told apart from all others that run inside of them or beside."""
+"""Backward passes of an engine, told apart from passes inside of them and in other threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autogram._capture.recording import Channel, Receiver, Recording
 from autogram._errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
 
-# By the number that PyTorch gives to each pass.
+# The passes of engines that run now, by the number that PyTorch gives to each pass.
 _RUNNING: dict[int, Pass] = {}
 
 
@@ -30,19 +30,19 @@ def running_pass() -> Pass | None:
 class Pass:
     """A backward pass of an engine.
 
-    Others may run at the same time: inside of it, where a hook or a custom autograd Function
-    differentiates something, and in other threads. Taps answer to this one alone. What passes
-    inside of it add to `.grad` is dropped.
+    Other passes may run at the same time: inside of this one, where a hook or a custom autograd
+    Function differentiates something, and in other threads. Taps answer to this pass alone.
+    Gradients that passes inside of this one add to `.grad` are dropped.
 
     Args:
         channel: The channel of the taps that answer.
-        receive: Who is shown the cotangents of uses, if anybody is.
+        receive: A function that is shown the cotangents of uses, or ``None``.
         hidden: The size of the leading dimension that a batched pass hides, or ``None``.
-        is_blocked: Whether taps stop the pass, so that what lies between a tensor and the nearest
-            taps is differentiated alone.
-        is_step: Whether it stands for the user's backward pass, in which passes inside of it would
+        is_blocked: Whether taps stop the pass, so that only the graph between a tensor and the
+            nearest taps is differentiated.
+        is_step: Whether the pass stands for the user's backward pass, in which inner passes would
             add to `.grad` of tensors that are not the engine's.
-        is_along: Whether it is made for the sake of other processes.
+        is_along: Whether the pass is made only because other processes make theirs.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Pass:
 
         Raises:
             FreedGraphError: An earlier pass has freed the graph.
-            UnsupportedError: A pass inside of it adds to the gradients of parameters.
+            UnsupportedError: A pass inside of this one adds to the gradients of parameters.
         """
         if isinstance(output, Tensor):
             with torch.enable_grad():
@@ -120,9 +120,9 @@ class Pass:
     def show(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Shows a cotangent ``(k, *output)``.
 
-        An error of the receiver is raised behind the pass: if it went through autograd, callbacks
-        that others have queued for the end of the pass would not run. The pass goes on to its end,
-        and the receiver is shown nothing more.
+        An error of the receiver is raised after the pass: if the error went through autograd,
+        callbacks that others have queued for the end of the pass would not run. The pass goes on to
+        its end, and the receiver is shown nothing more.
         """
         assert self._receive is not None
         try:
@@ -132,7 +132,7 @@ class Pass:
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
         """Puts aside the gradients that a pass which begins inside of this one may add to."""
-        if not self._has_nested:  # or the code around it may, with what the pass returns
+        if not self._has_nested:  # code that starts a pass may also add what the pass returns
             self._has_nested = True
             changing = [*self.channel.parameters(), *changing]
         for tensor in changing:
@@ -143,9 +143,9 @@ class Pass:
                     tensor.grad = None
 
     def _put_back(self) -> list[Tensor]:
-        """Puts gradients back that were put aside, and returns the tensors that had got another.
+        """Puts back gradients that were put aside. Returns tensors that got another one meanwhile.
 
-        Those that nobody holds any more, as the leaves that a Function makes for itself, are left
+        Tensors that nobody holds any more, such as leaves that a Function made for itself, are left
         out.
         """
         changed = []
@@ -166,7 +166,7 @@ class Pass:
             SILENT_PASSES.add(self._number)
 
     def _finish(self) -> None:
-        """Raises what was found out on the way."""
+        """Raises an error that was found during the pass."""
         changed = self._put_back()
         names = self.channel.parameters(changed) if changed else {}
         hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
@@ -191,7 +191,7 @@ class Pass:
 
 
 class _Here(threading.local):
-    """What is known of this thread."""
+    """The state of a thread."""
 
     is_ours = False
     """Whether the next pass that begins is an engine's."""
@@ -208,10 +208,10 @@ _ARGUMENTS = "tensors grad_tensors keep_graph create_graph inputs allow_unreacha
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Lets passes of engines know of those that begin inside of them.
+    """Lets passes of engines know of the passes that begin inside of them.
 
-    PyTorch tells nobody, so its engine is wrapped for as long as such a pass runs. The next pass
-    that this thread starts is taken for an engine's.
+    PyTorch has no hook for this, so that its engine is wrapped while a pass of an engine runs. The
+    next pass that this thread starts inside of the block is taken for the engine's.
     """
     pytorch: Any = Variable
     with _LOCK:
@@ -230,7 +230,7 @@ def _watched() -> Iterator[None]:
 
 
 class _Watcher:
-    """PyTorch's engine, with an eye on passes inside of those of engines."""
+    """PyTorch's engine, which notes passes that begin inside of the passes of engines."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
