@@ -1,15 +1,15 @@
-"""Carrying: where a node of autograd's graph keeps samples apart whatever the values are.
+"""Carrying: which nodes of autograd's graph keep samples apart whatever the values are.
 
-In the backward pass, a node turns the cotangent of its result into those of its inputs. Samples
-that lie along some dimension of the result stay apart, and in order, if the node
+In the backward pass, a node computes the cotangents of its inputs from the cotangent of its result.
+Samples that lie along some dimension of the result stay apart, and in order, in one of two cases:
 
-- carries this dimension: an element-wise product does so with all of them, a softmax with all but
-  its own, a matrix product with the rows of its first factor. Then no value can move a sample.
-- or if the values happen to be so: a mask that selects the tokens of a sample, a permutation that
-  is the identity, a matrix of weights that is block-diagonal.
+- The node *carries* this dimension: an element-wise product carries all dimensions, a softmax all
+  but its own, a matrix product the rows of its first factor. Then no value can move a sample.
+- The values happen to keep the samples apart: a mask that selects the tokens of a sample, a
+  permutation that is the identity, a matrix of weights that is block-diagonal.
 
-This table knows the first. What is not in it counts as the second, so that what is missing here
-costs time, and no exactness.
+The table here has the nodes of the first case. Any other node counts as the second case, so that a
+node that is missing here costs time, and results stay exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 class Edge(NamedTuple):
-    """How a node leads from one of its results to one of its inputs.
+    """A path through a node, from one of its results to one of its inputs.
 
     Attributes:
         node: The node.
@@ -42,7 +42,7 @@ class Edge(NamedTuple):
     given: Shape
 
 
-# From an edge to the dimensions of the result that the node carries to the input.
+# Gives the dimensions of the result that a node carries to the input, for an edge.
 Carries = Callable[[Edge], Iterable[int]]
 
 
@@ -56,24 +56,24 @@ def carried(edge: Edge) -> set[int]:
 
 
 def moves_nothing(edge: Edge) -> bool:
-    """Whether elements of an input have their cotangents, or zero, from the result's in place."""
+    """Whether each element of an input gets zero, or a multiple of the cotangent in its place."""
     is_alike = edge.result == edge.given
     return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
 
 
 def is_packed(saved: Any) -> bool:
-    """Whether a hook, which may compute a part of the model again, runs to read a raw field."""
+    """Whether reading a raw field runs a hook, which may compute a part of the model again."""
     entries = saved if isinstance(saved, (tuple, list)) else (saved,)
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
 
 
 def _all(edge: Edge) -> Iterable[int]:
-    """Every dimension: an element of the input has its cotangent from one of the result."""
+    """Every dimension."""
     return range(len(edge.result))
 
 
 def _aligned(edge: Edge) -> Iterable[int]:
-    """Those along which the input was not broadcast."""
+    """The dimensions along which the input was not broadcast."""
     result, given = edge.result, edge.given
     missing = len(result) - len(given)
     return [d for d in range(max(missing, 0), len(result)) if result[d] == given[d - missing]]
@@ -85,7 +85,7 @@ def _of_first(carries: Carries, others: Carries = lambda _: ()) -> Carries:
 
 
 def _leading(but: int) -> Carries:
-    """The first ones, but for some of the last, where both have them in equal sizes."""
+    """The first dimensions, all but some last ones, where result and input have equal sizes."""
 
     def find(edge: Edge) -> Iterable[int]:
         count = len(edge.given) - but if len(edge.given) == len(edge.result) else 0
@@ -102,12 +102,12 @@ def _stack(edge: Edge) -> Iterable[int]:
 
 
 def _batch(edge: Edge) -> Iterable[int]:
-    """The first one."""
+    """The first dimension."""
     return (0,) if edge.result[:1] == edge.given[:1] else ()
 
 
 def _but_own(edge: Edge) -> Iterable[int]:
-    """All but those that the call was given as its ``dim``, or ``dims``."""
+    """All dimensions but the ``dim`` or ``dims`` of the call."""
     node, rank = edge.node, len(edge.given)
     dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
     own = {_wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
@@ -115,16 +115,16 @@ def _but_own(edge: Edge) -> Iterable[int]:
 
 
 def _joined(edge: Edge) -> Iterable[int]:
-    """All but those along which it is joined, if constants are among the parts.
+    """All dimensions, but the one along which tensors are joined if constants are among them.
 
-    Nodes do not tell how long they are, and so not where the others lie.
+    The node does not tell how long constants are, and so not where the other tensors lie.
     """
     has_constants = any(following is None for following, _ in edge.node.next_functions)
     return _but_own(edge) if has_constants else _all(edge)
 
 
 def _windows(edge: Edge) -> Iterable[int]:
-    """All but the one that was unfolded, and the new one behind the others."""
+    """All dimensions but the one that was unfolded, and the new last one."""
     rank = len(edge.result) - 1
     return {*range(rank)} - {_wrapped(edge.node._saved_dimension, rank)}
 
@@ -133,7 +133,7 @@ def _matrices(first: int) -> Carries:
     """The stack, rows of the left matrix (which is input ``first``), columns of the right one."""
 
     def find(edge: Edge) -> Iterable[int]:
-        own = edge.position - first  # negative for what is added
+        own = edge.position - first  # negative for the tensor that is added
         stack = range(len(edge.result) - 2)
         return [*stack, len(stack) + own] if own >= 0 else _aligned(edge)
 
@@ -141,7 +141,7 @@ def _matrices(first: int) -> Carries:
 
 
 def _put(edge: Edge) -> Iterable[int]:
-    """For the ``y`` of ``x[indices] = y``: as if it had been taken out of ``x``."""
+    """For the ``y`` of ``x[indices] = y``: the dimensions that ``x[indices]`` carries."""
     result, given, front = edge.result, edge.given, _in_front(edge.node)
     if not front:
         return ()
@@ -153,7 +153,7 @@ def _put(edge: Edge) -> Iterable[int]:
 
 
 def _in_front(node: Any) -> int:
-    """How many dimensions are in front of indexed ones; 0 if these are apart, and come first."""
+    """How many dimensions are in front of indexed ones; 0 where indexed ones are moved there."""
     if is_packed(node._raw_saved_indices):
         return 0
     indexed = [dim for dim, index in enumerate(node._saved_indices) if index is not None]
@@ -161,16 +161,16 @@ def _in_front(node: Any) -> int:
 
 
 def _restrided(edge: Edge) -> Iterable[int]:
-    """All for ``as_strided_``, by which pooling of images with channels last sets the strides.
+    """All dimensions for ``as_strided_``, by which pooling of images sets strides; else none.
 
-    None for ``as_strided``: nodes do not tell the strides of what the view is of.
+    The node of ``as_strided`` does not tell the strides of the tensor that the view is of.
     """
     is_in_place = type(edge.node).__name__ == "AsStridedBackward1"
     return _all(edge) if is_in_place and edge.result == edge.given else ()
 
 
 def _trilinear(edge: Edge) -> Iterable[int]:
-    """The first one, as long as no factor is expanded along it and it is not summed."""
+    """The first dimension, as long as no factor is expanded and nothing is summed along it."""
     expanded = getattr(edge.node, f"_saved_expand{edge.position + 1}")
     return () if 0 in (*expanded, *edge.node._saved_sumdim) else (0,)
 
@@ -180,7 +180,7 @@ def _wrapped(dim: int, rank: int) -> int:
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(rank, 1)
 
 
-# The operations, by what they carry. A reduction carries all dimensions of its result.
+# Operations, by the dimensions that they carry. A reduction carries all dimensions of its result.
 _KNOWN: list[tuple[Carries, str]] = [
     (
         _all,
@@ -195,7 +195,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         """,
     ),
     (
-        _aligned,  # element by element, beside those of which PyTorch says so, or broadcast
+        _aligned,  # element-wise operations that have no tag of PyTorch's, and broadcasts
         """
         Expand Repeat Copy CopyBackwards Fill NativeDropout FusedDropout PreluKernel RreluWithNoise
         LogSigmoid Hardswish MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy
@@ -231,7 +231,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
-    # The distances of all rows of one matrix to all of another.
+    # The distances of all rows of one matrix to all rows of another.
     (lambda edge: [*_leading(2)(edge), len(edge.result) - 2 + edge.position], "Cdist"),
     (lambda edge: range(_in_front(edge.node)), "Index"),
     (_of_first(_all, _put), "IndexPut"),
@@ -247,7 +247,7 @@ _FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
 
 @lru_cache(maxsize=4096)
 def _find(operation: str) -> Carries | None:
-    """What is known of an operation: from the table, by a tag of PyTorch's, or of its family."""
+    """What an operation carries: from the table, by a tag of PyTorch's, or as its family does."""
     if operation in _TABLE:
         return _TABLE[operation]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation).lower()

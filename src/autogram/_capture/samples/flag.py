@@ -1,4 +1,4 @@
-"""A truth value that a device computes, read without waiting for later work of the device."""
+"""A boolean that a device computes, read without waiting for later work of the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Flag:
-    """Whether any of some boolean tensors without dimensions, on any devices, is set.
+    """Whether any of some boolean tensors without dimensions, on any devices, is true.
 
-    On a GPU, the values are copied behind the work that was launched before them. Reading the flag
-    waits for this work alone, and not for what was launched since.
+    On a GPU, the values are copied after the work that was launched before. Reading the flag waits
+    for this work alone, and not for work that was launched later.
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
@@ -28,11 +28,11 @@ class Flag:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether the flag can be read without waiting."""
         return not self._events
 
     def read(self) -> bool:
-        """The truth value."""
+        """The value, after waiting for it."""
         for event in self._events:
             event.synchronize()
         return any(bool(value) for value in self._values)

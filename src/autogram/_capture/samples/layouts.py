@@ -16,8 +16,8 @@ Layouts = dict[Use, tuple[Placement, ...]]
 def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placement, ...]:
     """The layouts that fit the owners of a use's places, where some samples may be hidden.
 
-    Where several are left, they agree on all places that have a cotangent now. None is left where
-    nothing has a cotangent.
+    Several layouts may fit; these agree on all places that have a cotangent now. Where nothing has
+    a cotangent, the result is empty.
 
     Raises:
         MixedSamplesError: The use has elements that belong to several samples.
@@ -35,7 +35,7 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     batch = len(is_finite)
     if any(bool((places == HIDDEN).any()) for places in owners.values()):
         (bad,) = (~is_finite).nonzero(as_tuple=True)
-        if len(bad) > 1:  # hidden places are those of some sample, which one layout may tell
+        if len(bad) > 1:  # of which of these samples a hidden place is, a single layout tells
             regular = regular_layouts(use.shape, owners, is_finite)
             if len(regular) != 1:
                 raise not_finite(use)
@@ -53,7 +53,7 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     regular = regular_layouts(use.shape, owners, is_finite) if len(there) > 1 else ()
     if len(there) > 1 and 2 * len(there) > batch:
         return regular or (_routed(owners, batch),)
-    # Calls for few samples may look like those for all of them, with most places empty.
+    # A call for few samples may also fit a layout of all samples, with most places empty.
     return (*regular, *_of_few(use, owners, there, batch))
 
 
@@ -72,7 +72,7 @@ def regular_layouts(
 
 
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
-    """The owners along each dimension where those of elements agree."""
+    """The owners along each dimension along which the owners of elements agree."""
     found = {}
     for dim in dims:
         by_place = elements.movedim(dim, 0).reshape(elements.shape[dim], -1)
@@ -83,7 +83,7 @@ def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
 
 
 def _routed(owners: Owners, batch: int) -> Routed:
-    """The layout of samples in any places along a dimension."""
+    """The layout of samples in irregular places along a dimension."""
     dim, places = next(iter(owners.items()))
     return Routed(dim, batch, places)
 

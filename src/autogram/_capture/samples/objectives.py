@@ -25,12 +25,12 @@ class Objectives:
 
     @cached_property
     def samples(self) -> int:
-        """B."""
+        """The number B of samples."""
         return 1 if self.batch_dim is None else self.losses.shape[self.batch_dim]
 
     @cached_property
     def per_sample(self) -> int:
-        """K."""
+        """The number K of objectives of each sample."""
         return self.losses.numel() // self.samples
 
     @cached_property
@@ -51,9 +51,9 @@ class Objectives:
         return Folded(self.batch_dim % self.losses.dim(), 1, self.samples, 1)
 
     def cotangents(self) -> Tensor:
-        """One-hot over the objectives of a sample, for all samples at once: ``(k, *losses)``.
+        """For each objective of a sample, ones there for all samples at once: ``(k, *losses)``.
 
-        All samples can go together because each has its own place in every activation.
+        All samples can go together because each has its own places in every activation.
         """
         k, b = self.per_sample, self.samples
         eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
@@ -62,8 +62,8 @@ class Objectives:
     def weighted(self, weights: Tensor) -> Tensor:
         """A weight for each sample, ``(b,)``, as a cotangent of the losses.
 
-        The objectives of a sample get different multiples of it: with equal ones, outputs that add
-        up to a constant, such as probabilities, would have no gradient.
+        The objectives of a sample get different multiples of the weight: with equal multiples,
+        outputs that add up to a constant, such as probabilities, would have no gradient.
         """
         multiples = torch.linspace(1.0, 2.0, self.per_sample, device=self.losses.device)
         multiples = multiples.to(self.losses.dtype)
@@ -77,7 +77,7 @@ class Objectives:
         return values.reshape(*stack, self.per_sample, self.samples)
 
     def in_order(self, values: Tensor, *dims: int) -> Tensor:
-        """Values in the row-major order of the losses, which come by ``(k, b)``, flattened.
+        """Values that come in the order ``(k, b)``, in the row-major order of the losses.
 
         Args:
             values: Values for all objectives along some dimensions.

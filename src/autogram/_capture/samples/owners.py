@@ -1,18 +1,19 @@
 """Owners: which sample each place of a use's output belongs to, seen in backward passes.
 
-The backward pass is linear in the cotangent of the losses, and where samples keep to themselves,
-each place depends on the objectives of one sample alone. Two codes show which:
+The backward pass is linear in the cotangent of the losses. Where samples do not meet, each place
+depends on the objectives of one sample alone, its owner. Two codes show the owner:
 
-- By zeros: the cotangent of the losses is zero for all but some samples, and that of a use must be
-  zero in all other places. Zeros survive every differentiable operation, so this needs no
-  tolerance. Any two samples differ in a binary digit of their numbers, so that one pass for each
-  digit and one for its complement tell all of them apart, and no mixture can hide.
-- By scales: sample s is multiplied by 2^s, which no rounding can blur, so that every place of it is
-  2^s times what it was, bit for bit. Two passes tell 32 samples apart. A sum over several samples
-  is not a power of two times what it was, but by an accident of its values.
+- By zeros: the cotangent of the losses is zero for all but some samples, and the cotangent of a use
+  must be zero in all places of the other samples. Every differentiable operation keeps zeros, so
+  that no tolerance is needed. Any two samples differ in a binary digit of their numbers, so that
+  one pass for each digit and one for its complement tell all samples apart, and show each mixture.
+- By scales: sample s is multiplied by a power of two of its own, which changes only exponents, so
+  that every place of the sample is the same power of two times what it was, bit for bit. Two passes
+  tell 32 samples apart. A sum over several samples is not a power of two times what it was, except
+  by an accident of its values.
 
-A place is a position along a dimension, whatever the others. Where samples meet in such places, or
-can lie along no dimension, each element is a place.
+A place is a position along a dimension, for all positions along the other dimensions. Where samples
+meet in such places, or can lie along no dimension, each element is a place.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from autogram._errors import NonFiniteError
 
 NONE = -1
 HIDDEN = -2
-ELEMENTS = -1  # stands for a dimension where each element is a place
+ELEMENTS = -1  # in the place of a dimension, where each element is a place
 
-# Exponents from -16 to 15 keep what is of ordinary size far from overflow and underflow. They are
-# in no order, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
+# Exponents from -16 to 15 keep numbers of ordinary size far from overflow and underflow. The
+# exponents are shuffled, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
 _SCALES = 32
 _EXPONENTS = torch.tensor(random.Random(0).sample(range(-16, 16), _SCALES), device="cpu")
 _DIGITS = _EXPONENTS.argsort()
 _BEYOND = 2**40
 
 
-# The sample of each place of one tensor, on the CPU, by each dimension in which samples can lie
-# and do not meet: `NONE` where the cotangent is zero, `HIDDEN` where it is not finite, and belongs
-# to one of the samples whose objectives are not finite. By `ELEMENTS`, the samples of all elements
-# in a row, where each was looked at and has one owner. Empty if samples meet in some element.
+# For each dimension along which samples can lie and do not meet, the sample of each place, on the
+# CPU: `NONE` where the cotangent is zero, `HIDDEN` where the cotangent is not finite and belongs to
+# one of the samples whose objectives are not finite. Under `ELEMENTS`, the samples of all elements
+# in row-major order, where each element has one owner. Empty if samples meet in some element.
 Owners = dict[int, Tensor]
 
 
@@ -62,8 +63,8 @@ def owners_by_zeros(
 ) -> tuple[dict[Use, Owners], dict[Spot, Owners]]:
     """The owners of all uses and spots that are reached, by passes for some of the samples alone.
 
-    A sample whose objectives are not finite hides its own places: zero times infinity is no zero,
-    so that they are seen in every pass. The others show the layout, if there are any.
+    The places of a sample whose objectives are not finite are hidden: zero times infinity is not
+    zero, so that they have a cotangent in every pass. The other samples show the layout.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
@@ -78,7 +79,7 @@ def owners_by_zeros(
                 show_uses(channel, objectives, samples >> digit & 1 == bit, zeros.see)
     uses = {use: zeros.owners(use) for use in zeros.counts}
     met = [use for use, owners in uses.items() if not owners]
-    # Samples that meet along every dimension of a use may do so in no element.
+    # Samples that meet along every dimension of a use may still have elements of their own.
     most = {use: 0 if _is_by_element(use) else zeros.digits * prod(use.shape) for use in met}
     mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
@@ -90,7 +91,7 @@ def owners_by_zeros(
         if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
             raise not_finite(use)
     spots = {spot: zeros.owners(spot) for spot in prover.spots if spot in zeros.marks}
-    return {**{use: uses[use] for use in mixed}, **uses}, spots  # first what is mixed for certain
+    return {**{use: uses[use] for use in mixed}, **uses}, spots  # uses that are surely mixed first
 
 
 class _Zeros:
@@ -98,10 +99,11 @@ class _Zeros:
 
     Attributes:
         digits: How many binary digits the numbers of samples have.
-        digit: That by which the samples of the pass that runs are chosen.
-        bit: Its value.
-        marks: For each place, the binary digits that the number of some sample of it does not have,
-            those that it has, and whether the place was not finite: ``(3, places)``.
+        digit: The digit by which the samples of the current pass are chosen.
+        bit: The value of this digit.
+        marks: For each place, ``(3, places)``: the digits for which it had a cotangent in the pass
+            of bit 0, those for which it had one in the pass of bit 1, and whether its cotangent was
+            not finite.
         counts: For each use, how many elements had a cotangent, over all passes.
     """
 
@@ -147,10 +149,10 @@ class _Zeros:
 
 
 class Scales:
-    """Passes in which the samples differ by powers of two, to be compared with one of equal ones.
+    """Passes in which samples have weights that are powers of two, to be compared with equal ones.
 
     Attributes:
-        uses: Those that have a cotangent.
+        uses: The uses that have a cotangent.
 
     Raises:
         NonFiniteError: A cotangent is infinite or not a number.
@@ -170,8 +172,9 @@ class Scales:
     def owners(self, use: Use, cotangent: Tensor) -> Owners:
         """The owners of a use's places, from its cotangent where all samples have the weight one.
 
-        A dimension is left out, too, where what was multiplied is not bit for bit what it was: at
-        numbers of extreme size, or where an operation adds up in a different order each time.
+        Dimensions along which samples meet are left out. So are dimensions where rounding differs
+        from pass to pass: at numbers of extreme size, or where an operation adds up in a different
+        order each time.
         """
         owners = {}
         for dim, plain in _checksums(use, cotangent).items():
@@ -222,7 +225,7 @@ def _is_by_element(seen: Use | Spot) -> bool:
 
 
 def _name(use: Use) -> tuple[int, str]:
-    """What a use is known again by."""
+    """Identifies a use from call to call."""
     return use.index, use.function
 
 
@@ -236,7 +239,7 @@ def not_finite(use: Use) -> NonFiniteError:
 
 
 def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
-    """One number for each place that no part of it is missing from, on the CPU, by dimension."""
+    """A sum over each place by dimension, with weights so that parts do not cancel; on the CPU."""
     found = {}
     for dim, by_place in _by_place(use, cotangent):
         parts = torch.view_as_real(by_place).flatten(1) if by_place.is_complex() else by_place
@@ -246,7 +249,7 @@ def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
 
 
 def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
-    """The digits by which places were multiplied, 0 for zeros, `_BEYOND` if by no power of two."""
+    """The digit whose power of two each place was multiplied by; 0 for zeros, else `_BEYOND`."""
     is_zero = plain == 0
     exponents = torch.where(is_zero, _EXPONENTS[0], (scaled / plain).abs().log2().round())
     codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)

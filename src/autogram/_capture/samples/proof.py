@@ -1,19 +1,20 @@
-"""Proofs: which values decide where the samples lie, so that the rest of a step may change.
+"""Proofs: which values decide where the samples lie. Other values may change from step to step.
 
-While samples are sought by zeros, the cotangents of all nodes are looked at that the pass goes
+While samples are sought by zeros, the engine looks at the cotangents of all nodes that a pass goes
 through. By definition, the samples lie along one dimension of the losses. A proof goes from there
 to the taps, node by node. It holds if
 
 - in the result of each node, samples lie in regular places along some dimension. Where several
-  dimensions fit what is seen, what is said of one must be true of all;
+  dimensions fit the cotangents, each condition must hold for all of them;
 - each node carries that dimension to its inputs (see :mod:`.carrying`), so that
   no value can move a sample;
 - the parts that add up to a cotangent have their samples in the same dimension as their sum;
-- no values let more dimensions fit than did before, as a diagonal of ones does.
+- no more dimensions fit the cotangent of an input than that of the result, since values such as a
+  diagonal of ones can make a dimension fit by accident.
 
-Where a node does not carry the dimension, the values that it saved decide: constants are compared
-at each call. With anything else, the samples are sought at each call. A cotangent that is zero
-shows nothing, and moves nothing as long as it is zero, which is looked at in each call.
+Where a node does not carry the dimension, the values that it saved decide. If they are constants,
+they are compared at each call; if not, the samples are sought at each call. A cotangent that is
+zero shows no owners, and moves nothing as long as it is zero, which is watched in each call.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from autogram._capture.samples.carrying import Edge, Shape, carried, is_packed, 
 from autogram._capture.samples.survey import Survey, kind_of_node
 from autogram._capture.uses import Use
 
-# Elements of a constant that is compared at each call; a larger one is taken for one that changes.
+# Constants of at most this many elements are compared. Larger ones count as changing in each call.
 _LARGEST = 2**22
 
 
 class Spot(NamedTuple):
-    """A result or an input of a node, by numbers, of which a pass shows the cotangent."""
+    """A result or an input of a node, whose cotangent a pass shows. Nodes are known by number."""
 
     node: int
     position: int
@@ -57,8 +58,8 @@ class Constant(NamedTuple):
 
     Attributes:
         node: The number of the node in the survey.
-        field: Where the node has it.
-        entry: Which of them, where the field holds several.
+        field: The attribute of the node that holds the tensor.
+        entry: The index of the tensor, where the attribute holds several.
     """
 
     node: int
@@ -78,8 +79,8 @@ class Proof:
 
     Attributes:
         constants: The constants that decide.
-        silent: The spots that had a cotangent of zero.
-        is_for_one_call: Whether other values decide, too.
+        silent: The spots whose cotangent was zero.
+        is_for_one_call: Whether values decide that are no constants.
     """
 
     constants: tuple[Constant, ...] = ()
@@ -96,7 +97,7 @@ def shown(
     def show(spot: Spot, *cotangents: tuple[Tensor | None, ...]) -> None:
         current = running_pass()
         if current is None or current.is_blocked:
-            return  # only passes past the taps show where the samples of the losses are
+            return  # only passes from the losses to the taps show where samples are
         cotangent = cotangents[not spot.is_input][spot.position]
         if cotangent is not None and cotangent.numel():
             observe(spot, in_dense(cotangent))
@@ -113,8 +114,8 @@ class _Way(NamedTuple):
 
     Attributes:
         arrival: The input of the node.
-        target: The result of the other node, whose cotangent is the sum of all that arrives there.
-        moves_nothing: Whether each element has its cotangent from the element in its place.
+        target: The result of the other node, whose cotangent is the sum of all that arrive there.
+        moves_nothing: As :func:`.carrying.moves_nothing` says of the node.
     """
 
     arrival: Spot
@@ -229,7 +230,7 @@ class Prover:
             if stays:
                 continue
             is_carried = dims <= carried(Edge(node, arrival.position, spot.shape, target.shape))
-            # Where more dimensions fit, values may have hidden all that tells them apart.
+            # Where more dimensions fit the input, values may hide which of them is right.
             is_clear = arrived is None or len(arrived) <= len(dims)
             if is_carried and (is_clear or not saves_values):
                 continue
@@ -240,7 +241,7 @@ class Prover:
         return constants
 
     def _saved(self, number: int, dims: set[int], given: Shape) -> list[Constant] | None:
-        """What a node saved, or ``None`` if it is not constant, or not to be compared."""
+        """The constants that a node saved, or ``None`` if other tensors are among them."""
         node = self.survey.nodes[number]
         fields = kind_of_node(node.__class__).tensors
         if not fields or any(is_packed(getattr(node, f"_raw{field}")) for field in fields):

@@ -1,4 +1,4 @@
-"""What an engine remembers, between calls, of where samples lie."""
+"""Where samples lay in earlier calls of an engine, and when that holds again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autogram._capture.samples.survey import Survey
 K = TypeVar("K")
 T = TypeVar("T")
 
-# How many graphs to remember layouts for. Batches of varying length have one each; a forgotten one
-# costs a backward pass through the activations.
+# How many graphs to remember layouts for. Each length of batches has a graph of its own; a graph
+# that is forgotten costs a backward pass through the activations.
 REMEMBERED = 512
 
 
 class Latest(dict[K, T]):
-    """Entries of which the oldest goes where there would be too many."""
+    """A dict of limited size: the oldest entry is dropped where there would be too many."""
 
     def __setitem__(self, key: K, value: T) -> None:
         self.pop(key, None)
@@ -37,10 +37,10 @@ class Known:
     """The layouts that were found for one graph.
 
     Attributes:
-        layouts: Of each use, in the order of the survey.
-        constants: The constants that they depend on, with the values that they were found with.
-        silent: The spots that had no cotangent.
-        is_doubted: Whether to look again before they are used.
+        layouts: The layouts of each use, in the order of the survey.
+        constants: The constants that the layouts depend on, with their values at that time.
+        silent: The spots whose cotangent was zero.
+        is_doubted: Whether to look for the samples again before the layouts are used.
     """
 
     layouts: tuple[tuple[Placement, ...], ...]
@@ -61,8 +61,9 @@ class Known:
 class Remembered:
     """What an engine remembers of graphs. It holds no tensor of a pass but constants.
 
-    Layouts, and why the samples are taken to be mixed, are by a survey's key and the dimension of
-    the losses. Proofs are for graphs of an equal structure; the search says for which sizes.
+    Layouts, and reasons why samples count as mixed (refusals), are kept by a survey's key and the
+    dimension of the losses. Proofs are kept by the structure of a graph and, where it matters, a
+    pattern of sizes (`Search._proof_keys`).
     """
 
     channel: Channel

@@ -1,7 +1,7 @@
-"""Steps inside of a CUDA graph: nothing is read on the host, and answers are left on the device.
+"""Steps inside of a CUDA graph: nothing is read on the host, and results are left on the device.
 
-A replay repeats the work of the device alone. Whether constants that decide where samples lie still
-have the values of the captured step is compared by the device, and added up until it is asked for.
+A replay repeats only the work of the device. The device compares the constants that decide where
+samples lie with those of the captured step, and keeps whether they differed until it is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Replays:
         self._is_wrong: dict[torch.device, Tensor] = {}
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
-        """Begins anew, in memory that belongs to no graph."""
+        """Begins anew, in memory that belongs to no CUDA graph."""
         self._is_wrong = {
             device: torch.zeros((), dtype=torch.bool, device=device) for device in devices
         }
@@ -41,10 +41,10 @@ class Replays:
             )
 
     def add(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Has each replay look at some truth values, of which none may be set.
+        """Lets each replay read some booleans on its device, none of which may be true.
 
         Returns:
-            Those on other devices, which no replay computes again.
+            The booleans on other devices, which no replay computes again.
         """
         for device, is_wrong in self._is_wrong.items():
             if some := [value for value in values if value.device == device]:
@@ -55,7 +55,7 @@ class Replays:
         """Raises if a replay was not right, and begins anew. Waits for the device.
 
         Raises:
-            StaleCaptureError: A truth value was set.
+            StaleCaptureError: A boolean was true.
         """
         found = [bool(is_wrong) for is_wrong in self._is_wrong.values()]
         for is_wrong in self._is_wrong.values():

@@ -1,4 +1,4 @@
-"""The search: the layouts of one call, recalled where the graph is known, and else sought."""
+"""The search: layouts of one call, recalled where the graph is known, and otherwise sought."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class UnknownLayoutError(Exception):
     """It is not known where the samples lie.
 
     Attributes:
-        use: The use whose layout must be found, as it has a cotangent; ``None`` if no use is known
-            to need one.
+        use: The use whose layout is needed, because it has a cotangent; ``None`` where it is not
+            known which.
     """
 
     def __init__(self, use: Use | None = None) -> None:
@@ -42,20 +42,21 @@ class UnknownLayoutError(Exception):
 
 
 class Search:
-    """The layouts of one call: what is remembered, and what is found on the way.
+    """The layouts of one call: those that are remembered, and those that are found in its passes.
 
-    Without a proof for graphs of this structure, the samples are sought by zeros. With one, and new
-    sizes or constants, passes by scales come first, and the pass that asks for layouts is what they
-    are compared with (with several objectives for a sample, another one is).
+    Without a proof for graphs of this structure, the samples are sought by zeros. With a proof, and
+    new sizes or constants, passes by scales are made first, and are compared with the pass that
+    asks for layouts (or with another pass, if samples have several objectives).
 
     Args:
-        remembered: What is known of earlier calls.
-        objectives: Those of the call.
-        survey: The graph behind them.
-        replays: Where answers go that are not read now, as the call is captured.
+        remembered: The layouts and proofs of earlier calls.
+        objectives: The objectives of the call.
+        survey: The graph behind the objectives.
+        replays: In a call that is captured into a CUDA graph, where comparisons are left; else
+            ``None``.
 
     Attributes:
-        has_sought: Whether there was anything to seek.
+        has_sought: Whether samples were sought in this call.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Search:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero.
 
         Raises:
-            UnknownLayoutError: It must be sought first.
+            UnknownLayoutError: The layout must be sought first.
         """
         if not cotangent.numel():
             return None  # an expert without tokens, say
@@ -117,9 +118,9 @@ class Search:
         if len(layouts) == 1 and isinstance(layouts[0], Folded):
             return layouts[0]
         if self._replays is not None:
-            raise UnknownLayoutError(use)  # the cotangent of each replay may be another
-        # It had no cotangent so far (a branch with weights of zero, say), or one that left several
-        # layouts possible (at a single token, say). This one may tell more.
+            raise UnknownLayoutError(use)  # each replay may have another cotangent
+        # The use had no cotangent so far (a branch with weights of zero, say), or a cotangent that
+        # several layouts fit (at a single token, say). This cotangent may fit fewer.
         has_cotangent = (cotangent != 0).any(0)
         if layouts and agree(layouts, has_cotangent):
             return layouts[0]
@@ -137,21 +138,21 @@ class Search:
         return is_known and self._has_changed.is_ready and not self._survey.may_hide_taps
 
     def watched(self) -> AbstractContextManager[None]:
-        """Watches, in the pass inside of a block, what had no cotangent when it was proven."""
+        """Watches, in the pass inside of a block, spots whose cotangent was zero in the proof."""
         self._heard = heard = []
         return shown(self._survey, self._silent, lambda _, x: heard.append((x != 0).any()))
 
     def _flag(self, values: Sequence[Tensor]) -> Flag:
-        """Whether any of some truth values is set; replays of a CUDA graph answer later."""
+        """Whether any of some booleans is true; in a captured call, the replays are asked later."""
         if self._replays is None:
             return Flag(values)
         return Flag(self._replays.add(values))
 
     def finish(self) -> None:
-        """Remembers what the pass has shown.
+        """Ends a pass, and remembers the layouts that it has shown.
 
         Raises:
-            UnknownLayoutError: It has not shown all of it.
+            UnknownLayoutError: The pass relied on layouts that no longer hold, or is missing some.
         """
         if self._has_changed.read():
             raise UnknownLayoutError
@@ -164,7 +165,7 @@ class Search:
         if self._scales is not None and self._found is not None:
             for use in self._scales.uses:
                 if use not in self._found:
-                    raise UnknownLayoutError(use)  # all samples add up to zero
+                    raise UnknownLayoutError(use)  # the cotangents of all samples add up to zero
             self._remember(self._found)
 
     def refuse(self, reason: str) -> None:
@@ -177,7 +178,7 @@ class Search:
         return self._known is not None or not self._survey.uses
 
     def forget(self) -> None:
-        """Forgets what is remembered of this graph, as it was wrong."""
+        """Forgets the layouts of this graph, as they were wrong."""
         self._remembered.layouts.pop(self._key, None)
 
     def doubt(self) -> None:
@@ -219,7 +220,7 @@ class Search:
             self._found = known.of_uses(self._survey)
 
     def _seek_by_scales(self) -> bool:
-        """Has the next pass compared with passes by scales, where there is a proof."""
+        """Makes passes by scales, to be compared with the next pass, if there is a proof."""
         channel, objectives, proof = self._remembered.channel, self._objectives, self._proof
         if proof is None or not objectives.are_finite:
             return False
@@ -229,7 +230,7 @@ class Search:
             return False
         self._silent = proof.silent
         if objectives.per_sample > 1:
-            # The next pass has a cotangent for each objective, so that another is compared.
+            # The next pass has several cotangents, so that a pass with one is compared instead.
             equal = torch.ones(objectives.samples, device="cpu")
             try:
                 with self.watched():
@@ -242,7 +243,7 @@ class Search:
         return True
 
     def _seek_by_zeros(self, wanted: Use | None) -> None:
-        """Finds the layouts of all uses, and what they depend on."""
+        """Finds the layouts of all uses, and a proof of what the layouts depend on."""
         prover = Prover(self._survey)
         uses, spots = owners_by_zeros(self._remembered.channel, self._objectives, prover)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
@@ -251,7 +252,7 @@ class Search:
                 "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
             )
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
-        if self._objectives.are_finite:  # else what was found is true for this call alone
+        if self._objectives.are_finite:  # if not, the layouts are for this call alone
             fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
             proof = prover.proof(fitting, self._found)
             whatever_sizes, these = self._proof_keys
@@ -281,15 +282,15 @@ class Search:
         return regular_layouts(spot.shape, owners, self._objectives.is_finite)
 
     def _remember(self, found: Layouts) -> None:
-        """Keeps layouts for the next call, if nothing can change them that is not noticed."""
+        """Keeps layouts for the next call, if all that can change them is noticed."""
         proof, survey = self._proof, self._survey
         is_regular = all(isinstance(x, Folded) for some in found.values() for x in some)
         if proof is None or proof.is_for_one_call or survey.may_hide_taps or not is_regular:
             return
         if proof.constants and self._has_gaps:
-            return  # the gaps may belong to other samples where constants move samples
+            return  # constants that move samples may give the gaps to other samples
         if proof.silent and self._objectives.per_sample > 1:
-            return  # a batched pass hides the values that would show that this is over
+            return  # a batched pass cannot read whether a silent spot has a cotangent now
         in_order = tuple(found.get(use, ()) for use in survey.uses)
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
         self._remembered.layouts[self._key] = Known(in_order, constants, proof.silent)
@@ -307,9 +308,10 @@ class Search:
 
     @cached_property
     def _proof_keys(self) -> tuple[tuple[bytes, int | None, bytes], ...]:
-        """What a proof is kept by: the first key if it is for one call, and else the second one.
+        """Keys of a proof: the first key if the proof is for one call, and else the second.
 
-        At other sizes, samples may lie along other dimensions, which nodes may not carry.
+        The second key has a pattern of sizes: at other sizes, samples may lie along other
+        dimensions, which nodes may not carry.
         """
         pattern = self._survey.pattern(self._objectives.samples)
         key = self._survey.structure, self._objectives.batch_dim

@@ -1,9 +1,9 @@
 """The survey: everything in the autograd graph behind some losses that decides about samples.
 
-Autograd's graph says completely how a backward pass goes: its nodes, how they lead to one another,
-and what each of them saved. So two vectors of losses with equal surveys have their samples in the
-same places, but for what the values of saved tensors decide. Which of these values do decide, a
-:mod:`proof <autogram._capture.samples.proof>` says.
+Autograd's graph determines a backward pass: its nodes, how they lead to one another, and what each
+of them saved. So two vectors of losses with equal surveys have their samples in the same places,
+unless the values of saved tensors move samples. A
+:mod:`proof <autogram._capture.samples.proof>` says which of these values decide.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autogram._errors import UnsupportedError, listed
 _NUMBERS = count()
 _LEAF = "AccumulateGrad"
 _SLICES = "CopySlices"
-# How one node leads to others: each of these, and the number of the result of it that is meant.
+# The nodes that one node leads to, each with the number of one of its results.
 _Edges = tuple[tuple[Any, int], ...]
 Reader = Callable[[Any], Any]
 
@@ -36,12 +36,12 @@ class NodeKind(NamedTuple):
     """What all nodes of one class have in common.
 
     Attributes:
-        number: The number of the class, among all that were seen.
-        operation: What the class differentiates: ``Mul`` for ``MulBackward0``. Empty for a Function
-            in Python, whatever its name.
-        tensors: The fields of the tensors that a node saved.
-        arguments: Read what a node saved that is no tensor: dimensions, shifts, orders.
-        sizes: Read the sizes and strides that a node saved.
+        number: A number for the class.
+        operation: The operation that the class differentiates: ``Mul`` for ``MulBackward0``. Empty
+            for a Function in Python, whatever its name.
+        tensors: The attributes that hold the tensors that a node saved.
+        arguments: Functions that read what a node saved that is no tensor: dimensions, shifts.
+        sizes: Functions that read the sizes and strides that a node saved.
     """
 
     number: int
@@ -83,14 +83,14 @@ class Survey:
         losses: The objectives.
         nodes: All nodes, in the order of the walk.
         numbers: The number of each node among them.
-        uses: Those that the losses depend on, with the number of their tap among the nodes.
-        may_hide_taps: Whether there may be more: a tap on a slice that was changed in place is no
-            node of its own.
+        uses: The uses that the losses depend on, with the number of their tap among the nodes.
+        may_hide_taps: Whether there may be other uses: a tap on a slice that was changed in place
+            is no node of its own.
         leaves: All leaves but the anchors of engines.
-        leaves_of_tail: Those that the losses reach past every tap, as parameters in a penalty.
+        leaves_of_tail: The leaves on a path from the losses without a tap: parameters in a penalty.
         left_out: The parameters that inactive hooks kept out of J when the losses were computed.
-        key: A digest of all that decides where the samples lie, but for values of tensors.
-        structure: The same without sizes.
+        key: A digest of all that decides where the samples lie, except values of tensors.
+        structure: The same digest without sizes.
     """
 
     def __init__(self, channel: Channel, losses: Tensor) -> None:
@@ -114,7 +114,7 @@ class Survey:
         self.key = _digest([self.structure, self._sizes, self._inside])
 
     def pattern(self, samples: int) -> bytes:
-        """Along which dimensions of the nodes' results so many samples could lie, as a digest."""
+        """A digest of the dimensions of the nodes' results along which the samples could lie."""
         inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
         shapes = [metadata.shape for node in inside for metadata in node._input_metadata]
         rooms = [[_room(size, samples) for size in shape] for shape in shapes]
@@ -124,7 +124,7 @@ class Survey:
         """The parameters that are no part of J.
 
         Raises:
-            UnsupportedError: They are, in another of the forward passes behind the losses.
+            UnsupportedError: A parameter is part of J in another forward pass behind the losses.
         """
         recordings = {use.recording for use in self.uses}
         if not recordings:
@@ -140,9 +140,9 @@ class Survey:
         return found
 
     def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:
-        """Follows edges, and those found on the way, but for those of taps, which it sets aside.
+        """Follows edges up to taps, whose own edges it adds to ``behind_taps``.
 
-        Gives the leaves that were not reached before.
+        Returns the leaves that were not reached before.
         """
         leaves: list[Tensor] = []
         nodes, numbers, structure = self.nodes, self.numbers, self._structure
@@ -165,8 +165,8 @@ class Survey:
                     pending.append(node.next_functions)
                     if kind.arguments or kind.sizes:
                         read = [argument(node) for argument in kind.arguments]
-                        # Of a number with a fraction (a slope, a temperature), only whether it is
-                        # zero: it may change at each step of a training.
+                        # A float (a slope, a temperature) may change at each step of a training:
+                        # only whether it is zero is part of the key.
                         structure += [x == 0 if x.__class__ is float else x for x in read]
                         self._sizes += [size(node) for size in kind.sizes]
                     elif kind.operation == _SLICES:
@@ -174,7 +174,7 @@ class Survey:
         return leaves
 
     def _is_tap(self, node: Any) -> bool:
-        """Whether an autograd Function is a tap of the engine, whose use is noted then."""
+        """Whether an autograd Function is a tap of the engine. If so, notes its use."""
         is_tap = False
         for shown in shown_by(node):
             if shown.recording.channel is not self._channel:
@@ -191,15 +191,15 @@ class Survey:
 
 
 def _room(size: int, samples: int) -> int:
-    """A size, as far as it tells whether samples can lie along a dimension of it."""
+    """A number for a size, equal for sizes along which samples can lie in the same ways."""
     return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
 
 
 def _digest(values: list[Any]) -> bytes:
-    """A short name for some values.
+    """A digest of some values.
 
-    Not ``hash``, for which -1 and -2 are equal, as dimensions are not. Version 2 of the format
-    writes equal values in equal bytes; later versions abbreviate an object that was written before.
+    ``hash`` is equal for -1 and -2, which are different dimensions. Version 2 of the format writes
+    equal values in equal bytes; later versions abbreviate an object that was written before.
     """
     try:
         written = marshal.dumps(values, 2)
