@@ -1,4 +1,4 @@
-"""One pass: takes in the blocks of uses as they arrive, parameter by parameter."""
+"""One pass: takes in the blocks of uses as they arrive, and puts columns together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Complete = list[tuple[Tensor, Columns]]
 
 
 class Sink(Protocol):
-    """Takes the columns of parameters one after the other, which are dropped behind it."""
+    """Takes the columns of parameters one after the other. They are dropped after that."""
 
     def restart(self, objectives: Objectives) -> None:
         """Begins a pass, and forgets what was taken in another."""
@@ -50,7 +50,7 @@ class Sink(Protocol):
 
 @dataclass(eq=False)
 class Run:
-    """One call of an engine, which makes as many passes as it needs. It dies with the call."""
+    """One call of an engine, which makes as many passes as it needs. Lives as long as the call."""
 
     channel: Channel
     devices: Devices
@@ -65,21 +65,22 @@ class Run:
     is_summed: bool = True
     """Whether to add up the Gramian."""
     sink: Sink | None = None
-    """What else takes the columns."""
+    """An object that takes the columns of each parameter, if any does."""
     summary: Summary | None = None
-    """What is told of each block, if that is not known from an earlier call."""
+    """The summary to which each block is added; ``None`` if an earlier call has a summary of this
+    graph."""
     must_verify: bool = False
-    """Whether it is an error that there are gradients with which nothing can be verified."""
+    """Whether to raise an error if gradients that are not finite prevent the verification."""
     retain_graph: bool = True
-    """Whether the graph is needed when the columns are there."""
+    """Whether the graph is needed after the pass."""
     is_step: bool = False
     """Whether the pass stands for the user's own backward pass."""
     has_sought: bool = False
-    """Whether the samples were sought, or their layouts remembered."""
+    """Whether the samples were sought in this call. If not, their layouts were remembered."""
     unseen: list[Use] = field(default_factory=list)
-    """Uses that only the graph has shown."""
+    """Uses that the recorder did not see, and the graph has shown."""
     columns: dict[Tensor, Columns] = field(default_factory=dict)
-    """Those of each parameter that the losses reach, if they are kept."""
+    """The columns of each parameter that the losses reach, if they are kept."""
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
 
@@ -106,15 +107,15 @@ class Run:
 
 @dataclass(eq=False, slots=True)
 class _Account:
-    """What has arrived for a parameter, or for a tensor that is derived from parameters."""
+    """The blocks that have arrived for a parameter, or for a tensor derived from parameters."""
 
     owner: Tensor | Tracked
     columns: Columns | None
-    """What has arrived, until it is complete."""
+    """The blocks that have arrived; ``None`` once they are complete and taken."""
     expected: int = 0
     """How many uses, and derived tensors, have not arrived."""
     is_reached: bool = False
-    """Whether one has arrived, be it without a cotangent."""
+    """Whether a use has arrived, also without a cotangent."""
     has_blocks: bool = False
 
 
@@ -122,11 +123,11 @@ class Assembly:
     """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
 
     When all uses of a parameter have arrived, its columns are complete: they are contracted, and
-    dropped unless they are kept, so that few are alive at a time. How many uses there will be is
-    known from the survey; where there may be others, all columns wait for the end.
+    dropped unless they are kept, so that few are alive at a time. The survey tells how many uses
+    there will be; where there may be others, all columns wait for the end of the pass.
 
-    In a pass that is verified, columns are contracted twice where bundles hide what is wrong: in
-    bundles, as ever, and one by one.
+    In a pass that is verified, columns in a bundle are contracted twice: in the bundle, as in any
+    pass, and one by one, to compare each parameter.
     """
 
     def __init__(self, run: Run, layout_of: LayoutOf | None) -> None:
@@ -157,7 +158,7 @@ class Assembly:
         """Takes in one use.
 
         Raises:
-            UnknownLayoutError: The samples must be sought first.
+            UnknownLayoutError: The samples must be sought, and the pass made again.
         """
         self._has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
@@ -170,7 +171,7 @@ class Assembly:
         self._take(complete)
 
     def complete(self) -> None:
-        """Takes what still waits for other uses or for a bundle, and tells the run what there is.
+        """Takes columns that wait for other uses or for a bundle, and gives the run its results.
 
         Raises:
             NotConnectedError: No use has arrived.
@@ -185,7 +186,7 @@ class Assembly:
         waiting = [account for account in self._accounts.values() if account.columns is not None]
         for account in sorted(waiting, key=lambda x: isinstance(x.owner, Tensor)):
             complete: Complete = []
-            self._finish(account, complete)  # those of derived tensors first
+            self._finish(account, complete)  # derived tensors come first
             self._take(complete)
         run = self._run
         run.columns = self._columns
@@ -202,7 +203,7 @@ class Assembly:
     def _add(
         self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
     ) -> None:
-        """Adds the blocks of a use to the columns of what it reads."""
+        """Adds the blocks of a use to the columns of the tensors that it reads."""
         run = self._run
         if not use.is_seen:
             run.unseen.append(use)
@@ -222,7 +223,7 @@ class Assembly:
     def _account(self, owner: Tensor | Tracked) -> _Account:
         """The account of a parameter or a derived tensor, opened when first asked for.
 
-        That of a region of a parameter is the parameter's.
+        A region of a parameter has the account of the parameter.
         """
         account = self._accounts.get(owner)
         if account is None:
@@ -240,16 +241,17 @@ class Assembly:
         return account
 
     def _count(self, account: _Account, complete: Complete) -> None:
-        """Counts an arrival, and finishes what has nothing left to wait for."""
+        """Counts an arrival, and finishes the account if no other is expected."""
         account.is_reached = True
         account.expected -= 1
         if account.expected == 0 and self._is_complete:
             self._finish(account, complete)
 
     def _finish(self, account: _Account, complete: Complete) -> None:
-        """Notes columns of a parameter that are complete, and gives parameters derived tensors'.
+        """Closes an account. An account that no use has reached has no columns.
 
-        Where no use of it has arrived, there is nothing to give.
+        Columns of a parameter are complete. Rows of a derived tensor are pulled back, and added to
+        the columns of its parameters.
         """
         owner, columns, account.columns = account.owner, account.columns, None
         if columns is None or not account.is_reached:

@@ -1,4 +1,4 @@
-"""Diagnosis: what a failed verification says, and what to do."""
+"""Diagnosis: the likely cause of a failed verification, and what to do."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MOST_NAMED = 8
 
 
 def confirm(run: Run, check: Check) -> None:
-    """Raises if what was computed is wrong, as far as a check shows it.
+    """Raises if a check shows that the result of a run is wrong.
 
     Raises:
-        VerificationError: It does not agree with an ordinary backward pass.
+        VerificationError: The result does not agree with an ordinary backward pass.
         NonFiniteError: A gradient is infinite or not a number.
     """
     compared = check.compare(run.channel)
@@ -74,7 +74,7 @@ def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> No
 
 
 def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
-    """What differs if the losses are one objective of one sample, which needs no layouts."""
+    """Parameters that differ if the losses are one objective of one sample, without layouts."""
     with torch.enable_grad():
         total = (check.losses * check.vector).sum()
     survey = Survey(run.channel, total)
@@ -85,7 +85,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
 
 
 def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
-    """Raises where nothing can be said, as a value is infinite or not a number."""
+    """Raises where a value is infinite or not a number, so that nothing can be verified."""
     finite = torch.isfinite(gramian.diagonal())
     if not finite.all():
         bad = (~finite).nonzero().flatten().tolist()
@@ -111,7 +111,7 @@ def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
 
 
 def _cause(in_whole: Sequence[Comparison]) -> str:
-    """The likely cause, and its fix, from what differs if the batch is one sample."""
+    """The likely cause, and its fix, from the parameters that differ if the batch is one sample."""
     if not in_whole:
         return (
             "With the whole batch as one sample they agree, so no use is missing and every rule is "

@@ -1,4 +1,4 @@
-"""The driver: what an engine asks the backward side for, and what it remembers between calls."""
+"""The driver: makes the passes of an engine's calls, and remembers layouts between calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Driver:
         devices: How to contract blocks, and the limit that the engine and its Jacobians share.
         verify: As for the engine.
         unseen: As for the engine.
-        replays: What replays of captured calls are asked for.
+        replays: Where calls that are captured into CUDA graphs leave their comparisons.
 
     Attributes:
         summary: What the last call did.
@@ -80,8 +80,8 @@ class Driver:
 
         Args:
             losses: The objectives.
-            verify: Whether to verify this call, whatever is due, and to raise where that cannot be
-                done.
+            verify: Whether to verify this call in any case, and to raise an error where that cannot
+                be done.
         """
         with exact(losses.device):
             run = self._begin(losses, must_verify=verify)
@@ -107,14 +107,14 @@ class Driver:
         retain_graph: bool,
         is_summed: bool = True,
     ) -> tuple[Kept, Tensor, list[Tensor]]:
-        """What :meth:`columns` gives, the Gramian, and the leaves that are no part of J.
+        """The same as :meth:`columns`, the Gramian, and the leaves that are no part of J.
 
         Args:
             losses: The losses.
             form: Whether to keep factors or rows.
             arena: Where to put rows.
             retain_graph: Whether the graph is needed after the pass. If not, and there are no
-                other leaves, it is freed on the way, unless samples may have to be sought yet.
+                other leaves, the pass frees the graph, unless samples may still have to be sought.
             is_summed: Whether to add up the Gramian, which is empty if not.
         """
         with exact(losses.device):
@@ -138,17 +138,17 @@ class Driver:
             return run.objectives
 
     def _kept(self, run: Run) -> Kept:
-        """What a call leaves for a Jacobian."""
+        """The results of a run that a Jacobian is made of."""
         columns = run.columns
         return run.objectives, columns, self._channel.names(columns, run.survey.left_out)
 
     @property
     def is_settled(self) -> bool:
-        """Whether a call that equals the last one needs no search, and results were confirmed."""
+        """Whether a call equal to the last one needs no search, and some result was confirmed."""
         return self._is_repeatable and self._schedule.is_confirmed
 
     def _begin(self, losses: Tensor, *, must_verify: bool = False) -> Run:
-        """One call, before its first pass."""
+        """Begins a call: its survey, its objectives, and its check if one is due."""
         with explaining_freed_graphs():
             survey = Survey(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
@@ -173,7 +173,7 @@ class Driver:
         )
 
     def _collect(self, run: Run) -> None:
-        """Computes what the run is for, verified where that is due, and remembers what was done."""
+        """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
@@ -192,7 +192,7 @@ class Driver:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 
     def _collect_per_sample(self, run: Run) -> bool:
-        """Makes passes, unless the losses turn out not to be per-sample, and says whether."""
+        """Makes the passes, and returns whether the losses have turned out to be per-sample."""
         replays = self._replays if is_captured(run.survey.losses.device) else None
         search = Search(self._remembered, run.objectives, run.survey, replays)
         try:
@@ -210,9 +210,10 @@ class Driver:
         return True
 
     def _search(self, run: Run, search: Search) -> None:
-        """Makes passes until one has found every layout known, and verifies that one.
+        """Makes passes until every layout was known in one of them, and verifies that pass.
 
-        A check is of this very step, with what is remembered. Only the next one looks again.
+        A check verifies the step with the layouts that are remembered. Only the next call looks for
+        the samples again.
         """
         search.begin()
         while True:
@@ -237,7 +238,7 @@ class Driver:
             search.doubt()
 
     def _confirm(self, run: Run) -> None:
-        """Raises if what was computed is wrong, as far as a check shows it."""
+        """Raises if the check of a run shows that its result is wrong."""
         if run.check is None:
             return
         is_confirmed = True
@@ -253,10 +254,11 @@ class Driver:
 
 
 class Drivers:
-    """The drivers of an engine, which serve one call at a time each.
+    """The drivers of an engine, each of which serves one call at a time.
 
-    Calls one after the other share one, whichever thread they come from. Calls at the same time, in
-    several threads or inside of one another, have different ones, which learn on their own.
+    Calls one after the other share one driver, whichever thread they come from. Calls at the same
+    time, in several threads or inside of one another, have different drivers, which share nothing
+    that is remembered.
 
     Args:
         make: Makes a driver.

@@ -1,4 +1,4 @@
-"""Whether gradients that are not finite are news to the user."""
+"""Whether gradients that are not finite are expected, as by a gradient scaler."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _IS_EXPECTED = ContextVar("_IS_EXPECTED", default=False)
 
 
 def is_overflow_expected() -> bool:
-    """Whether somebody looks for gradients that are not finite, and deals with them."""
+    """Whether the caller looks for gradients that are not finite, and deals with them."""
     return _IS_EXPECTED.get()
 
 
 @contextmanager
 def expecting_overflow() -> Iterator[None]:
-    """Lets calls inside, in this thread, not warn where they cannot be verified by an overflow."""
+    """Lets calls in a block, in this thread, not warn where an overflow prevents a verification."""
     token = _IS_EXPECTED.set(True)
     try:
         yield

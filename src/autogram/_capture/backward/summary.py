@@ -17,12 +17,12 @@ class UseReport:
 
     Attributes:
         function: The torch function.
-        index: Which of the calls of its forward pass that read parameters it is.
-        rule: The qualified name of the rule that its block is from, or ``None`` for explicit rows
+        index: The number of the call among the calls of its forward pass that read parameters.
+        rule: The qualified name of the rule that the block is from, or ``None`` for explicit rows
             by vector-Jacobian products, whose cost is not known.
-        layout: Where the samples lie in its result, or ``None`` where the batch is one sample.
-        is_derived: Whether it reads a tensor that is derived from the parameter. Rows are then
-            pulled back to the parameter.
+        layout: Where the samples lie in the result, or ``None`` where the batch is one sample.
+        is_derived: Whether the call reads a tensor that is derived from the parameter. Rows are
+            then pulled back to the parameter.
     """
 
     function: str
@@ -34,19 +34,19 @@ class UseReport:
 
 @dataclass(frozen=True)
 class BlockSummary:
-    """One block: what it is a part of, what it reads, and the shapes of the factors."""
+    """One block: its use, the tensor that it is for, and the shapes of the factors."""
 
     use: UseReport
     call: int
-    """A number that all blocks of one call in this pass have in common."""
+    """A number that is equal for all blocks of one call in this pass."""
     subset: Subset | None
-    """The samples that its rows belong to, or ``None`` for all of them."""
+    """The samples that the rows belong to, or ``None`` for all of them."""
     sources: tuple[tuple[str, Region], ...]
-    """The parameters that it reads, or that what it reads is derived from."""
+    """The parameter of the block, or the parameters that its tensor is derived from."""
     region: Region
-    """Which elements it reads."""
+    """The elements that the block covers."""
     equation: str | None
-    """How the factors are contracted, or ``None`` for indices of a table and cotangents there."""
+    """The equation of the factors, or ``None`` for a lookup: indices and cotangents."""
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: str
@@ -57,7 +57,7 @@ class Summary:
     """What one pass did, block by block. It holds no tensor."""
 
     limit: Limit
-    """That of the engine, as it is now."""
+    """The limit of the engine, as it is now."""
     key: bytes | None = None
     """The digest of the graph behind the losses."""
     samples: int = 0
@@ -66,7 +66,7 @@ class Summary:
     names: dict[str, bool | None] = field(default_factory=dict)
     """The parameters of the modules: whether they are trainable, ``None`` if they are left out."""
     has_sought: bool = False
-    """Whether the samples were sought in the last call, or their layouts remembered."""
+    """Whether the samples were sought in the last call. If not, their layouts were remembered."""
 
     def restart(self, objectives: Objectives) -> None:
         """Forgets an earlier pass."""

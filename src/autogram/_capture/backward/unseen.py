@@ -27,11 +27,11 @@ Unseen = Literal["rows", "error"]
 
 
 def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
-    """The losses as a use of the parameters that they reach past every tap.
+    """The losses as a use of the parameters that they reach past every tap, or ``None``.
 
-    A penalty on the weights, a call of another method than the forward, a gradient that is
-    differentiated again, or a forward pass from before the engine was made use parameters where
-    nothing is recorded.
+    Parameters are used where nothing is recorded by a penalty on the weights, by a method other
+    than ``forward``, by a gradient that is differentiated again, and by a forward pass from before
+    the engine was made.
     """
     if not survey.leaves_of_tail:
         return None

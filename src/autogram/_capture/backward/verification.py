@@ -24,31 +24,31 @@ from autogram._capture.uses import Use
 
 Verify = Literal["first", "always", "never"]
 
-# With TF32, matrix products and convolutions of float32 numbers keep ten bits of each.
+# With TF32, matrix products and convolutions keep ten bits of each number in float32.
 _EPSILON_OF_TF32 = 2.0**-10
 
-# At most so many calls from one check to the next: a check is then about one percent of them.
+# The most calls from one check to the next: checks then take about one percent of the time.
 _LONGEST = 64
 
 
 @dataclass
 class Comparison:
-    """One parameter, whose part of both sides can be compared alone, as both are sums."""
+    """Both sides of the check for one parameter: both sides are sums over the parameters."""
 
     name: str = ""
     gramian: float = 0.0
     """uᵀ G u, by the engine."""
     scale: float = 0.0
-    """Sum of the squared norms of the rows of u times J: what uᵀ G u is on average."""
+    """The sum of the squared norms of the rows times u: uᵀ G u on average over the signs of u."""
     gradient: float = 0.0
     """The squared norm of Jᵀ u, by autograd."""
     elements: int = 0
     uses: dict[str, Use] = field(default_factory=dict)
-    """Those that were seen, by function."""
+    """The uses of the parameter that were seen, by function."""
 
     @property
     def gap(self) -> float:
-        """How far both are apart, relative to the larger of them and of the scale."""
+        """The difference of both sides, relative to the largest of both and of the scale."""
         largest = max(self.gramian, self.gradient, self.scale)
         return abs(self.gramian - self.gradient) / largest if largest else 0.0
 
@@ -56,15 +56,15 @@ class Comparison:
 class Check:
     """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
 
-    An assembly shows it each use, and the columns of each parameter.
+    An assembly shows each use, and the columns of each parameter, to the check.
 
     Args:
         survey: The graph behind the objectives.
-        vector: u, of their shape.
+        vector: u, of the shape of the objectives.
 
     Attributes:
-        comparisons: What was seen of each parameter.
-        epsilon: The precision of the coarsest dtype on the way.
+        comparisons: Both sides for each parameter, as far as they are known.
+        epsilon: The precision of the coarsest dtype between the losses and the parameters.
     """
 
     def __init__(self, survey: Survey, vector: Tensor) -> None:
@@ -77,7 +77,7 @@ class Check:
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
-        """Forgets what an earlier pass has shown."""
+        """Forgets an earlier pass."""
         self._by_sample = objectives.by_sample(self.vector)
         self.comparisons.clear()
 
@@ -90,10 +90,10 @@ class Check:
                 self.comparisons[parameter].uses[use.function] = use
 
     def see_columns(self, parameter: Tensor, columns: Columns, *, are_kept: bool) -> Tensor | None:
-        """Takes in the columns of one parameter: if they are kept, by other products of them.
+        """Takes in the columns of one parameter. Kept columns are checked by their weighted sum.
 
         Returns:
-            Their Gramian ``(k, b, k, b)``, if it was needed and is not zero.
+            The Gramian ``(k, b, k, b)`` of the columns, if it was needed and is not zero.
         """
         u = self._by_sample
         part = None
@@ -110,17 +110,17 @@ class Check:
             u = u.flatten().to(part.device, torch.float64)
             matrix = part.flatten(2).flatten(0, 1).to(torch.float64)
             gramian, scale = float(u @ matrix @ u), float(u.square() @ matrix.diagonal())
-        # Both are added, or none: where memory runs out before, the columns are shown again.
+        # Both are added last: if memory runs out before, the columns are shown again.
         comparison = self.comparisons[parameter]
         comparison.gramian += gramian
         comparison.scale += scale
         return part
 
     def compare(self, channel: Channel) -> list[Comparison]:
-        """Does the ordinary backward pass: a comparison for each trainable parameter."""
+        """Makes the ordinary backward pass. Returns a comparison for each trainable parameter."""
         names = channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad and p not in self._left_out]
-        # Also of what is none of the engine's: a pass inside of this one shows itself there.
+        # Also of leaves that are not the engine's: a pass inside of this one may add to these.
         others = [x for x in self._leaves if x not in names or x in self._left_out]
         leaves = parameters + others
         with _without_hooks(leaves):
@@ -138,11 +138,11 @@ class Check:
     def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
         """The parameters for which rounding cannot explain how far both sides are apart.
 
-        A sum of n numbers errs by about √n roundings, and gains nothing from further ones beyond
-        n = 1 / ε: so an honest computation may be off by √ε, relative to uᵀ G u on average. Where
-        the parts of a gradient cancel (the bias in front of a normalisation), what is left is their
-        rounding, ε² of what they were, for which the network's gradient as a whole stands. Where
-        gradients vanish, each product in the Gramian may be lost below the smallest number.
+        A sum of n numbers errs by about √n roundings, and no longer changes beyond n = 1 / ε: so a
+        right computation may be off by √ε, relative to the average of uᵀ G u. Where the parts of a
+        gradient cancel (the bias in front of a normalisation), only their rounding is left, whose
+        square is ε² of theirs; the size of these parts is taken from the network's whole gradient.
+        Where gradients vanish, each product in the Gramian may be below the smallest number.
         """
         t = sqrt(self.epsilon)
         total = sum(max(c.scale, c.gradient) for c in compared)
@@ -164,8 +164,8 @@ class Schedule:
             behind the losses is new in more than sizes.
 
     Attributes:
-        calls: How many there were.
-        confirmed: The last one whose check has found nothing wrong.
+        calls: The number of calls so far.
+        confirmed: The number of the last call whose check has found nothing wrong.
     """
 
     def __init__(self, mode: Verify) -> None:
@@ -174,16 +174,16 @@ class Schedule:
         self._mode = mode
         self._due = 1
         self._seen = Latest[bytes, None]()
-        # Of its own: the user's random state is not touched.
+        # A generator of its own, so that the user's random state is not changed.
         self._generator = torch.Generator("cpu").manual_seed(0)
 
     def next(self, survey: Survey, *, must: bool) -> Check | None:
-        """The check of the next call, with a new vector, if one is due or must be.
+        """The check of the next call, with a new vector, if a check is due or must be made.
 
-        Its entries are 1 or 1/2, with random signs: powers of two, with which products are exact,
-        and not above 1, with which cotangents overflow no sooner than in the pass that is verified.
-        Equal entries would not show that samples are mixed, and entries of sum zero would not show
-        what is missing from all objectives alike, so neither is used.
+        The entries of the vector are 1 or 1/2, with random signs: products with powers of two are
+        exact, and with entries up to 1 cotangents overflow no sooner than in the pass that is
+        verified. Equal entries would not show that samples are mixed, and entries whose sum is zero
+        would not show a part that is missing from all objectives alike. Neither is used.
         """
         self.calls += 1
         if self._mode == "first":
@@ -200,7 +200,7 @@ class Schedule:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether results were checked, and found right, if they are checked at all."""
+        """Whether a result was found right, or results are never checked."""
         return self._mode == "never" or self.confirmed > 0
 
     def note_checked(self, *, is_confirmed: bool) -> None:
@@ -212,13 +212,13 @@ class Schedule:
 
 
 _SILENCING = threading.Lock()
-# Hooks that are kept from running, and by how many passes, by the `id` of what held them.
+# Hooks that are kept from running, and by how many passes, by the `id` of the dict that held them.
 _SILENT: dict[int, tuple[dict[int, Any], int]] = {}
 
 
 @contextmanager
 def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keeps the user's hooks on gradients from running: they may count, send, or change them."""
+    """Keeps hooks on gradients from running: a user's hook may count, send, or change gradients."""
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
     with _SILENCING:
         for held in hooks:
@@ -244,7 +244,7 @@ def _squared_norm(gradient: Tensor) -> float:
 
 
 def _epsilon(tensor: Tensor, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of a dtype around one, as far as products keep it."""
+    """The distance from 1 to the next number of a dtype, or what TF32 products keep of it."""
     if dtype == torch.float32 and tensor.is_cuda:
         try:
             is_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32

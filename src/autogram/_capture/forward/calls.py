@@ -1,4 +1,4 @@
-"""Calls of torch functions, and what is known of a function by its name."""
+"""Calls of torch functions, and properties of a function that follow from its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Calls that tell something about a tensor and compute nothing: a third of all in some models.
+# Calls that read a property of a tensor and compute no tensor: a third of all in some models.
 _PROPERTIES = (
     "shape dtype device ndim layout is_cuda requires_grad is_leaf grad_fn is_nested is_sparse"
 )
@@ -25,25 +25,25 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 class Kind(NamedTuple):
-    """A torch function, and what is known of it by its name."""
+    """A torch function, and properties that follow from its name."""
 
     function: Callable[..., Any]
     name: str
     is_question: bool
-    """It computes no tensor."""
+    """Whether the function computes no tensor."""
     is_in_place: bool
-    """It changes its first argument."""
+    """Whether the function changes its first argument."""
     is_cast: bool
-    """Its output has the elements of its first argument."""
+    """Whether the output has the elements of the first argument."""
     shows_cotangent: bool
-    """The user may see the cotangent of its first argument by it."""
+    """Whether the function lets the user see the cotangent of its first argument."""
     reads_first_only: bool
-    """Its other tensors give no more than a dtype or a shape, as in ``x.to(y)``."""
+    """Whether other arguments give no more than a dtype or a shape, as in ``x.to(y)``."""
 
 
 @lru_cache(maxsize=4096)
 def kind_of(function: Callable[..., Any]) -> Kind:
-    """What is known of a torch function."""
+    """A torch function with its properties."""
     name = getattr(function, "__name__", str(function))
     return Kind(
         function,
@@ -79,9 +79,10 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 def inlined(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a torch function that runs its body, or ``None`` if it has none in Python.
 
-    Under a mode, ``F.multi_head_attention_forward`` hands itself to the mode and stops; called
-    from there again, it does the same without end. In the copy, the checks for a mode answer no.
-    The original is not touched, and the functions that the body calls are recorded as usual.
+    Under a mode, ``F.multi_head_attention_forward`` calls the mode instead of its body. If the mode
+    called the function again, that would go on without end. In the copy, the checks for a mode
+    answer no. The original is not changed, and the functions that the body calls are recorded as
+    usual.
     """
     is_python = isinstance(function, types.FunctionType)
     if not is_python or function.__globals__.keys().isdisjoint(_CHECKS):

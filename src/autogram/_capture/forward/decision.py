@@ -1,6 +1,6 @@
 """Decisions: what is to be done with a torch call, by the statuses of the tensors that it reads.
 
-Nothing is carried out here, and nothing is noted but the edge of a derived tensor at its first use.
+No call is carried out here. The only thing noted is the edge of a derived tensor at its first use.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
 
 Reads = list[tuple[Tensor, Tracked]]
-"""The tracked tensors that a call reads, once for each time, with what they are."""
+"""The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
 
 
 class Run(NamedTuple):
     """No use: the call is carried out as it is."""
 
     is_batched: bool
-    """Whether its results depend on the samples."""
+    """Whether the results depend on the samples."""
     origins: Sequence[Tracked] = ()
-    """What its results are derived from, if they are not batched. Without any, constants."""
+    """The tensors that results are derived from, if not batched; none where they are constants."""
 
 
 class Answer(NamedTuple):
-    """What a rule says of one result of a call."""
+    """The recipes of a rule for one result of a call."""
 
     reads: list[Tracked]
-    """The tracked tensors that it has recipes for, once for each recipe."""
+    """The tracked tensors that have recipes, once for each recipe."""
     recipes: list[KeptRecipe]
     saved: list[Tensor]
-    """What the tap has to save. The recipes know which of these tensors are theirs."""
+    """The tensors that the tap has to save. Each recipe knows which of these it needs."""
 
 
 class UseRule(NamedTuple):
@@ -47,7 +47,7 @@ class UseRule(NamedTuple):
 
     rule: Rule
     answers: dict[int, Answer]
-    """By the index of the result."""
+    """Keys: the index of the result."""
 
 
 class RunBody(NamedTuple):
@@ -77,9 +77,10 @@ def decide(
 ) -> Decision:
     """What is to be done with a call, which reads the elements of some tensors.
 
-    A call that reads batched tensors alone, or constants, is only noted. One that reads tracked
-    tensors and constants derives a tensor; one in which tracked tensors meet batched ones is a use.
-    One that ``is_bare`` may run again where nothing is recorded, so that its tap must save nothing.
+    A call that reads batched tensors alone, or constants, is only noted. A call that reads tracked
+    tensors and constants derives a tensor. A call in which tracked tensors meet batched tensors is
+    a use. A call that ``is_bare`` may run again where nothing is recorded, so that its tap must
+    save nothing.
 
     Raises:
         UnsupportedError: A nested tensor meets a tracked one.
@@ -115,7 +116,7 @@ def decide(
 def _ask(
     rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
 ) -> dict[int, Answer] | None:
-    """What a rule says of a call, or ``None`` if it misses one of the tracked tensors."""
+    """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe."""
     try:
         recipes = rule(*args, **kwargs)
     except TypeError as error:

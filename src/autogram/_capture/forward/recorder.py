@@ -18,15 +18,15 @@ from autogram._capture.recording import ModuleCall
 from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now, track_derived
 from autogram._containers import exchange, tensors_in
 
-# The hooks that saved tensors go through, or `None`. A checkpoint sets some of its own.
+# The hooks that saved tensors go through, or `None`. A checkpoint sets hooks of its own.
 _hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Recorder(TorchFunctionMode):
-    """One forward pass, from the opening of its outermost module to its end.
+    """Records one forward pass, from the beginning of its outermost module to the end.
 
-    It asks what is to be done with each call, does that, and notes the statuses of the results.
-    What remains of the pass is its ``recording``.
+    For each call, the recorder asks what is to be done, does that, and notes the statuses of the
+    results. What remains of the pass is its ``recording``.
     """
 
     def __init__(self, tapping: Tapping) -> None:
@@ -37,20 +37,20 @@ class Recorder(TorchFunctionMode):
         self._hooks_at_entry = [_hooks_now(True)]  # of each module that is open
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
-        """Marks what the outermost module is given."""
+        """Marks the inputs of the outermost module."""
         recording, tensors = self.recording, self._given(inputs)
         sizes = [_sizes(tensor) for tensor in tensors]
         size = next((of[0] for of in sizes if of and of[0] != 1), 1)
         recording.sizes = frozenset().union(*sizes)
         for position, tensor in enumerate(tensors):
-            # Masks and position indices without a batch dimension are constants. What is taken
-            # for one wrongly costs time, not exactness: it ends in a derived tensor.
+            # Masks and position indices without a batch dimension are constants. An input that is
+            # wrongly taken for a constant costs time, and results stay exact.
             if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
                 sources, _ = self._statuses.untapped_parameters(tensor)
                 if sources:
                     if recording.channel.was_derived(_call(module, tensors), position):
-                        continue  # adopted when it is read, as it was the first time
-                    self.tapping.tap_unseen(tensor, sources)  # used before this module was entered
+                        continue  # adopted when a call reads it, as in the first run
+                    self.tapping.tap_unseen(tensor, sources)  # parameters were used before
                 self._statuses.set(tensor, BATCHED)
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
@@ -59,11 +59,11 @@ class Recorder(TorchFunctionMode):
             self._statuses.set(tensor, BATCHED)
 
     def status_of(self, tensor: Tensor) -> Status:
-        """What a tensor is. It is tapped if parameters have met samples in it unseen."""
+        """The status of a tensor, which is tapped if parameters have met samples in it unseen."""
         return self._statuses.of(tensor)
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
-        """Enters another module. A checkpoint that runs it again will give it such inputs again."""
+        """Enters another module, and notes inputs that a checkpoint will give to it again."""
         hooks = _hooks_now(True)
         if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
@@ -103,14 +103,14 @@ class Recorder(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
-            # What is compiled is adopted like what is unseen. Into this one method, which is in
-            # Python, Dynamo cannot look from inside of a mode.
+            # Results of compiled calls are adopted like those of unseen calls. `Tensor.unflatten`
+            # is a method in Python, which Dynamo cannot trace from inside of a mode.
             if function is Tensor.unflatten:
                 return torch.unflatten(*args, **kwargs)
             return function(*args, **kwargs)
         kind = kind_of(function)
-        # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. What comes
-        # out is adopted, too.
+        # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. Results of a
+        # transform are adopted, too.
         if kind.is_question or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args
@@ -129,12 +129,12 @@ class Recorder(TorchFunctionMode):
                 output = decision.body(*args, **kwargs)
         results = results_of(kind, args, kwargs, output)
         if isinstance(decision, RunBody):
-            self._statuses.read(results)  # adopts what the body has done unseen
+            self._statuses.read(results)  # adopts results of calls that were not seen in the body
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
         for tensor in results:
-            # One integer, such as the number of an expert, is not one for each sample.
+            # A single integer, such as the number of an expert, does not belong to samples.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
             self._statuses.set(tensor, None if is_number else BATCHED)
         if kind.shows_cotangent:
@@ -146,9 +146,9 @@ class Recorder(TorchFunctionMode):
     def _mark_unbatched(
         self, results: Iterable[Tensor], origins: Sequence[Tracked], *, is_cast: bool
     ) -> None:
-        """Marks the results of a call that reads tracked tensors and constants, or these alone.
+        """Marks the results of a call that reads tracked tensors and constants, or only constants.
 
-        Some constants require a gradient that is none of ours: a frozen weight, wrapped meanwhile.
+        Some constants require a gradient, but not by the engine's parameters.
         """
         for tensor in results:
             if not tensor.requires_grad or tensor.is_leaf:
@@ -162,15 +162,16 @@ class Recorder(TorchFunctionMode):
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """Whether a checkpoint has set these hooks, since the innermost module was entered.
 
-        A checkpoint expects that its part of the forward pass saves as many tensors when it runs
-        again. Where the part enters a module, that opens a recording, and the same taps save the
-        same tensors. A bare function is not recorded the second time: its taps must save nothing.
+        A checkpoint expects that its part of the forward pass saves as many tensors when the part
+        runs again. If the part enters a hooked module, this module opens a recording, and the same
+        taps save the same tensors. If it does not, its second run is not recorded, so that taps in
+        the first run must save nothing.
         """
         is_new = hooks != self._hooks_at_entry[-1]
         return is_new and "checkpoint" in getattr(hooks[0], "__module__", "")
 
     def _given(self, inputs: Any) -> list[Tensor]:
-        """The tensors in a module's inputs that are none of its parameters."""
+        """The tensors in a module's inputs that are not parameters of the engine's modules."""
         return [t for t in tensors_in(inputs) if not self._statuses.is_parameter(t)]
 
 
@@ -183,5 +184,5 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _call(module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:
-    """By what a call of a module with some tensors is known again."""
+    """Identifies a call of a module with some tensors, when a checkpoint makes it again."""
     return id(module), tuple(() if x.is_nested else tuple(x.shape) for x in inputs)

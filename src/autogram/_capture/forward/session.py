@@ -34,7 +34,8 @@ class Parameters:
     def __call__(self) -> dict[Tensor, str]:
         """The parameters as they are now, and those that `functional_call` has put aside.
 
-        What such a call puts in their place is derived from them, if it is derived from anything.
+        Tensors that such a call puts in their place and that are no leaves are left out: these are
+        derived from parameters, or from nothing of the engine's.
         """
         names = self._names()
         for exchanged in [p for p in names if not p.is_leaf]:
@@ -46,7 +47,7 @@ class Parameters:
         return names
 
     def left_out(self) -> dict[Tensor, str]:
-        """The parameters that no module has which is active, with all around it."""
+        """The parameters of which every module, or a module around it, has an inactive hook."""
         if self._hooks.is_active:
             return {}
         handles = self._hooks.handles(kind="around")
@@ -70,7 +71,7 @@ class Parameters:
 
 
 def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:
-    """The modules of an engine that are alive, by what begins the names of all inside of them."""
+    """The modules of an engine that are alive, by the prefix of the names inside of them."""
     several = len(modules) > 1
     pairs = ((f"{i}" if several else "", root()) for i, root in enumerate(modules))
     return {prefix: module for prefix, module in pairs if module is not None}
@@ -80,10 +81,11 @@ _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()  # those of all engines
 
 
 class Session(threading.local):
-    """What is around the modules of an engine: the recording that is open, one for each thread.
+    """Opens and closes recordings of an engine, one at a time in each thread.
 
-    The first module that is entered opens it, and closes it when it is left. With gradients
-    disabled nothing is opened, and nothing inside of a `torch.func` transform or `torch.jit.trace`.
+    This object is put around each module of the engine (`autogram.hooks`). A recording is opened
+    when the first module is entered, and closed when this module is left. No recording is opened
+    while gradients are disabled, and inside of a `torch.func` transform or `torch.jit.trace`.
     """
 
     def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
@@ -100,7 +102,7 @@ class Session(threading.local):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets modules run in a block, and in this thread, as if nothing was around them."""
+        """Lets modules run without recording, in a block and in this thread."""
         before, self.is_off = self.is_off, True
         try:
             yield
@@ -128,7 +130,7 @@ class Session(threading.local):
             note_wrapper(self._recorder.recording, wrapper)
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
-        """Notes tensors that are parameters of these names from now on, in the place of shards."""
+        """Notes whole tensors that take the place of shards, by name, for the rest of the pass."""
         if self._recorder is not None:
             self._recorder.note_parameters(whole)
 
@@ -188,7 +190,7 @@ class Session(threading.local):
 
     @property
     def roots(self) -> dict[str, nn.Module]:
-        """The modules of the engine that are alive, by the beginning of the names inside."""
+        """The modules of the engine that are alive, by the prefix of the names inside."""
         return _roots(self._modules)
 
 
@@ -211,10 +213,11 @@ def open_recorders() -> list[Recorder]:
 
 
 def hook_all(session: Session, hooks: HookManager) -> None:
-    """Lets modules, and all inside of them that have parameters, open and close recordings.
+    """Puts a session around modules, and around all modules inside of them that have parameters.
 
-    Every module, as activation checkpointing runs some of them again in the backward pass, where
-    the same taps must appear. Scripted ones are left out: Python does not run their forward.
+    Inner modules are included, because activation checkpointing runs some of them again in the
+    backward pass, where the same taps must appear. Scripted modules are left out: Python does not
+    run their forward.
     """
     found: dict[str, nn.Module] = {}
     for prefix, root in session.roots.items():

@@ -1,4 +1,4 @@
-"""Statuses: whether a tensor is batched, tracked or constant, as seen or as its graph tells."""
+"""Statuses: whether a tensor is batched, tracked or constant, from its call or from its graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Statuses:
         return {id(p): track_parameter(p) for p in names if p.requires_grad}
 
     def add_parameter(self, parameter: Tensor) -> None:
-        """Takes a tensor for a parameter from now on."""
+        """Adds a tensor that is a parameter from now on."""
         if parameter.requires_grad and id(parameter) not in self._parameters:
             self._parameters[id(parameter)] = track_parameter(parameter)
 
@@ -54,7 +54,7 @@ class Statuses:
             self.set(tensor, status)
 
     def read(self, arguments: Iterable[Any]) -> list[tuple[Tensor, Status]]:
-        """The tensors among the arguments of a call, also in lists and tuples: what they are."""
+        """The tensors among the arguments of a call, also in lists and tuples, with statuses."""
         found: list[tuple[Tensor, Status]] = []
         for argument in arguments:
             if isinstance(argument, Tensor):
@@ -66,9 +66,9 @@ class Statuses:
     def of(self, tensor: Tensor) -> Status:
         """The status of a tensor.
 
-        One that was never seen is a constant, unless autograd says that it was computed. A mark is
-        stale where a view of the tensor was changed in place, or a derived tensor was detached, or
-        a custom autograd Function has made the result of its own calls a part of the graph.
+        A tensor that was never seen is a constant, unless it has an autograd node. A status that
+        was noted is stale where a view of the tensor was changed in place, a derived tensor was
+        detached, or a custom autograd Function has put the result of its own calls into the graph.
         """
         if (parameter := self._parameters.get(id(tensor))) is not None:
             return parameter
@@ -84,7 +84,7 @@ class Statuses:
         return id(tensor) in self._parameters
 
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
-        """The parameters that reach a tensor past every tap, and whether a tap does."""
+        """The parameters behind a tensor on paths without a tap, and whether a tap is behind it."""
         channel = self._tapping.recording.channel
         sources: dict[Tensor, Tracked] = {}
         reaches_tap = False
@@ -104,8 +104,8 @@ class Statuses:
     def _adopt(self, tensor: Tensor) -> Status:
         """The status of a tensor that comes from a call which the recorder could not see.
 
-        If parameters entered it there, the tensor is derived from them; if batched tensors did too,
-        it is a use, and is tapped when it is first read.
+        If the call read parameters, the tensor is derived from these. If it read batched tensors,
+        too, the call is a use, and its result is tapped here.
         """
         sources, reaches_tap = self.untapped_parameters(tensor)
         status: Status = BATCHED

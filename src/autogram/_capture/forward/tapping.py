@@ -69,8 +69,8 @@ class Tapping:
     ) -> Any:
         """Carries out a call that is left to the fallback.
 
-        It is made on aliases of what is tracked, one for each time that it is read, so that their
-        edges lead into this call alone.
+        The call is made on aliases of tracked tensors, one alias for each time that the call reads
+        the tensor, so that the edges of the aliases lead into this call alone.
         """
         tracked = {id(tensor): status for tensor, status in reads}
         changed = first_of(args, kwargs) if kind.is_in_place else None
@@ -81,7 +81,8 @@ class Tapping:
             status = tracked.get(id(tensor))
             if status is None:
                 return tensor
-            # What is changed in place must be the tensor itself; its edge is that of before.
+            # A tensor that is changed in place must be the tensor itself. Its edge before the call
+            # is kept.
             own = tensor if tensor is changed else tensor.view_as(tensor)
             read.append(status)
             edges.append(get_gradient_edge(own))
