@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autogram import Engine, InvalidOperandError, InvalidOptionError, Sketch
 from autogram._blocks import Region
 from autogram._jacobian import Projections
+from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.test_jacobian import Language, Norms, TwoLookups, Unused
 
@@ -174,3 +175,26 @@ def test_threads_with_different_seeds() -> None:
         found = projections.one("weight", *where, seed)
         fresh = Projections().one("weight", *where, seed)
         assert torch.equal(found.of_rows(rows), fresh.of_rows(rows))
+
+
+class Temperature(nn.Module):
+    """One number by which losses are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.t).sin().sum(1)
+
+
+@pytest.mark.parametrize("limit", [2**29, 1])
+def test_a_parameter_of_one_number(limit: int) -> None:
+    """Its row is one number, which goes to one place with a sign."""
+    model = Temperature()
+    engine = Engine(model, memory_limit_bytes=limit)
+    losses = model(torch.randn(4, 3))
+    sketch = engine.sketch(losses, 5)
+    rows = reference_jacobian(losses, model.parameters()).squeeze(1)
+    assert_close_to_reference(sketch.rows.abs().sum(1), rows.abs())
+    assert_close_to_reference(sketch.gramian(), torch.outer(rows, rows))

@@ -58,7 +58,7 @@ class Projection:
         """Projects rows ``(n, elements)`` in the order of the parameter's storage: ``(n, d)``."""
         (to, sign), (to_rest, sign_rest) = self._first, self._rest
         target = (to.unsqueeze(1) + to_rest).remainder(self.dimensions).flatten()
-        rows = from_storage(rows, self._parameter).flatten(1)
+        rows = from_storage(rows, self._parameter).reshape(len(rows), -1)
         signed = rows * (sign.unsqueeze(1) * sign_rest).flatten()
         return signed.new_zeros(len(rows), self.dimensions).index_add_(1, target, signed)
 

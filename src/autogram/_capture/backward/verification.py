@@ -122,6 +122,7 @@ class Check:
         parameters = [p for p in names if p.requires_grad and p not in self._left_out]
         # Also of leaves that are not the engine's: a pass inside of this one may add to these.
         others = [x for x in self._leaves if x not in names or x in self._left_out]
+        others = [x for x in others if x.requires_grad]  # not frozen since
         leaves = parameters + others
         with _without_hooks(leaves):
             gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
