@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +15,26 @@ from torch import distributed as dist
 
 from autogram._errors import InvalidOptionError
 
+# The square matrix, and the elements for each rank, by which a link is measured, and how often.
+_SIDE = 512
+_ELEMENTS = 2**17
+_ATTEMPTS = 3
+
 Given = Any
 """``True``, a `ProcessGroup` or a `DeviceMesh`: what a user names the processes by."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection of two ranks, in multiply-adds that a rank makes in the same time.
+
+    Attributes:
+        element: Sending one element of four bytes.
+        call: Beginning and ending one message.
+    """
+
+    element: float
+    call: float
 
 
 class Group:
@@ -83,6 +104,32 @@ class Group:
         """Begins to gather a tensor of each rank, which have one shape."""
         work: dist.Work = dist.all_gather(found, own, group=self._data, async_op=True)
         return work
+
+    def measure(self, device: torch.device) -> Link:
+        """Measures the link by a matrix product and two exchanges: by the slowest rank, on all."""
+        square = torch.ones(_SIDE, _SIDE, device=device)
+        few, many = (torch.zeros(self.size, n, device=device) for n in (1, _ELEMENTS))
+
+        def seconds(function: Callable[[], Tensor]) -> float:
+            times = []
+            for _ in range(_ATTEMPTS):
+                start = time.perf_counter()
+                float(function().view(-1)[0])  # waits for the device
+                times.append(time.perf_counter() - start)
+            return min(times)
+
+        def exchanged(tensor: Tensor) -> Tensor:
+            flat, found = tensor.view(-1), torch.empty_like(tensor).view(-1)
+            self.exchange(flat, found, [tensor.shape[1]] * self.size).wait()
+            return found
+
+        product = seconds(lambda: square @ square)
+        call, whole = (seconds(partial(exchanged, tensor)) for tensor in (few, many))
+        sent = _ELEMENTS * max(self.size - 1, 1)
+        own = (product / _SIDE**3, call, max(0.0, whole - call) / sent)
+        found = self.gather_numbers(*[round(x * 1e18) for x in own])
+        multiply_add, call, element = (max(1, *numbers) for numbers in zip(*found, strict=True))
+        return Link(element / multiply_add, call / multiply_add)
 
     def shift(
         self, sent: Tensor | None, to: int, received: Tensor | None, source: int

@@ -14,22 +14,13 @@ from math import prod
 from typing import Literal
 
 from autogram._blocks import Region, cost_of_products, cost_of_rows
+from autogram._distributed.group import Link
 from autogram._distributed.share import Piece, Share, cut
 
 Way = Literal["rows", "gathered", "ring"]
 
-
-@dataclass(frozen=True)
-class Link:
-    """The connection of two ranks, in multiply-adds that a rank makes in the same time.
-
-    Attributes:
-        element: Sending one element of four bytes.
-        call: Beginning and ending one message.
-    """
-
-    element: float = 200.0
-    call: float = 2e6
+# Elements at once, of which many are on the way while others are contracted.
+_BUCKET = 2**23
 
 
 @dataclass(frozen=True)
@@ -75,52 +66,67 @@ class Plan:
     buckets: tuple[tuple[Slice, ...], ...]
     packets: tuple[tuple[Way, Packet], ...]
 
+    def messages(self, world: int) -> int:
+        """How many messages a rank begins and ends one after the other."""
+        factors = [world // 2 if way == "ring" else 1 for way, _ in self.packets]
+        return len(self.buckets) + sum(factors)
+
 
 def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Plan:
-    """The plan of a step.
+    """The plan of a step: the cheapest of rows alone, and of each way of factors beside rows.
 
     Args:
         shares: What each rank has.
         link: The connection of the ranks.
-        way: The way for all parameters, or ``None`` for the cheapest of each.
+        way: The way for all parameters, or ``None`` for the cheapest.
     """
     regions = dict(shares[0].parameters)
     names = [name for name in regions if any(name in share.pieces for share in shares)]
-    ways: dict[str, Way] = {}
-    for name in names:
-        costs = costs_of(name, regions[name], shares, link)
-        cheapest: Way = min(costs, key=costs.__getitem__)
-        ways[name] = cheapest if way is None else way
+    if way is not None:
+        return _plan(dict.fromkeys(names, way), regions, shares)
+    costs = {name: costs_of(name, regions[name], shares, link) for name in names}
+    mixed: tuple[Way, ...] = ("rows", "ring", "gathered")
+    plans = []
+    for other in mixed:
+        ways: dict[str, Way] = {}
+        for name, of in costs.items():
+            ways[name] = other if of[other] < of["rows"] else "rows"
+        plan = _plan(ways, regions, shares)
+        total = sum(costs[name][found] for name, found in ways.items())
+        plans.append((total + link.call * plan.messages(len(shares)), plan))
+    return min(plans, key=lambda found: found[0])[1]
+
+
+def _plan(ways: dict[str, Way], regions: dict[str, Region], shares: Sequence[Share]) -> Plan:
+    """The plan in which each parameter goes its way."""
     limit = min(share.limit for share in shares)
-    buckets = _buckets([n for n in names if ways[n] == "rows"], regions, shares, limit)
+    by_way = {way: [name for name in ways if ways[name] == way] for way in set(ways.values())}
+    buckets = _buckets(by_way.get("rows", []), regions, shares, limit)
     packets: list[tuple[Way, Packet]] = []
     travelling: tuple[Way, ...] = ("gathered", "ring")
-    for of in travelling:
-        count = len(shares) if of == "gathered" else 1  # how many packets are there at once
-        found = _packets([n for n in names if ways[n] == of], shares, limit // count)
-        packets += [(of, packet) for packet in found]
+    for way in travelling:
+        count = len(shares) if way == "gathered" else 1  # how many packets are there at once
+        found = _packets(by_way.get(way, []), shares, limit // count)
+        packets += [(way, packet) for packet in found]
     return Plan(ways, tuple(buckets), tuple(packets))
 
 
 def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> dict[Way, float]:
-    """What each way costs the slowest rank, in multiply-adds, latency left out for rows.
-
-    Parameters on the way of rows share their messages, and so do those on the others.
-    """
+    """What each way costs the slowest rank, in multiply-adds, without the beginning of messages."""
     world, m, n = len(shares), sum(share.m for share in shares), region.places
-    costs: dict[Way, float] = {"rows": 0.0, "gathered": 0.0, "ring": 0.0}
     largest = max(_bytes(share, name) for share in shares) / 4
+    costs: dict[Way, float] = {"rows": 0.0, "gathered": 0.0, "ring": 0.0}
     for share in shares:
         pieces = share.pieces.get(name, ())
         forming = sum(_forming(piece) for piece in pieces)
         sent = share.m * n * (world - 1) / world
-        rows = sent * link.element + forming + m * m * n / world
         pairs = sum(_pair(p, q) for p in pieces for q in pieces)
-        costs["rows"] = max(costs["rows"], rows)
-        gathered = (world - 1) * largest * link.element + world * pairs
-        costs["gathered"] = max(costs["gathered"], gathered)
-        ring = (world // 2) * (largest * link.element + pairs) + pairs
-        costs["ring"] = max(costs["ring"], ring)
+        own: dict[Way, float] = {
+            "rows": sent * link.element + forming + m * m * n / world,
+            "gathered": (world - 1) * largest * link.element + world * pairs,
+            "ring": (world // 2) * (largest * link.element + pairs) + pairs,
+        }
+        costs = {way: max(cost, own[way]) for way, cost in costs.items()}
     return costs
 
 
@@ -158,7 +164,7 @@ def _buckets(
     """What is exchanged together as rows, so that neither end has too many elements at once."""
     world = len(shares)
     most = max(max(share.m for share in shares), -(-sum(share.m for share in shares) // world))
-    room = max(1, limit // max(1, most))
+    room = max(1, min(limit, _BUCKET) // max(1, most))
     buckets: list[tuple[Slice, ...]] = []
     bucket: list[Slice] = []
     taken = 0

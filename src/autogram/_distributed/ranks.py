@@ -15,8 +15,8 @@ from autogram._capture import Channel, Pass, Shards, exact
 from autogram._distributed.agreement import Agreement
 from autogram._distributed.chorus import Chorus
 from autogram._distributed.exchange import Exchange
-from autogram._distributed.group import Given, Group
-from autogram._distributed.plan import Link, Plan, Way, make_plan
+from autogram._distributed.group import Given, Group, Link
+from autogram._distributed.plan import Plan, Way, make_plan
 from autogram._distributed.share import Share, describe
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
@@ -38,6 +38,7 @@ class Ranks:
         group: The processes.
         shards: The sharded parameters of the engine's modules, if there are any.
         way: The way of all parameters, or ``None`` for the cheapest of each.
+        link: The connection of the ranks, measured once.
         plan: That of the last step.
         form: Brings weights into the form of the losses of the last Gramian.
         sent: How many bytes this rank has sent in the last step, by the way.
@@ -48,7 +49,7 @@ class Ranks:
         self.agreement = Agreement(self.group)
         self.chorus = Chorus(self.group, self.agreement)
         self.shards: Shards | None = None
-        self.link = Link()
+        self.link: Link | None = None
         self.way: Way | None = None
         self.plan: Plan | None = None
         self.sent: dict[str, int] = {}
@@ -149,18 +150,19 @@ class Ranks:
         self._shares = shares
         device = data.jacobian.device
         with exact(device):
-            plan = self.plan = self._plan_of(shares)
+            plan = self.plan = self._plan_of(shares, device)
             exchange = Exchange(self.group, data, shares, device)
             total = exchange(plan)
         self.sent = exchange.sent
         return exchange, total
 
-    def _plan_of(self, shares: Sequence[Share]) -> Plan:
+    def _plan_of(self, shares: Sequence[Share], device: torch.device) -> Plan:
         """The plan for some shares, found once."""
         found = self._plans.get(id(shares))
         if found is None or found[0] is not shares:
             if len(self._plans) > _MOST:
                 self._plans.clear()
+            self.link = self.link or self.group.measure(device)
             found = self._plans[id(shares)] = shares, make_plan(shares, self.link, self.way)
         return found[1]
 
