@@ -1,4 +1,4 @@
-"""Arguments: what users give to an engine and to a Jacobian, checked and brought into one form."""
+"""Arguments of engines and Jacobians, checked and brought into one form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Names = Mapping[Tensor, str]
 Grouping = Callable[[str], str] | Sequence[Mapping[str, Any]]
 """A group for each name, or the groups of an optimizer."""
 
-# Weightings of torchjd for matrices that look at the number of rows alone.
+# Weightings of torchjd for matrices that use the number of rows alone, so that a Gramian will do.
 _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
 
 
@@ -77,7 +77,7 @@ def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
 def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
     """Refuses losses that have no Jacobian, and warns of one number for a whole batch.
 
-    ``told`` has the warnings that the user has had.
+    ``told`` has the warnings that the user was given.
     """
     if not losses.is_floating_point():
         raise InvalidLossesError(
@@ -114,7 +114,7 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
 
 
 def check_weighting(weighting: Any) -> None:
-    """Refuses what is no function of a Gramian."""
+    """Refuses a weighting that is no function of a Gramian."""
     if not callable(weighting):
         raise InvalidOperandError(
             f"The weighting is a {type(weighting).__name__}. Pass a function that maps the Gramian "
@@ -180,7 +180,7 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
 
 
 def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
-    """The group of each parameter that is in one: its own if nothing says otherwise."""
+    """The group of each parameter that is in a group; by default, a group of its own."""
     if by is None or callable(by):
         return {parameter: by(name) if by else name for parameter, name in names.items()}
     found = {
@@ -192,7 +192,7 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
-    """A direction, by name or in the order of the names, by parameter."""
+    """A direction by parameter, from tensors by name or in the order of the names."""
     if not isinstance(direction, Mapping):
         if len(direction) != len(names):
             raise InvalidOperandError(

@@ -1,4 +1,4 @@
-"""Tensors inside arguments and outputs: found, and exchanged for others."""
+"""Finds tensors inside of arguments and outputs, and replaces them by others."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
-    """The value with some tensors, given by their ``id``, exchanged."""
+    """The value with some tensors, given by their ``id``, replaced."""
     if isinstance(value, Tensor):
         return substitutes.get(id(value), value)
     return map_tensors(value, lambda tensor: substitutes.get(id(tensor), tensor))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The value with ``function`` of each tensor in it; itself if that changes nothing.
+    """The value with ``function`` of each tensor in it; the same object if nothing changes.
 
-    Containers are copied and not changed: they belong to the user's code, which may keep them.
+    Containers are copied and not changed, because they belong to the user's code.
     """
     if isinstance(value, Tensor):
         return function(value)

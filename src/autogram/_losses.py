@@ -1,4 +1,4 @@
-"""Losses in the forms that people have: one tensor, or several in a list or a dict."""
+"""Losses in the forms that users may pass: one tensor, or several in a list or a dict."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ L = TypeVar("L", Tensor, Sequence[Tensor], Mapping[str, Tensor])
 def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
     """Losses as one tensor: numbers as ``(K,)``, and losses of B samples as ``(B, K)``.
 
-    Of numbers for the whole batch, nobody needs to be told that they are that.
+    A list of numbers says that each number is of the whole batch, so that no warning is needed.
 
     Args:
-        losses: A tensor, which stays as it is, or several.
+        losses: A tensor, which is returned as it is, or several.
         batch_dim: As for the engine.
-        told: The warnings that the user has had.
+        told: The warnings that the user was given, to which those that are not needed are added.
 
     Raises:
         InvalidLossesError: The losses have no common dimension of samples.
@@ -59,18 +59,18 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
 
     Args:
         gramian: The Gramian of all objectives of the losses, ``(m, m)``.
-        losses: What it was computed from: K losses for each of B samples, or a list or a dict with
-            the losses of each task.
+        losses: The losses that the Gramian was computed from: K losses for each of B samples, or a
+            list or a dict with the losses of each task.
         batch_dim: As for the engine; for ``"auto"``, pass 0, or ``None`` where the objectives are
             of the whole batch.
 
     Returns:
         For a tensor, ``(K, B, B)``, with K the product of all other dimensions in row-major order.
-        For a list or a dict, the same with a square matrix for each entry, of as many rows as the
-        entry has elements. Nothing is computed: entries are picked.
+        For a list or a dict, a list or a dict with a square matrix for each entry, with as many
+        rows as the entry has elements. The matrices are entries of the Gramian.
 
     Raises:
-        InvalidOperandError: The Gramian is not that of so many objectives.
+        InvalidOperandError: The Gramian has another size than the losses.
 
     Example:
         >>> import torch

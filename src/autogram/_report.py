@@ -1,4 +1,4 @@
-"""The report: what was recorded, how it is contracted, and what that costs."""
+"""The report: which calls read parameters, how their blocks are contracted, and what that costs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ class ParameterReport:
     """The Gramian of one parameter.
 
     Attributes:
-        name: Its qualified name.
-        shape: Its shape.
-        uses: The calls that read it.
-        found: How layouts are known: ``"probe"``, ``"remembered"``, or ``"one sample"``.
-        plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions.
-        costs: The cost of each plan in multiply-adds, reads and writes of RAM converted to these.
-            In each region, the cheaper plan was taken.
+        name: The qualified name of the parameter.
+        shape: The shape of the parameter.
+        uses: The calls that read the parameter.
+        found: How layouts are known: ``"probe"`` (sought in this call), ``"remembered"``, or ``"one
+            sample"``.
+        plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions,
+            joined by ``"+"``.
+        costs: The cost of each plan in multiply-adds, with reads and writes of memory converted to
+            multiply-adds. In each region, the cheaper plan was taken.
         flops: Floating-point operations of the contraction.
-        gradient_flops: Those of the parameter's gradient in an ordinary backward pass.
-        bytes: Size of the factors and of the largest intermediate result.
-        share: Part of the total of ``flops``.
+        gradient_flops: Floating-point operations of the parameter's gradient in an ordinary
+            backward pass.
+        bytes: The size of the factors and of the largest intermediate result.
+        share: The part of ``flops`` in the total of all parameters.
     """
 
     name: str
@@ -49,13 +52,14 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What the last Gramian was computed from. ``str`` of it is a table.
+    """What the last Gramian was computed from. As a string, a report is a table.
 
     Attributes:
-        samples: B, or 1 where the objectives were treated as coupled.
-        per_sample: K, the number of backward passes through the activations.
+        samples: The number B of samples, or 1 where the objectives were treated as coupled.
+        per_sample: The number K of objectives of each sample, and of backward passes through the
+            activations.
         parameters: One entry for each parameter with a use that the losses depend on.
-        uncovered: Why any other parameter has no part in it, by name.
+        uncovered: For any other parameter, by name, why it has no part in the Gramian.
     """
 
     samples: int = 0
@@ -70,11 +74,11 @@ class Report:
 
     @property
     def gradient_flops(self) -> int:
-        """Those of the parameters' gradients in an ordinary backward pass."""
+        """Floating-point operations of the parameters' gradients in an ordinary backward pass."""
         return sum(of.gradient_flops for of in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as nested dicts, lists, numbers and strings."""
+        """The report as nested dicts, lists, numbers and strings, as for JSON."""
         totals = {"flops": self.flops, "gradient_flops": self.gradient_flops}
         found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **totals}))
         return found
@@ -113,7 +117,7 @@ _UNCOVERED = {
 
 
 def make_report(summary: Summary) -> Report:
-    """The report on what one pass did."""
+    """The report on one pass."""
     by_name: dict[str, list[BlockSummary]] = {name: [] for name in summary.names}
     for block in summary.blocks:
         for name, _ in block.sources:
@@ -189,14 +193,14 @@ def _flops_of_rows(block: Block | Lookup, region: Region) -> int:
 
 
 def _gradient_flops(block: Block | Lookup) -> int:
-    """Those of the gradient that an ordinary backward pass makes in the place of a block."""
+    """Floating-point operations of the gradient in an ordinary backward pass, for one block."""
     if isinstance(block, Lookup):
         return prod(block.cotangents.shape[1:])
     return 2 * prod(n for label, n in block.sizes.items() if label != "k")
 
 
 def _table(parameters: Iterable[ParameterReport]) -> list[str]:
-    """Lines with a column for each thing to say."""
+    """The lines of the table, with a line for each parameter."""
     head = ("parameter", "shape", "calls", "samples in", "found", "plan", "rows", "factors")
     lines: list[tuple[str, ...]] = [(*head, "FLOP", "bytes", "share")]
     lines += [
@@ -222,7 +226,7 @@ def _table(parameters: Iterable[ParameterReport]) -> list[str]:
 
 
 def _call(use: UseReport) -> str:
-    """A call, with what is not usual about it."""
+    """A call by its function, with notes: a fallback, a rule that is not autogram's, derived."""
     rule = use.rule or "fallback"
     notes = [] if rule.startswith("autogram.") else [rule]
     if use.is_derived:

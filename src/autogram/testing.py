@@ -55,21 +55,22 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
 
     The call is recorded as in an engine. The rows of its blocks are compared with the rows that
     autograd gives for random cotangents: with the batch as one sample, with the samples in each
-    dimension of the output that the rule allows, folded there with others in both orders, and in
-    irregular places; each with one objective for each sample, and with three.
+    dimension of the output that the rule allows, with the samples folded with other positions in
+    both orders, and with samples in irregular places; each with one objective for each sample, and
+    with three.
 
     Args:
-        function: A function with a rule, or one that makes a single call of such a function. Of a
-            custom autograd Function, the class or its ``apply``.
+        function: A function with a rule, or a function that makes a single call of such a function.
+            For a custom autograd Function, the class or its ``apply``.
         args: The arguments of the call. Tensors that require a gradient are the parameters, each
             of which must get a recipe; the other tensors are the inputs, and there must be one.
-            Take float64, sizes that differ, and four or six samples, which can be folded.
+            Use float64, different sizes, and four or six samples, which can be folded.
         kwargs: Further arguments of the call.
 
     Raises:
-        RuleCheckError: The rule is wrong by more than rounding (1e-9 of a parameter's largest entry
-            in float64, 1e-4 in float32, 5e-2 in less), or did not answer for a parameter. The
-            fallback would hide that: it is exact, and slower.
+        RuleCheckError: The rule is wrong by more than rounding (1e-9 of the largest entry of the
+            rows in float64, 1e-4 in float32, 5e-2 in half precision), or has no recipe for a
+            parameter. In training, rows would then be computed without the rule: exact and slower.
 
     Example:
         >>> import torch
@@ -144,7 +145,7 @@ def _only_use(
 ) -> tuple[Use, tuple[Tensor, ...], Tensor]:
     """The only use that was recorded, what its tap saved, and cotangents ``(3, *output)``."""
     shape = (max(_PER_SAMPLE), *output.shape)
-    generator = torch.Generator().manual_seed(0)  # of its own: the user's is not touched
+    generator = torch.Generator().manual_seed(0)  # the user's random state is not changed
     random = torch.randn(shape, generator=generator, dtype=torch.float64)
     cotangents = random.to(output.device, output.dtype)
     shown: list[tuple[Use, tuple[Tensor, ...], Tensor]] = []
@@ -205,7 +206,7 @@ def _rows_of_blocks(
 def _rows_of_autograd(
     layout: Layout | None, output: Tensor, cotangents: Tensor, parameters: Collection[Tensor]
 ) -> dict[Tensor, Tensor]:
-    """The same by plain autograd: the rows of a sample are those of its part of the output."""
+    """Rows by plain autograd: the rows of a sample are those of its part of the output."""
     (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT.elements, 1)  # (k, b, *output)
     losses = (masked * output).flatten(2).sum(2)
     jacobian = reference_jacobian(losses, parameters)

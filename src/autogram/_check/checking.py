@@ -1,4 +1,4 @@
-"""The check: the report, the verification, what falls back to rows, and what to do."""
+"""The check: report, verification, parameters that cost explicit rows, and advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autogram._report import Report
 
 Status = Literal["fine", "wrong", "unsupported"]
 Tell = Callable[[str, float], None]
-"""Told what is being done, and which share of it is."""
+"""A function that is called with the phase that runs, and the share of it that is done."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Fallback:
     """A parameter that costs explicit rows of J.
 
     Attributes:
-        parameter: Its name.
-        functions: The calls that it is read by, and that have no rule.
-        elements: Numbers in these rows.
-        advice: What to do about it.
+        parameter: The name of the parameter.
+        functions: The calls without a rule that read the parameter.
+        elements: How many numbers the rows have.
+        advice: How to avoid the rows.
     """
 
     parameter: str
@@ -41,19 +41,19 @@ class Fallback:
 
 @dataclass
 class Found:
-    """What a check has found.
+    """The findings of a check.
 
     Attributes:
         status: ``"wrong"`` if a result does not agree with an ordinary backward pass, and
-            ``"unsupported"`` if an error says that there is none.
-        error: What the engine raised.
-        kind: The class of that error.
-        warnings: What the engine warned of, each once.
-        shapes: Those of the losses.
-        device: That of the losses.
-        report: What the Gramian was computed from.
-        fallbacks: Parameters that cost rows.
-        times: Of training steps.
+            ``"unsupported"`` if the engine raised another error.
+        error: The message of the engine's error.
+        kind: The class of this error.
+        warnings: The messages of the engine's warnings.
+        shapes: The shapes of the losses.
+        device: The device of the losses.
+        report: The engine's report.
+        fallbacks: Parameters that cost explicit rows.
+        times: The times of training steps.
     """
 
     status: Status = "fine"
@@ -67,7 +67,7 @@ class Found:
     times: Times | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """The findings as dicts, lists, numbers and strings, for JSON."""
         found = {**asdict(self), "report": None, "torch": torch.__version__}
         if self.report is not None:
             found["report"] = self.report.to_dict()
@@ -75,13 +75,13 @@ class Found:
 
 
 def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
-    """Checks what the user's function returns.
+    """Checks the model and the losses that a user's function returns.
 
     Args:
         place: Where the function is, as ``module:function``.
-        batch_dim: For the engine.
-        seconds: How long to time steps. Not at all for 0.
-        tell: Told of the progress.
+        batch_dim: As for the engine.
+        seconds: How long to time steps. For 0, no step is timed.
+        tell: A function that is called with the progress.
 
     Raises:
         UsageError: There is no such function, or it returns something else.
@@ -112,7 +112,7 @@ def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
 
 
 def _check(subject: Subject, found: Found, tell: Tell) -> None:
-    """Report and verification: where samples are looked for, and where they are known."""
+    """Report and two verifications: samples are sought in the first, and known in the second."""
     for i in range(2):
         tell("verifying", i / 2)
         losses = subject.losses()

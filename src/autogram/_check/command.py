@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Carries out a command, and returns the exit code.
 
     Args:
-        arguments: Those of the command line, unless they are given.
+        arguments: The arguments; those of the command line if ``None``.
     """
     given = _parser().parse_args(arguments)
     bar = Bar(None if given.quiet else sys.stderr)

@@ -1,4 +1,4 @@
-"""What a check has found, as text, and a bar that shows how far it is."""
+"""The findings of a check as text, and a bar that shows its progress."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _WIDTH = 24
 
 
 class Bar:
-    """Shows on a stream what is being done: a bar on a terminal, and else a line for each phase.
+    """Shows progress on a stream: a bar on a terminal, and else a line for each phase.
 
     Args:
-        stream: Where to, or ``None`` to show nothing.
+        stream: The stream, or ``None`` to show nothing.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -23,7 +23,7 @@ class Bar:
         self._is_terminal = stream is not None and stream.isatty()
 
     def show(self, phase: str, share: float) -> None:
-        """Shows that a part of a phase is done."""
+        """Shows that some share of a phase is done."""
         if self._stream is None:
             return
         if self._is_terminal:
@@ -43,7 +43,7 @@ class Bar:
 
 
 def text_of(found: Found) -> str:
-    """All that was found, in words."""
+    """The findings of a check, in words."""
     parts = []
     if found.shapes:
         shapes = " ".join(str(shape) for shape in found.shapes)

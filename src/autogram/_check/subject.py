@@ -1,4 +1,4 @@
-"""What is checked: the user's function, and the modules and losses that it returns."""
+"""The subject of a check: the user's function, and the modules and losses that it returns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FORMS = (
 
 
 class UsageError(Exception):
-    """The command cannot be carried out as it was given, or the user's code raised its cause."""
+    """The command is wrong, or the user's code has raised an error, which is the cause then."""
 
 
 def _asked(function: Callable[[], Any]) -> Any:
-    """What a user's function returns."""
+    """Calls a user's function. Its errors become :class:`UsageError`."""
     try:
         return function()
     except (AutogramError, UsageError):
@@ -88,12 +88,12 @@ class Subject:
     """Modules with an engine on them, and losses.
 
     Args:
-        function: The user's.
-        batch_dim: For the engine.
+        function: The user's function.
+        batch_dim: As for the engine.
 
     Attributes:
-        engine: On the modules.
-        modules: Those that the function returned.
+        engine: The engine on the modules.
+        modules: The modules that the function returned.
         is_repeatable: Whether losses can be computed anew.
 
     Raises:
@@ -109,7 +109,7 @@ class Subject:
             self._compute: Callable[[], Any] = losses
             self.engine = Engine(*self.modules, batch_dim=batch_dim)
             return
-        # The losses are from before there was an engine, so that no call in them was recorded.
+        # No call behind these losses was recorded, as there was no engine: the function runs again.
         del losses
         with _engine_at_first_call(type(self.modules[0]), batch_dim) as made:
             self.modules, self._losses = _both(_asked(function))
@@ -124,7 +124,7 @@ class Subject:
         """The losses, with a graph.
 
         Raises:
-            UsageError: They are none.
+            UsageError: The user's function returned something else.
         """
         losses = _asked(self._compute) if self._losses is None else self._losses
         parts = losses.values() if isinstance(losses, Mapping) else losses

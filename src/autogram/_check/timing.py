@@ -23,10 +23,10 @@ class Times:
 
     Attributes:
         what: ``"steps"``, or ``"backward passes"`` where the losses cannot be computed anew.
-        sgd: With the mean of the losses.
-        fused: With ``engine.backward``.
-        two_passes: With ``engine.compute_gramian`` and a backward pass.
-        count: How many of each.
+        sgd: A step of SGD on the mean of the losses.
+        fused: A step by ``engine.backward``, or ``None`` where losses cannot be computed anew.
+        two_passes: A step by ``engine.weights`` and a backward pass.
+        count: How many steps of each kind were timed.
     """
 
     what: str
@@ -42,12 +42,12 @@ def mean_weights(gramian: Tensor) -> Tensor:
 
 
 def time_steps(subject: Subject, seconds: float, tell: Callable[[float], None]) -> Times:
-    """Times the steps in turns, so that all see the same load.
+    """Times the kinds of steps in turns, so that all are measured under the same load.
 
     Args:
         subject: The modules and the losses.
-        seconds: After which no turn begins, once there are a few.
-        tell: Told which share of the time has passed.
+        seconds: How long to time. At least a few turns are made.
+        tell: A function that is called with the share of the time that has passed.
     """
     parameters = [p for module in subject.modules for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.0)

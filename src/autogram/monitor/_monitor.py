@@ -1,4 +1,4 @@
-"""The monitor: sees the Gramians that a weighting is given, and the weights that it returns."""
+"""The monitor: looks at the Gramians that a weighting is given, and at the weights it returns."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from autogram.monitor._numbers import Numbers, entropy_of, numbers_of, ratio
 class ConflictMonitor:
     """Turns Gramians into a few numbers: how much the objectives of a step conflict.
 
-    Around a weighting, a monitor is a weighting: it returns the same weights, and takes the numbers
-    of each ``every``-th Gramian. Without one, call :meth:`observe`. Numbers stay on the Gramian's
-    device until :meth:`latest`, :meth:`history` or :meth:`scalars` is called; nothing before waits
-    for the device.
+    A monitor with a weighting is a weighting itself: it returns the weights that its weighting
+    gives, and computes the numbers of each ``every``-th Gramian. Without a weighting, call
+    :meth:`observe`. Numbers stay on the Gramian's device until :meth:`latest`, :meth:`history`,
+    :meth:`noise_scale` or :meth:`scalars` is called; nothing waits for the device before that.
 
     Args:
-        weighting: What the monitor is around.
-        every: Of how many Gramians one is looked at; the first one is. Each look costs some forty
-            small operations on tensors no larger than the Gramian.
+        weighting: The weighting that the monitor calls, or ``None``.
+        every: The monitor looks at one of so many Gramians, and at the first. Each look costs some
+            fifty small operations on tensors no larger than the Gramian.
         length: How many looks are kept. Older ones are dropped.
 
     Raises:
@@ -60,7 +60,7 @@ class ConflictMonitor:
         self._looks: deque[Tensor] = deque(maxlen=length)
 
     def __call__(self, gramian: Tensor) -> Tensor:
-        """The weights that the weighting gives for a Gramian, ``(m, m)``, which is observed.
+        """The weights of the weighting for a Gramian ``(m, m)``, at which the monitor looks.
 
         Raises:
             UnsupportedError: There is no weighting.
@@ -77,11 +77,11 @@ class ConflictMonitor:
         return weights
 
     def observe(self, gramian: Tensor, weights: Tensor | None = None) -> None:
-        """Looks at a Gramian, if it is its turn.
+        """Looks at a Gramian, if it is one of each ``every``.
 
         Args:
             gramian: ``(m, m)``.
-            weights: The weights of the step, with m elements. Without, their entropy is not a
+            weights: The weights of the step, with m elements. Without weights, the entropy is not a
                 number.
 
         Raises:
@@ -91,7 +91,7 @@ class ConflictMonitor:
         self._keep(self._look(gramian), weights)
 
     def latest(self) -> Numbers:
-        """The numbers of the last look, for one wait for the device.
+        """The numbers of the last look. Waits for the device once.
 
         Raises:
             UnsupportedError: There was no look.
@@ -106,13 +106,13 @@ class ConflictMonitor:
         """The gradient noise scale, in samples, from the averages of noise and signal over looks.
 
         Args:
-            last: How many looks to average over, all that are kept if ``None``. Those that are not
+            last: How many looks to average over, all that are kept if ``None``. Looks that are not
                 finite do not count.
 
         Returns:
-            The ratio of the averages, which has less of a bias than the average of the ratios. It
-            is infinite where the signal drowns in noise, and not a number without a look. All
-            losses must have one scale: divide by a scaler's.
+            The ratio of the averages, which has a smaller bias than the average of the ratios. It
+            is infinite if the average of the signal is not positive, and not a number without a
+            look. All losses must have the same scale.
 
         References:
             McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.
@@ -124,7 +124,7 @@ class ConflictMonitor:
         return ratio(sum(x.noise for x in found), sum(x.signal for x in found))
 
     def scalars(self, prefix: str = "conflict/") -> dict[str, float]:
-        """The last look for a logger: each number by its name, and the noise scale of all looks.
+        """The numbers of the last look by name, for a logger, and the noise scale of all looks.
 
         Example:
             >>> monitor = ConflictMonitor()
@@ -142,7 +142,7 @@ class ConflictMonitor:
         self._looks.clear()
 
     def _look(self, gramian: Tensor) -> Tensor | None:
-        """The numbers of a Gramian without the entropy, or ``None`` if it is not its turn."""
+        """The numbers of a Gramian without the entropy, or ``None`` if the Gramian is skipped."""
         if gramian.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "A monitor is called while a CUDA graph is captured, and does not see replays. "
@@ -163,7 +163,7 @@ class ConflictMonitor:
         if numbers is None:
             return
         entropy = numbers.new_full((), nan)
-        if isinstance(weights, Tensor):  # what else a weighting may return, the engine refuses
+        if isinstance(weights, Tensor):  # the engine refuses anything else
             entropy = entropy_of(weights.detach()).to(numbers)
         self._steps.append(self._seen - 1)
         self._looks.append(torch.cat([numbers, entropy.unsqueeze(0)]))

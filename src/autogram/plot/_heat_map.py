@@ -16,7 +16,7 @@ from autogram.monitor import cosines
 
 
 def new_axes() -> Axes:
-    """Axes in a figure of their own, which no window and no global state knows of."""
+    """Axes in a new figure, which has no window and is not part of pyplot's state."""
     return Figure(figsize=(6, 5), layout="constrained").add_subplot()
 
 
@@ -30,9 +30,9 @@ def plot_cosines(
 
     Args:
         gramian: ``(m, m)``, on any device.
-        sort: The class of each objective, m integers or strings: objectives are sorted by it, and
-            classes are marked at the axes. ``"cluster"`` brings objectives with like gradients
-            together. ``None`` leaves the order.
+        sort: The class of each objective, m integers or strings: objectives are sorted by class,
+            and classes are marked at the axes. ``"cluster"`` brings objectives with similar
+            gradients together. ``None`` leaves the order.
         axes: Where to draw; a new figure if ``None``.
 
     Returns:
@@ -90,7 +90,7 @@ def _mark(axes: Axes, classes: Sequence[object]) -> None:
 
 
 def by_cluster(gramian: Tensor) -> list[int]:
-    """An order of the objectives in which those with like gradients are neighbours.
+    """An order of the objectives in which objectives with similar gradients are neighbours.
 
     Objectives are ordered by the angle in the plane of the two leading eigenvectors of the cosines,
     cut at the largest gap: a spectral order, which needs no number of clusters.

@@ -31,10 +31,10 @@ def plot_history(
     *,
     axes: Axes | None = None,
 ) -> Axes:
-    """Numbers of a monitor over the steps of training; the cosines unless others are named.
+    """Numbers of a monitor over the steps of training, by default the mean and smallest cosine.
 
     Args:
-        monitor: The monitor, or what its ``history()`` returned.
+        monitor: The monitor, or the result of its ``history()``.
         names: Attributes of :class:`autogram.monitor.Numbers`.
         axes: Where to draw; a new figure if ``None``.
 
