@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from demo.control import compare as compare_tasks
+from demo.control import make_note as make_note_on_tasks
+from demo.control import make_table as make_table_of_tasks
 from demo.digits import Images, load_images, make_classifier
 from demo.picture import save_courses, save_picture
 from demo.probe import Look, Probe
@@ -23,8 +26,12 @@ from demo.training import (
 from examples.physics import compare
 
 BATCH_SIZE = 32
-LEARNING_RATE = 0.2  # both trainings converge with it; at 0.5, Jacobian descent diverges
-N_EPOCHS = 15
+LEARNING_RATE = 0.2
+LARGE_LEARNING_RATE = 0.4  # the best for SGD among 0.05, 0.1, 0.2, 0.4; at 0.8 it diverges
+CONTROL_RATES = (0.05, 0.1, 0.15, 0.2)
+CONTROL_SEEDS = (0, 1, 2)
+N_CONTROL_EPOCHS = 30
+N_EPOCHS = 10
 N_EPOCHS_SHORT = 2
 LARGE_BATCH_SIZE = 256
 N_LARGE_STEPS = 6
@@ -40,7 +47,11 @@ def main() -> None:
     training_images, test_images = load_images(arguments.seed)
     model = make_classifier(arguments.seed)
     probe = Probe(model, training_images, test_images)
-    trainings = (GradientDescent(model, LEARNING_RATE), JacobianDescent(model, LEARNING_RATE))
+    trainings = (
+        GradientDescent(model, LEARNING_RATE),
+        GradientDescent(model, LARGE_LEARNING_RATE),
+        JacobianDescent(model, LEARNING_RATE),
+    )
 
     epochs = make_batches(len(training_images), arguments.epochs, arguments.seed)
     with make_progress(console) as progress:
@@ -50,11 +61,24 @@ def main() -> None:
     console.print(make_notes(len(probe.samples), arguments.epochs), style="dim")
     if arguments.epochs > N_EPOCHS_SHORT:
         console.print(make_table_of_steps(take_large_steps(model, training_images, console)))
-    names = [training.name for training in trainings]
+    names = [training.title for training in trainings]
     save_picture(arguments.output, names, looks, epoch=max(1, arguments.epochs // 5))
     console.print(f"The picture is in {arguments.output}", soft_wrap=True)
     if arguments.epochs > N_EPOCHS_SHORT:
+        take_control(console)
         solve_equation(arguments.output.with_stem(f"{arguments.output.stem}_physics"), console)
+
+
+def take_control(console: Console) -> None:
+    """Two tasks that conflict: SGD with its rate tuned, and Jacobian descent, over some seeds."""
+    count = len(CONTROL_RATES) + 2 * len(CONTROL_SEEDS)
+    with make_progress(console, unit="trainings") as progress:
+        task = progress.add_task("classes and drawings", total=count)
+        found = compare_tasks(
+            CONTROL_RATES, CONTROL_SEEDS, N_CONTROL_EPOCHS, lambda: progress.advance(task)
+        )
+    console.print(make_table_of_tasks(*found))
+    console.print(make_note_on_tasks(*found[1:]), style="dim")
 
 
 def solve_equation(output: Path, console: Console) -> None:
@@ -144,13 +168,13 @@ def take_large_steps(model: nn.Module, images: Images, console: Console) -> list
     return trainings
 
 
-def make_progress(console: Console) -> Progress:
-    """A progress bar that counts steps."""
+def make_progress(console: Console, unit: str = "steps") -> Progress:
+    """A progress bar that counts steps, or what the unit says."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps"),
+        TextColumn(unit),
         TimeRemainingColumn(),
         console=console,
     )

@@ -11,30 +11,31 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from demo.digits import N_CLASSES
 from demo.probe import N_PER_CLASS, Look
 
-COLORS = ("#4d4d4d", "#d95f02")
+COLORS = ("#4d4d4d", "#a6a6a6", "#d95f02")
 
 
 def save_picture(
     path: Path, names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: int
 ) -> None:
-    """Draw the loss and the conflicts over the epochs, and the cosine Gramians after one of them.
+    """Draw the loss and the conflicts over the epochs, and two cosine Gramians after one of them.
 
     Args:
         path: Where to save; its folder is made.
         names: What each training is called.
         looks: For each training, one look before the first epoch and one after every epoch.
-        epoch: Whose Gramians to draw.
+        epoch: After which to draw Gramians, those of the first and of the last training.
     """
     figure = Figure(figsize=(15, 5.2), layout="constrained")
-    grid = figure.add_gridspec(2, 1 + len(names), width_ratios=(0.8,) + len(names) * (1,))
+    grid = figure.add_gridspec(2, 3, width_ratios=(0.8, 1, 1))
     loss_axes = figure.add_subplot(grid[0, 0])
     draw_losses(loss_axes, names, looks)
     draw_conflicts(figure.add_subplot(grid[1, 0], sharex=loss_axes), names, looks)
 
-    gramian_axes = [figure.add_subplot(grid[:, 1 + i]) for i in range(len(names))]
-    for axes, name, own_looks in zip(gramian_axes, names, looks, strict=True):
+    gramian_axes = [figure.add_subplot(grid[:, 1 + i]) for i in range(2)]
+    ends = (names[0], names[-1]), (looks[0], looks[-1])
+    for axes, name, own_looks in zip(gramian_axes, *ends, strict=True):
         image = draw_cosines(axes, own_looks[epoch])
-        axes.set_title(f"{name}, cosine Gramian after epoch {epoch}", fontsize=11)
+        axes.set_title(f"{name}, epoch {epoch}", fontsize=11)
     gramian_axes[0].set_ylabel("class of sample i")
     bar = figure.colorbar(image, ax=gramian_axes, shrink=0.85, pad=0.02)
     bar.set_label("cosine of the gradients of samples i and j")
@@ -49,7 +50,7 @@ def draw_losses(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]
         axes.semilogy([look.loss for look in own_looks], label=name, color=color, linewidth=2)
     axes.set_title("Mean training loss", fontsize=11)
     axes.grid(which="major", alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def draw_conflicts(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:

@@ -52,9 +52,15 @@ class Training(ABC):
     name: ClassVar[str]
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
         self.model = deepcopy(model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=learning_rate)
         self.steps: list[Step] = []
+
+    @property
+    def title(self) -> str:
+        """The name, with the learning rate."""
+        return f"{self.name}, rate {self.learning_rate:g}"
 
     def step(self, images: Images) -> None:
         """Descend once on a batch, and keep how that went."""
@@ -81,15 +87,27 @@ class GradientDescent(Training):
         return Backward(torch.full_like(losses, 1 / len(losses)))
 
 
+def as_long_as_the_mean(weights: Tensor, gramian: Tensor) -> Tensor:
+    """Weights, scaled so that the step is as long as one along the mean gradient."""
+    return weights * (gramian.mean() / (weights @ gramian @ weights)).clamp(min=0).sqrt()
+
+
 class JacobianDescent(Training):
-    """Jacobian descent: a mix of the samples' gradients that conflicts with none of them."""
+    """Jacobian descent: a mix of the samples' gradients that conflicts with none of them.
+
+    Its steps are as long as those along the mean gradient, so that rates can be compared.
+    """
 
     name = "Jacobian descent"
 
     def __init__(self, model: nn.Module, learning_rate: float) -> None:
         super().__init__(model, learning_rate)
         self.engine = Engine(self.model, batch_dim=0)
-        self.weighting = UPGrad()
+        self.projection = UPGrad()
+
+    def weighting(self, gramian: Tensor) -> Tensor:
+        """The weights of the losses, by their Gramian."""
+        return as_long_as_the_mean(self.projection(gramian), gramian)
 
     @override
     def backward(self, losses: Tensor) -> Backward:
