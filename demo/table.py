@@ -57,9 +57,9 @@ def make_notes(n_samples: int, n_epochs: int) -> str:
         f"(1) Pairs of different samples whose gradients have a negative inner product, among "
         f"{n_samples} training images, ten of each class; the mean of {n_epochs} looks, one after "
         f"each epoch.\n"
-        "(2) The mean loss has weights 1/m, which add up to 1. UPGrad's are scaled so that its steps"
-        " are as long as those along the mean gradient. Where one network can learn all samples, as "
-        "here, there is little to win by the direction; where tasks compete, see below.\n"
+        "(2) The mean loss has weights 1/m, which add up to 1. UPGrad's are scaled: its steps are as "
+        "long as those along the mean gradient. Where one network can learn all samples, as here, "
+        "there is little to win by the direction; where tasks compete, see below.\n"
         "(3) UPGrad solves one quadratic program per sample, all of them together. Every "
         "aggregator has its own price here; the rest of the step is the engine's."
     )
