@@ -178,7 +178,7 @@ class Hooked:
             weights: ``(M,)``, in the order of the Gramian.
 
         Returns:
-            The part, in the form of the losses that this rank gave: ``losses.backward(own)`` is the
+            The part, in the form of the losses that this rank gave. ``losses.backward(own)`` is the
             backward pass of a step in two passes.
 
         Raises:

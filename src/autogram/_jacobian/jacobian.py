@@ -85,7 +85,7 @@ class Jacobian:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the results: that of the parameters, and at least float32."""
+        """The dtype of the results, which is that of the parameters, and at least float32."""
         found = [columns.dtype for part in self._parts.each for columns in part.columns.values()]
         dtypes = [dtype for dtype in found if dtype is not None]
         losses = [part.objectives.losses.dtype for part in self._parts.each]
