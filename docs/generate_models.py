@@ -35,7 +35,7 @@ def without_errors(text: str) -> str:
 
 
 def _cells(finding: Finding) -> list[str]:
-    """What is said of a model."""
+    """The cells of the table for a model."""
     return [
         f"`{finding.model}`",
         _counts(finding.rules),

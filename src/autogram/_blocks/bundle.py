@@ -36,7 +36,7 @@ class Bundles:
         """Takes in the columns of parameters that a call has read, those of a weight first.
 
         Returns:
-            What is to be contracted now: columns that are not tiny, alone or those of weight and
+            The bundles to contract now: columns that are not tiny, alone or those of weight and
             bias of one layer together, and bundles that are full.
         """
         blocks = [columns.single for columns in found]

@@ -40,16 +40,16 @@ def wrapper_now() -> Any:
 
 
 def note_wrapper(recording: Recording, wrapper: Any) -> None:
-    """Notes what runs a recorded forward pass, and whether it will exchange the gradients.
+    """Notes a wrapper that runs a recorded forward pass, and whether it will exchange gradients.
 
-    It will not inside of its ``no_sync``, nor in a group of one process.
+    It will not inside of the wrapper's ``no_sync``, nor in a group of one process.
     """
     will_exchange = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
     recording.wrappers[weakref.ref(wrapper)] = will_exchange
 
 
 def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, bool]:
-    """What has run the forward passes behind some losses, and whether it exchanges gradients."""
+    """The wrappers that ran the forward passes behind some losses, and whether each exchanges."""
     found: dict[Any, bool] = {}
     for node in nodes_behind(losses):
         own = [x.recording for x in shown_by(node) if x.recording.channel is channel]
@@ -63,8 +63,8 @@ def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, bool]:
 def is_exchanged(channel: Channel, losses: Tensor) -> bool:
     """Whether DistributedDataParallel exchanges gradients in an ordinary pass of some losses.
 
-    Where parameters are read and no use is recorded, as in a model that was compiled as a whole, it
-    cannot be known, and is assumed.
+    Where parameters are read and no use is recorded, as in a model that another backend has
+    compiled, this cannot be known, and the result is true.
     """
     if channel.before_pass is not None:
         return True
@@ -77,7 +77,7 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
 
 
 def refuse_gradients(call: str) -> None:
-    """Refuses a call that writes gradients which are to be exchanged.
+    """Refuses a call that writes gradients of this process, where gradients are exchanged.
 
     Raises:
         UnsupportedError: Always.
@@ -95,13 +95,13 @@ def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) ->
     """Refuses modules whose parameters are spread over processes or devices.
 
     Args:
-        modules: Those of an engine.
-        with_others: Whether the engine works with those of other processes, so that parameters may
-            be sharded by `fully_shard`.
+        modules: The modules of an engine.
+        with_others: Whether the engine works with engines of other processes, so that parameters
+            may be sharded by `fully_shard`.
 
     Raises:
-        UnsupportedError: By FullyShardedDataParallel, `fully_shard`, tensor parallelism, or
-            DataParallel on several devices.
+        UnsupportedError: Parameters are spread by FullyShardedDataParallel, `fully_shard`, tensor
+            parallelism, or DataParallel on several devices.
     """
     modules = list(modules)
     for module in modules:
@@ -135,14 +135,15 @@ def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) ->
 
 
 def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) -> None:
-    """Refuses to pass through what takes any pass for the ordinary one.
+    """Refuses losses where a pass of an engine would be taken for the ordinary backward pass.
 
-    Without a group of processes, nothing is looked at.
+    Without a group of processes, nothing is checked.
 
     Raises:
         UnsupportedError: The modules are sharded by now. Or between the losses and a use there is a
-            part that is fully sharded, or one of DistributedDataParallel with a static graph, in
-            its first step. Or there are no uses, and parameters that are sharded.
+            part that is fully sharded, a DistributedDataParallel with a static graph in its first
+            step, or an exchange of tensors between processes. Or there are no uses, and parameters
+            are sharded.
     """
     if not _is_distributed():
         return
@@ -173,7 +174,7 @@ def _refuse_exchange(node: Any) -> None:
     """Refuses a node that exchanges tensors with other processes in its backward pass.
 
     Raises:
-        UnsupportedError: It does, as `SyncBatchNorm` or a collective of `torch.distributed.nn`.
+        UnsupportedError: The node is of `SyncBatchNorm`, or a collective of `torch.distributed.nn`.
     """
     function = getattr(type(node), "_forward_cls", None)
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
@@ -193,7 +194,7 @@ def _is_distributed() -> bool:
 
 
 def _refusal(found: str) -> UnsupportedError:
-    """What to do where parameters are sharded."""
+    """The error for sharded parameters, with what to do instead."""
     return UnsupportedError(
         f"{found} (`FullyShardedDataParallel`, `fully_shard` or tensor parallelism): each process "
         "has a part of the parameters, or all of them for a moment. Of these, `fully_shard` works "

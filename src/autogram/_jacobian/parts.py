@@ -55,7 +55,7 @@ class Part:
 
         Args:
             function: Gives ``(k, b)`` for a parameter and its columns, or ``None`` for zeros.
-            dtype: That of the result.
+            dtype: The dtype of the result.
         """
         losses = self.objectives.losses
         shape = self.objectives.per_sample, self.objectives.samples

@@ -104,10 +104,10 @@ class Sketching:
     """Adds up the projections of all parameters, whose columns a pass gives one after the other.
 
     Args:
-        channel: That of the engine.
+        channel: The channel of the engine.
         dimensions: d.
         seed: As for the sketch.
-        projections: Those of earlier calls.
+        projections: The projections of earlier calls.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class Call:
 
     Attributes:
         module: The module.
-        name: Its qualified name.
-        index: The number of its calls before this one.
+        name: The qualified name of the module.
+        index: The number of captured calls of the module before this one.
     """
 
     def __init__(self, module: nn.Module, name: str, index: int) -> None:

@@ -24,10 +24,10 @@ class Switch:
     has the place among the hooks of the module that it had at first.
 
     Args:
-        function: What is called, with the signature of its kind.
+        function: The function, with the signature of its kind.
         module: The module.
-        kind: When it is called.
-        with_kwargs: Whether it is given keyword arguments.
+        kind: When the function is called.
+        with_kwargs: Whether the function is given keyword arguments.
     """
 
     def __init__(

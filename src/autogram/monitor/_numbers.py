@@ -13,8 +13,8 @@ from torch import Tensor
 class Numbers:
     """One Gramian, and the weights that it led to, in a few numbers.
 
-    What is not defined is NaN: everything about pairs for a single objective, and everything for a
-    Gramian that is not finite.
+    Numbers that are not defined are NaN: those of pairs for a single objective, and all numbers of
+    a Gramian that is not finite.
 
     Attributes:
         conflicting: Share of the pairs of objectives whose gradients have a negative inner product.

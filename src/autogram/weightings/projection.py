@@ -70,7 +70,7 @@ class Projector:
             nothing is checked, nothing is remembered, and nothing waits for the device.
 
     Attributes:
-        certificate: That of the last call; ``None`` with a fixed number of iterations.
+        certificate: The certificate of the last call; ``None`` with a fixed number of iterations.
 
     Raises:
         InvalidOptionError: An argument is negative, or not positive where it must be.

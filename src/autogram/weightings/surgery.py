@@ -67,7 +67,7 @@ class GradVac:
 
     Args:
         beta: The part of a new cosine in the moving average, from 0 to 1.
-        eps: What is added to denominators.
+        eps: A number that is added to denominators.
 
     Raises:
         InvalidOptionError: ``beta`` is not in [0, 1], or ``eps`` is negative.

@@ -63,7 +63,7 @@ class Kernels(Hardware):
 
         Args:
             positions: Multiply-adds for each element of the rows.
-            dtype: That of the factors.
+            dtype: The dtype of the factors.
         """
         del positions, dtype
         return True

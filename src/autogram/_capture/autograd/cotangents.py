@@ -45,7 +45,7 @@ def visit(
     """Shows a receiver the cotangent of every use, and computes no gradient of a parameter.
 
     Args:
-        channel: That of the taps.
+        channel: The channel of the taps.
         losses: The tensor that is differentiated.
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.

@@ -16,10 +16,10 @@ def entry(
     """An input for a call of a compiled graph, which leads from its node to engines' anchors.
 
     Args:
-        calls: What each of the engines is shown of the call.
-        like: The input that the call has where no engine sees it.
-        anchors: Those of the engines.
-        saved: Tensors to keep for them.
+        calls: For each engine, the object that it is shown of the call.
+        like: The input that the call has where no engine sees the call.
+        anchors: The anchors of the engines.
+        saved: Tensors to keep for the engines.
     """
     given: Tensor = _Entry.apply(calls, like, saved, *anchors)  # type: ignore[no-untyped-call]  # as typed in torch
     return given
@@ -31,7 +31,7 @@ def is_compiled(node: Any) -> bool:
 
 
 def entry_of(node: Any) -> Any | None:
-    """The node that leads from a call of a compiled graph to engines, if any sees the call."""
+    """The node that leads from a call of a compiled graph to engines, or ``None``."""
     if not is_compiled(node):
         return None
     for following, _ in reversed(node.next_functions):
@@ -41,7 +41,7 @@ def entry_of(node: Any) -> Any | None:
 
 
 def calls_of(node: Any) -> Sequence[Any]:
-    """What engines are shown at a node, if it is a call of a compiled graph."""
+    """The objects that engines are shown at a node, if it is a call of a compiled graph."""
     found = entry_of(node)
     return () if found is None else found.calls
 
@@ -50,7 +50,7 @@ _NAME = "CompiledFunctionBackward"  # of the nodes that AOTAutograd makes
 
 
 class _Entry(torch.autograd.Function):
-    """Gives no gradient: that it is there lets autograd pass through the call."""
+    """Has no gradient. Because of this node, passes to the anchors go through the compiled call."""
 
     @staticmethod
     def forward(

@@ -156,9 +156,9 @@ class Session(threading.local):
             recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
 
     def recorder_of(self, parameters: Iterable[Tensor]) -> Recorder | None:
-        """The recorder for a compiled call that reads some parameters, if any is the engine's.
+        """The recorder for a compiled call that reads some parameters of the engine, or ``None``.
 
-        That of the recording that is open, or one for this call alone.
+        It is the recorder of the recording that is open, or a recorder for this call alone.
         """
         if self.is_off or self._recorder is not None:
             return self.open_recorder
@@ -172,7 +172,7 @@ class Session(threading.local):
 
     @property
     def open_recorder(self) -> Recorder | None:
-        """That of the recording that is open in this thread, if one is."""
+        """The recorder of the recording that is open in this thread, or ``None``."""
         return None if self.is_off else self._recorder
 
     def _was_abandoned(self, module: nn.Module) -> bool:
@@ -207,7 +207,7 @@ def recorders_of(parameters: Collection[Tensor]) -> list[Recorder]:
 
 
 def open_recorders() -> list[Recorder]:
-    """Those of all recordings that are open in this thread."""
+    """The recorders of all recordings that are open in this thread."""
     found = [session.open_recorder for session in list(_SESSIONS)]
     return [recorder for recorder in found if recorder is not None]
 
