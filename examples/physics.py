@@ -23,11 +23,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
 from examples.problem import is_short
+from examples.showing import print_table, save
 
 INTERIOR, EDGE = 400, 80
 EDGE_WEIGHT = 10.0
@@ -157,8 +159,26 @@ def compare(steps: int) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+def main(*, steps: int) -> None:
+    """Prints how far both come, and draws it."""
+    courses = compare(steps)
+    end = courses["Gauss-Newton"][-1][0]
+    rows = []
+    for name, course in courses.items():
+        at_end = [error for seconds, error in course if seconds <= end] or [course[0][1]]
+        seconds, error = course[-1]
+        rows.append((name, f"{at_end[-1]:.1e}", f"{seconds:.1f}", f"{error:.1e}"))
+    print_table(("method", f"error after {end:.1f} s", "seconds in all", "error at the end"), rows)
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, course in courses.items():
+        axes.semilogy(*zip(*course, strict=True), label=name)
+    axes.set(xlabel="seconds", ylabel="relative error of the solution")
+    axes.grid(alpha=0.4)
+    axes.legend()
+    save(figure, "physics")
+
+
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
-    for name, course in compare(steps=3 if is_short(__doc__) else 40).items():
-        seconds, error = course[-1]
-        print(f"{name}: relative error {error:.1e} after {seconds:.1f} s")
+    main(steps=3 if is_short(__doc__) else 40)

@@ -21,6 +21,7 @@ from torchjd.aggregation import GradDrop, TrimmedMean
 
 from autogram import Engine, Jacobian
 from examples.problem import draw, is_short, make_model
+from examples.showing import print_table
 
 
 def aggregate_by_parameter(
@@ -87,6 +88,10 @@ def by_weights(engine: Engine, model: nn.Module, losses: Tensor) -> None:
 
 if __name__ == "__main__":
     steps = 20 if is_short(__doc__) else 500
-    print(f"GradDrop, by parameter:    mean loss {train(by_rows(GradDrop()), steps):.3f}")
-    print(f"TrimmedMean, by parameter: mean loss {train(by_rows(TrimmedMean(2)), steps):.3f}")
-    print(f"ConFIG, from the Gramian:  mean loss {train(by_weights, steps):.3f}")
+    cases = {
+        ("GradDrop", "rows, by parameter"): by_rows(GradDrop()),
+        ("TrimmedMean", "rows, by parameter"): by_rows(TrimmedMean(2)),
+        ("ConFIG", "the Gramian"): by_weights,
+    }
+    rows = [(*names, f"{train(step_of, steps):.3f}") for names, step_of in cases.items()]
+    print_table(("aggregator", "is given", "mean loss"), rows)

@@ -16,6 +16,7 @@ from torchjd.aggregation import MoDoWeighting, SDMGradWeighting
 
 from autogram import Engine
 from examples.problem import draw, is_short
+from examples.showing import print_table
 
 TASKS = 3
 
@@ -62,7 +63,9 @@ def train(weighting: Callable[[Tensor], Tensor], steps: int) -> tuple[Tensor, Te
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    steps = 30 if is_short(__doc__) else 1000
+    steps, rows = 30 if is_short(__doc__) else 1000, []
     for weighting in (MoDoWeighting(), SDMGradWeighting()):
-        before, after = ([round(x, 3) for x in some.tolist()] for some in train(weighting, steps))
-        print(f"{type(weighting).__name__:16} losses from {before} to {after}")
+        before, after = train(weighting, steps)
+        pairs = zip(before.tolist(), after.tolist(), strict=True)
+        rows.append((type(weighting).__name__, *(f"{x:.3f} to {y:.3f}" for x, y in pairs)))
+    print_table(("weights", "distance", "product", "wave"), rows)

@@ -44,7 +44,7 @@ def test_rows_to_the_end(
     monkeypatch.setattr("sys.argv", ["rows"])
     runpy.run_path(str(FOLDER / "rows.py"), run_name="__main__")
     drop, trimmed, config = (
-        float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()
+        float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]
     )
     assert 0 < trimmed < 1
     assert 0 < drop < 0.6
