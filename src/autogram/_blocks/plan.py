@@ -62,8 +62,8 @@ class Plan:
             pairs = [(p, q) for p in first for q in second]
             return reduce(torch.add, [self._of_pair(p, q, kernels) for p, q in pairs])
         if self.kind == "norms" and self.pieces > 1:
-            return torch.cat([self._diagonal(part, kernels) for part in self._cut(first)], 1)
-        return self._diagonal(first, kernels)
+            return torch.cat([self._of_sum(part, kernels) for part in self._cut(first)], 1)
+        return self._of_sum(first, kernels)
 
     def _by_rows(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products from explicit rows, of one piece after the other."""
@@ -88,7 +88,7 @@ class Plan:
                 found.append(products.view(total.shape[:2] + other.shape[:2]))
         return torch.cat(found, 1) if self.kind == "norms" else reduce(torch.add, found)
 
-    def _diagonal(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
+    def _of_sum(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products of the sum of some blocks with itself: each pair of two counts twice."""
         products: list[Tensor] = []
         for i, first in enumerate(blocks):
