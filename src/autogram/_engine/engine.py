@@ -50,14 +50,16 @@ class Engine(Hooked):
             a custom autograd Function, a gradient that is differentiated again, a forward pass from
             before the engine was made. ``"rows"`` computes their rows by vector-Jacobian products,
             exactly, and warns once; ``"error"`` refuses them.
-        distributed: Processes whose objectives make one Gramian, and who make each call together:
-            ``True`` for all, or a `ProcessGroup` or a `DeviceMesh`.
+        distributed: The processes whose objectives have one Gramian, and which make each call
+            together: ``True`` for all, or a `ProcessGroup` or a `DeviceMesh`. By default, this
+            process alone.
 
     Raises:
         InvalidModulesError: No module is given, an argument is not one, or one is inside another.
         InvalidBatchDimError: ``batch_dim`` is neither a dimension, nor ``None``, nor ``"auto"``.
         InvalidOptionError: ``verify`` or ``unseen`` is none of its values.
-        UnsupportedError: Parameters are spread over processes, as by `fully_shard`.
+        UnsupportedError: Parameters are spread over processes, but for `fully_shard` with
+            ``distributed``.
 
     Example:
         >>> import torch
@@ -213,7 +215,7 @@ class Engine(Hooked):
             InvalidOperandError: The weights have another shape, or the weighting is no function of
                 a Gramian: it is an aggregator, a weighting of rows, or a tensor.
             InvalidOptionError: ``scaler`` is none.
-            UnsupportedError: `DistributedDataParallel` would exchange the gradients.
+            UnsupportedError: Without ``distributed``, gradients would be exchanged.
             MemoryLimitError: Memory ran out twice, or once after a part of the graph was freed.
             AutogramError: As for :meth:`compute_gramian`.
 
