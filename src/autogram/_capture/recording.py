@@ -34,6 +34,8 @@ class Channel:
         by_element: Uses, by their number and their function, whose samples once had no places along
             any dimension. The owners of these uses are sought element by element.
         told: The warnings that the user was given, each of which is given once.
+        listener: Is shown the columns of each parameter as soon as they are complete, if not
+            ``None``.
         before_pass: Is called before each pass that is inside of no other, if passes communicate
             with other processes.
     """
@@ -50,6 +52,7 @@ class Channel:
         self._lock = threading.RLock()  # several threads may record
         self.by_element: set[tuple[int, str]] = set()
         self.told: set[str] = set()
+        self.listener: Any = None
         self.before_pass: Callable[[], None] | None = None
 
     def begin(self) -> Recording:

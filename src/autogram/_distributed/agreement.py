@@ -1,13 +1,19 @@
-"""Agreement: what all ranks know before they exchange data, and errors that all of them raise."""
+"""Agreement: what all ranks know before they exchange data, and errors that all of them raise.
+
+A chorus is for passes that gather parameters from all ranks, of which all make equally many.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from autogram._distributed.group import Group
 from autogram._distributed.share import Share
 from autogram._errors import RankError, listed
 
+_DONE, _PASS, _FAILED = range(3)
+_UNKNOWN = (-2, -2)
 _MOST = 64  # steps of different shapes that are remembered
 
 Digests = tuple[tuple[int, ...], ...]
@@ -55,6 +61,35 @@ class Agreement:
             del self._known[next(iter(self._known))]
         return found
 
+    def foreseen(self, own: Share | None, error: BaseException | None) -> list[Share] | None:
+        """What each rank is going to have, if all of them foresee it, and had it together before.
+
+        Args:
+            own: What this rank foresees, or ``None`` if it knows nothing.
+            error: Why it has failed.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        self.calls += 1
+        digest = (-1, -1) if error is not None else _UNKNOWN if own is None else own.digest
+        digests = tuple(tuple(found) for found in self._group.gather_numbers(*digest))
+        if (-1, -1) in digests:
+            self._raise(error)
+        return self._known.get(digests)
+
+    def holds(self, is_right: bool, error: BaseException | None) -> bool:
+        """Whether all ranks had what they have foreseen.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        self.calls += 1
+        found = self._group.gather_numbers(2 if error is not None else int(is_right))
+        if [2] in found:
+            self._raise(error)
+        return [0] not in found
+
     def confirm(self, error: BaseException | None = None) -> None:
         """Waits until all ranks have come here.
 
@@ -78,6 +113,67 @@ class Agreement:
             f"ranks; the next one works. Rank {ranks[0]} says: {said}",
             ranks=ranks,
         ) from error
+
+
+class Chorus:
+    """Lets ranks vote before each pass, until all of them are done.
+
+    How many passes a rank makes depends on what it knows: where the samples lie, whether a check
+    is due. A rank that is done goes along with the passes of others.
+
+    Args:
+        group: The ranks.
+        agreement: Raises errors of one rank on all.
+    """
+
+    def __init__(self, group: Group, agreement: Agreement) -> None:
+        self._group = group
+        self._agreement = agreement
+        self._is_open = False
+        self.passes = 0
+        """How many passes this rank has gone along with."""
+
+    def before_pass(self) -> None:
+        """Waits until all ranks are ready for a pass.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        if self._is_open:
+            self._vote(_PASS)
+
+    @contextmanager
+    def call(self, go_along: Callable[[], None]) -> Iterator[None]:
+        """One call of an engine, on all ranks.
+
+        Args:
+            go_along: Makes a pass whose result nobody needs.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        if self._is_open:
+            yield
+            return
+        self._is_open = True
+        try:
+            yield
+            while self._vote(_DONE):
+                self.passes += 1
+                go_along()
+        except RankError:
+            raise
+        except Exception as error:
+            self._vote(_FAILED, error)
+        finally:
+            self._is_open = False
+
+    def _vote(self, vote: int, error: Exception | None = None) -> bool:
+        """Whether some rank makes a pass now."""
+        votes = [vote for (vote,) in self._group.gather_numbers(vote)]
+        if _FAILED in votes:
+            self._agreement.confirm(error)
+        return _PASS in votes
 
 
 def _compare(shares: Sequence[Share]) -> None:

@@ -15,6 +15,11 @@ from autogram._distributed.share import Data, Share, cut, flat, shaped
 
 _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
 
+_UNDER_WAY = 2  # buckets that are exchanged while another is formed
+
+# In the place of an error, where what was sent is not what there is.
+_VOID = RuntimeError("void")
+
 Places = dict[tuple[int, int | None], tuple[int, int, torch.dtype]]
 """Where tensors begin in a buffer, with their elements and dtype.
 
@@ -27,23 +32,32 @@ class Exchange:
 
     Args:
         group: The group.
-        data: What this rank has.
         shares: What each rank has.
+        plan: How it is exchanged.
         device: Where results are put together.
 
     Attributes:
+        shares: What each rank has.
+        is_confirmed: Whether all ranks know that none of them has failed.
         error: The first error.
         sent: How many bytes this rank has sent, by the way.
+        early: How many buckets have left before all columns were there.
     """
 
     def __init__(
-        self, group: Group, data: Data, shares: Sequence[Share], device: torch.device
+        self, group: Group, shares: Sequence[Share], plan: Plan, device: torch.device
     ) -> None:
         self._group = group
-        self._data = data
-        self._shares = shares
+        self._own = shares[group.rank]
+        self._plan = plan
+        self._buckets = list(plan.buckets[::-1])  # those that are not under way, the next one last
+        self._pending: list[Callable[[], None]] = []
+        self._columns: dict[str, list[tuple[int, Columns]]] = {}
+        self.shares = shares
         self._device = device
         self.error: Exception | None = None
+        self.early = 0
+        self.is_confirmed = False
         self.sent: dict[str, int] = {"rows": 0, "gathered": 0, "ring": 0}
         starts = [0]
         for share in shares:
@@ -54,24 +68,57 @@ class Exchange:
             dtype = torch.promote_types(dtype, share.dtype)
         self._total = torch.zeros(starts[-1], starts[-1], dtype=dtype, device=device)
 
-    def __call__(self, plan: Plan) -> Tensor:
-        """The Gramian of all ranks' objectives ``(M, M)``, rank after rank, the same on all."""
-        before: Callable[[], None] | None = None
-        for bucket in plan.buckets:  # a bucket is contracted while the next one is under way
-            following = self.begin(bucket)
-            if before is not None:
-                before()
-            before = following
-        if before is not None:
-            before()
-        own = {name: None for _, packet in plan.packets for name in packet.names}
-        self._attempt(self._add_own, list(own))
-        for way, packet in plan.packets:
+    def take(self, name: str, found: list[tuple[int, Columns]]) -> None:
+        """Takes the columns of a parameter, and begins to exchange the buckets that are complete.
+
+        All ranks send the buckets in one order. One is contracted while the next are under way.
+        """
+        self._columns[name] = found
+        while self._buckets and all(self._has(part.name) for part in self._buckets[-1]):
+            self._send()
+            self.early += 1
+
+    def __call__(self, data: Data | None) -> Tensor:
+        """The Gramian of all ranks' objectives ``(M, M)``, rank after rank, the same on all.
+
+        Args:
+            data: What this rank has, or ``None`` if it has failed or what was sent is wrong.
+        """
+        if data is None and self.error is None:
+            self.error = _VOID
+        if data is not None:
+            self._columns = {name: list(data.columns(name)) for name in self._plan.ways}
+        while self._buckets:
+            self._send()
+        while self._pending:
+            self._pending.pop(0)()
+        own = {name: None for _, packet in self._plan.packets for name in packet.names}
+        self._attempt(self._add_own, data, list(own))
+        for way, packet in self._plan.packets:
             if way == "gathered":
-                self._gather(packet)
+                self._gather(packet, data)
             else:
-                self._pass_on(packet)
+                self._pass_on(packet, data)
         return self.finish()
+
+    def fits(self, share: Share) -> bool:
+        """Whether this rank has what the exchange is for."""
+        return share.digest == self._own.digest
+
+    @property
+    def failure(self) -> Exception | None:
+        """What has failed on this rank."""
+        return None if self.error is _VOID else self.error
+
+    def _has(self, name: str) -> bool:
+        """Whether all that this rank has of a parameter is there."""
+        return name in self._columns or name not in self._own.pieces
+
+    def _send(self) -> None:
+        """Begins to exchange the next bucket, and contracts what has arrived since."""
+        self._pending.append(self.begin(self._buckets.pop()))
+        while len(self._pending) > _UNDER_WAY:
+            self._pending.pop(0)()
 
     def finish(self) -> Tensor:
         """Adds up what the ranks have computed."""
@@ -91,13 +138,13 @@ class Exchange:
 
     def begin(self, bucket: Sequence[Slice]) -> Callable[[], None]:
         """Begins to exchange rows, and returns what contracts them when they have arrived."""
-        world, share = self._group.size, self._data.share
+        world, share = self._group.size, self._own
         step = -(-sum(part.elements for part in bucket) // world)
         sent = self._attempt(self._rows, bucket, step)
         if sent is None:
             sent = self._total.new_zeros(world * share.m * step)
         received = sent.new_empty(self.starts[-1] * step)
-        sizes = [of.m * step for of in self._shares]
+        sizes = [of.m * step for of in self.shares]
         work = self._group.exchange(sent, received, sizes)
         self.sent["rows"] += share.m * step * (world - 1) * sent.element_size()
 
@@ -110,11 +157,11 @@ class Exchange:
 
     def _rows(self, bucket: Sequence[Slice], step: int) -> Tensor:
         """Rows of this rank, slice after slice for each rank, flattened."""
-        world, share = self._group.size, self._data.share
+        world, share = self._group.size, self._own
         local = self._total.new_zeros(share.m, step * world)
         at = 0
         for part in bucket:
-            for number, columns in self._data.columns(part.name):
+            for number, columns in self._columns.get(part.name, ()):
                 rows = columns.slice(part.start, part.stop).flatten(0, 1)
                 places = share.places[number].to(self._device)
                 local[places, at : at + part.elements] = rows.to(local)
@@ -127,25 +174,25 @@ class Exchange:
 
     # Factors
 
-    def _gather(self, packet: Packet) -> None:
+    def _gather(self, packet: Packet, data: Data | None) -> None:
         """Gives the factors of all ranks to all."""
-        needs = [_needs(share, packet) for share in self._shares]
+        needs = [_needs(share, packet) for share in self.shares]
         width = max(size for _, size in needs)
-        own = self._attempt(self._packed, packet, width)
+        own = self._attempt(self._packed, data, packet, width)
         if own is None:
             own = torch.zeros(width, dtype=torch.uint8, device=self._device)
-        found = [torch.empty_like(own) for _ in self._shares]
+        found = [torch.empty_like(own) for _ in self.shares]
         self._group.gather(own, found).wait()
         self.sent["gathered"] += width * (self._group.size - 1)
         for rank, buffer in enumerate(found):
             if rank != self._group.rank:
-                self._attempt(self._contract, packet, rank, buffer, 0.5)
+                self._attempt(self._contract, data, packet, rank, buffer, 0.5)
 
-    def _pass_on(self, packet: Packet) -> None:
+    def _pass_on(self, packet: Packet, data: Data | None) -> None:
         """Gives the factors of this rank to half of the others: each pair meets once."""
         world, rank = self._group.size, self._group.rank
-        sizes = [_needs(share, packet)[1] for share in self._shares]
-        own = self._attempt(self._packed, packet, sizes[rank])
+        sizes = [_needs(share, packet)[1] for share in self.shares]
+        own = self._attempt(self._packed, data, packet, sizes[rank])
         if own is None:
             own = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
         waiting: tuple[int, Tensor] | None = None
@@ -158,43 +205,46 @@ class Exchange:
             works = self._group.shift(own if gives else None, to, buffer, source)
             self.sent["ring"] += len(own) if gives else 0
             if waiting is not None:  # while the next is under way
-                self._attempt(self._contract, packet, *waiting, 1.0)
+                self._attempt(self._contract, data, packet, *waiting, 1.0)
             for work in works:
                 work.wait()
             waiting = None if buffer is None else (source, buffer)
         if waiting is not None:
-            self._attempt(self._contract, packet, *waiting, 1.0)
+            self._attempt(self._contract, data, packet, *waiting, 1.0)
 
-    def _packed(self, packet: Packet, size: int) -> Tensor:
+    def _packed(self, data: Data, packet: Packet, size: int) -> Tensor:
         """The factors of this rank, one behind the other."""
         buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        places, _ = _needs(self._data.share, packet)
+        places, _ = _needs(data.share, packet)
         for name in packet.names:
-            for piece in self._data.share.pieces.get(name, ()):
-                samples = packet.samples(self._data.share.sizes[piece.part][1])
+            for piece in data.share.pieces.get(name, ()):
+                samples = packet.samples(data.share.sizes[piece.part][1])
                 for operand in piece.operands:
                     start, count, dtype = places[operand.slot, operand.sample]
-                    found = flat(self._data.tensors[operand.slot], operand, samples)
+                    found = flat(data.tensors[operand.slot], operand, samples)
                     view = buffer[start : start + count * dtype.itemsize].view(dtype)
                     view.copy_(found)
         return buffer
 
-    def _contract(self, packet: Packet, rank: int, buffer: Tensor, weight: float) -> None:
+    def _contract(
+        self, data: Data, packet: Packet, rank: int, buffer: Tensor, weight: float
+    ) -> None:
         """Adds the products of this rank's rows with those of another.
 
         Args:
+            data: What this rank has.
             packet: What has arrived.
             rank: From whom.
             buffer: The factors.
             weight: What to multiply by, where the other rank adds the same.
         """
-        share, own = self._shares[rank], self._data.share
+        share, own = self.shares[rank], data.share
         places, _ = _needs(share, packet)
         before, start = self.starts[self._group.rank], self.starts[rank]
         for name in packet.names:
-            for number, columns in self._data.columns(name):
+            for number, columns in data.columns(name):
                 first = (own.places[number] + before).to(self._device)
-                others = self._arrived(packet, name, rank, columns, buffer, places)
+                others = self._arrived(data, packet, name, rank, columns, buffer, places)
                 for part, other in others.items():
                     samples = packet.samples(share.sizes[part][1])
                     among = share.places[part].view(share.sizes[part])
@@ -208,11 +258,18 @@ class Exchange:
                     self._total[second.unsqueeze(1), first] += product.mT
 
     def _arrived(
-        self, packet: Packet, name: str, rank: int, like: Columns, buffer: Tensor, places: Places
+        self,
+        data: Data,
+        packet: Packet,
+        name: str,
+        rank: int,
+        like: Columns,
+        buffer: Tensor,
+        places: Places,
     ) -> dict[int, Columns]:
         """The columns of a parameter of another rank, by part."""
-        share = self._shares[rank]
-        device = self._data.device_of(name)
+        share = self.shares[rank]
+        device = data.device_of(name)
         found: dict[int, list[Factors]] = {}
         for piece in share.pieces.get(name, ()):
             samples = packet.samples(share.sizes[piece.part][1])
@@ -225,10 +282,10 @@ class Exchange:
             found.setdefault(piece.part, []).append(factors)
         return {part: Columns.of(like.parameter, like.kernels, x) for part, x in found.items()}
 
-    def _add_own(self, names: Sequence[str]) -> None:
+    def _add_own(self, data: Data, names: Sequence[str]) -> None:
         """Adds the products of this rank's rows with one another, for some parameters."""
-        jacobian, first = self._data.jacobian, self.starts[self._group.rank]
-        parameters = [self._data.parameters[name] for name in names]
+        jacobian, first = data.jacobian, self.starts[self._group.rank]
+        parameters = [data.parameters[name] for name in names]
         product = jacobian._parts.products(jacobian._parts, parameters, jacobian.dtype)
         last = first + len(product)
         self._total[first:last, first:last] += product.to(self._total)

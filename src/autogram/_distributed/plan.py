@@ -20,7 +20,7 @@ from autogram._distributed.share import Piece, Share, cut
 Way = Literal["rows", "gathered", "ring"]
 
 # Elements at once, of which many are on the way while others are contracted.
-_BUCKET = 2**23
+_BUCKET = 2**22
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def _buckets(
             bucket.append(Slice(name, start, stop, (stop - start) * step))
             taken += (stop - start) * step
             start = stop
-    return [*buckets, tuple(bucket)] if bucket else buckets
+    # In the order in which backward passes complete them, more or less.
+    return [*buckets, tuple(bucket)][::-1] if bucket else buckets[::-1]
 
 
 def _packets(names: Sequence[str], shares: Sequence[Share], limit: int) -> list[Packet]:

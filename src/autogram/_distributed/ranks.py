@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from autogram._arguments import Weighting, weights_by
 from autogram._capture import Channel, Pass, Shards, exact
-from autogram._distributed.agreement import Agreement
-from autogram._distributed.chorus import Chorus
+from autogram._distributed.agreement import Agreement, Chorus
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.group import Given, Group, Link
+from autogram._distributed.overlap import Foresight, Overlap
 from autogram._distributed.plan import Plan, Way, make_plan
-from autogram._distributed.share import Share, describe
+from autogram._distributed.share import Data, Share, describe
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
@@ -42,6 +42,8 @@ class Ranks:
         plan: That of the last step.
         form: Brings weights into the form of the losses of the last Gramian.
         sent: How many bytes this rank has sent in the last step, by the way.
+        repeated: How many steps were exchanged again, as a rank had something else than foreseen.
+        early: How many buckets of rows have left before the pass of the last step had ended.
     """
 
     def __init__(self, given: Given) -> None:
@@ -54,6 +56,10 @@ class Ranks:
         self.plan: Plan | None = None
         self.sent: dict[str, int] = {}
         self.form: Callable[[Tensor], Any] | None = None
+        self.early = 0
+        self.repeated = 0
+        self._overlap: Overlap | None = None
+        self._foresight = Foresight()
         self._shares: Sequence[Share] = ()
         self._plans: dict[int, tuple[Sequence[Share], Plan]] = {}
 
@@ -77,7 +83,8 @@ class Ranks:
             RankError: A rank has failed, or the ranks have different parameters.
         """
         exchange, total = self._exchanged(compute)
-        self.agreement.confirm(exchange.error)
+        if not exchange.is_confirmed:
+            self.agreement.confirm(exchange.failure)
         return total
 
     def weights(
@@ -89,7 +96,7 @@ class Ranks:
             RankError: A rank has failed, or the ranks have different parameters.
         """
         exchange, gramian = self._exchanged(compute)
-        error, weights = exchange.error, torch.empty_like(gramian[:, :0].sum(1))
+        error, weights = exchange.failure, torch.empty_like(gramian[:, :0].sum(1))
         if self.group.rank == 0 and error is None:
             try:
                 weights = self._weights_by(weighting, gramian)
@@ -134,27 +141,69 @@ class Ranks:
             )
         return weights.to(gramian)
 
+    @contextmanager
+    def listening(self, channel: Channel, kind: str) -> Iterator[None]:
+        """Lets rows leave while a pass goes on, whose Jacobian is the next to be exchanged.
+
+        Args:
+            channel: That of the engine.
+            kind: What the pass is for.
+        """
+        if self.shards:  # passes gather parameters meanwhile
+            yield
+            return
+        known = self.agreement, self._foresight, channel, kind
+        channel.listener = self._overlap = Overlap(*known, self._start)
+        try:
+            yield
+        except RankError:
+            self._overlap = None
+            raise
+        finally:
+            channel.listener = None
+
+    def _start(self, shares: Sequence[Share], device: torch.device) -> Exchange:
+        """Begins to exchange what the ranks have."""
+        with exact(device):
+            self.plan = self._plan_of(shares, device)
+            return Exchange(self.group, shares, self.plan, device)
+
     def _exchanged(self, compute: Callable[[], Jacobian]) -> tuple[Exchange, Tensor]:
         """What the ranks have computed together, before they know whether one of them failed."""
-        data, error = None, None
+        data: Data | None = None
+        error: Exception | None = None
+        device = torch.device("cpu")
         try:
             jacobian = compute()
-            with exact(jacobian.device):
+            device = jacobian.device
+            with exact(device):
                 data = describe(jacobian)
         except RankError:
             raise  # by all ranks
         except Exception as raised:
             error = raised
+        overlap, self._overlap = self._overlap, None
+        if overlap is not None:
+            overlap.end(error, device)
+            if (exchange := overlap.exchange) is not None:
+                with exact(device):
+                    found = overlap.finish(data, error)
+                if found is not None:
+                    return self._noted(exchange), found
+                self.repeated += 1
         shares = self.agreement.shares(None if data is None else data.share, error)
         assert data is not None
-        self._shares = shares
-        device = data.jacobian.device
+        if overlap is not None:
+            self._foresight.learn(overlap.key, data.share)
+        exchange = self._start(shares, device)
         with exact(device):
-            plan = self.plan = self._plan_of(shares, device)
-            exchange = Exchange(self.group, data, shares, device)
-            total = exchange(plan)
-        self.sent = exchange.sent
-        return exchange, total
+            total = exchange(data)
+        return self._noted(exchange), total
+
+    def _noted(self, exchange: Exchange) -> Exchange:
+        """The exchange of a step, of which some numbers are kept."""
+        self._shares, self.sent, self.early = exchange.shares, exchange.sent, exchange.early
+        return exchange
 
     def _plan_of(self, shares: Sequence[Share], device: torch.device) -> Plan:
         """The plan for some shares, found once."""

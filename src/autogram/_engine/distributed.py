@@ -46,9 +46,11 @@ def backward_of_ranks(
     engine: Engine, losses: Losses, weighting: Weighting, scaler: Any, *, retain_graph: bool
 ) -> tuple[Any, Tensor]:
     """``engine.backward``: the sum over the ranks is added to ``.grad``."""
+    ranks = engine._ranks
+    assert ranks is not None
     step = engine._step("engine.backward", "rows")
     try:
-        with step.passing(losses):
+        with ranks.listening(engine._channel, "step"), step.passing(losses):
             refuse_scaler(scaler)
             check_weighting(weighting)
             total = engine._checked(losses)
@@ -59,8 +61,7 @@ def backward_of_ranks(
     except Exception as error:
         step.error = error
     gramian, weights = step.finish(weighting)
-    assert engine._ranks is not None
-    _note_form(engine, engine._ranks, losses)
+    _note_form(engine, ranks, losses)
     return shaped(weights, losses, engine._batch_dim), gramian
 
 
@@ -68,7 +69,11 @@ def _jacobian(engine: Engine, ranks: Ranks, losses: Losses) -> Jacobian:
     """The Jacobian of the losses of this rank."""
     channel = engine._channel
     wrappers = Wrappers(ranks.group)
-    with together(ranks, channel, losses), wrappers.passing(channel, parts_of(losses)):
+    with (
+        ranks.listening(channel, "Gramian"),
+        together(ranks, channel, losses),
+        wrappers.passing(channel, parts_of(losses)),
+    ):
         return engine.jacobian(losses)
 
 

@@ -144,7 +144,7 @@ class Assembly:
                 self._account(tracked).expected += 1
         self._is_complete = not run.survey.may_hide_taps
         run.unseen.clear()
-        for listener in (run.check, run.summary, run.sink):
+        for listener in (run.check, run.summary, run.sink, run.channel.listener):
             if listener is not None:
                 listener.restart(run.objectives)
         if run.arena is not None:
@@ -284,6 +284,8 @@ class Assembly:
                 parts[columns] = retried(self._limit, see, parameter, columns, are_kept=are_kept)
             if run.sink is not None:
                 retried(self._limit, run.sink.take, parameter, columns)
+            if run.form is not None and run.channel.listener is not None:
+                run.channel.listener.take(parameter, columns)
         if run.is_summed:
             for bundle in self._bundles.add(*[columns for _, columns in complete]):
                 part = parts.get(bundle[0]) if len(bundle) == 1 else None

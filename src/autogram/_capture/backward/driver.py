@@ -162,6 +162,8 @@ class Driver:
                 )
         else:
             check = self._schedule.next(survey, must=must_verify)
+        if self._channel.listener is not None:
+            self._channel.listener.begin(survey.key, losses.device)
         return Run(
             self._channel,
             self._devices,

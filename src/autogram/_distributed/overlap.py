@@ -1,0 +1,121 @@
+"""Overlap: rows leave bucket by bucket while the backward pass goes on.
+
+A rank that has seen the same graph before foresees what it will have. Where all ranks do, the plan
+is known before the pass. If a rank turns out to have something else, all of them exchange again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Columns
+from autogram._capture import Channel
+from autogram._distributed.agreement import Agreement
+from autogram._distributed.exchange import Exchange
+from autogram._distributed.share import Data, Share
+
+_MOST = 64  # graphs that are remembered
+_ERRORS = 3  # after which a graph does not tell
+
+
+class Foresight:
+    """What this rank had behind the graphs that it has seen."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, tuple[Share, int]] = {}
+
+    def of(self, key: Hashable) -> Share | None:
+        """What this rank will have, or ``None`` if nobody knows."""
+        share, errors = self._shares.get(key, (None, 0))
+        return share if errors < _ERRORS else None
+
+    def learn(self, key: Hashable, share: Share) -> None:
+        """Notes what this rank had. What differs from time to time is not foreseen any more."""
+        known, errors = self._shares.pop(key, (share, 0))
+        self._shares[key] = share, errors + (known.digest != share.digest)
+        if len(self._shares) > _MOST:
+            del self._shares[next(iter(self._shares))]
+
+
+class Overlap:
+    """A listener to one pass, which sends what is complete.
+
+    Args:
+        agreement: Of the ranks.
+        foresight: Of this rank.
+        channel: That of the engine.
+        kind: What the pass is for, as what is kept depends on it.
+        start: Makes the exchange of some shares, for tensors on a device.
+
+    Attributes:
+        key: That of the graph, once it is known.
+        exchange: The exchange that goes on, if all ranks have foreseen what they have.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        foresight: Foresight,
+        channel: Channel,
+        kind: str,
+        start: Callable[[Sequence[Share], torch.device], Exchange],
+    ) -> None:
+        self._agreement = agreement
+        self._foresight = foresight
+        self._channel = channel
+        self._kind = kind
+        self._start = start
+        self._has_begun = False
+        self._passes = 0
+        self._names: Mapping[Tensor, str] = {}
+        self.key: Hashable = None
+        self.exchange: Exchange | None = None
+
+    def begin(self, key: Hashable, device: torch.device) -> None:
+        """Asks the other ranks what they foresee, before the pass."""
+        if self._has_begun:  # a second attempt, with less memory
+            self._passes += 1
+            return
+        self.key = self._kind, key
+        self._ask(self._foresight.of(self.key), None, device)
+
+    def end(self, error: BaseException | None, device: torch.device) -> None:
+        """Asks the other ranks if that has not happened, as there was no pass on this one."""
+        if not self._has_begun:
+            self.key = self._kind, None
+            self._ask(self._foresight.of(self.key), error, device)
+
+    def _ask(self, own: Share | None, error: BaseException | None, device: torch.device) -> None:
+        self._has_begun = True
+        shares = self._agreement.foreseen(own, error)
+        if shares is not None:
+            self._names = self._channel.parameters()
+            self.exchange = self._start(shares, device)
+
+    def restart(self, objectives: object) -> None:
+        """Notes that a pass begins."""
+        del objectives
+        self._passes += 1
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Takes the columns of a parameter, which are complete."""
+        name = self._names.get(parameter)
+        if self.exchange is not None and self._passes == 1 and name is not None:
+            self.exchange.take(name, [(0, columns)] if columns.dtype is not None else [])
+
+    def finish(self, data: Data | None, error: BaseException | None) -> Tensor | None:
+        """The Gramian of all ranks, or ``None`` if they did not have what they have foreseen.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        exchange = self.exchange
+        assert exchange is not None
+        is_right = data is not None and self._passes <= 1 and exchange.fits(data.share)
+        total = exchange(data if is_right else None)
+        failure = error if error is not None else exchange.failure
+        exchange.is_confirmed = self._agreement.holds(is_right, failure)
+        return total if exchange.is_confirmed else None
