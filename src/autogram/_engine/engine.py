@@ -64,6 +64,7 @@ class Engine(Hooked):
     Example:
         >>> import torch
         >>> from torch import nn
+        >>> from autogram import Engine
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         >>> engine = Engine(model)
         >>> losses = model(torch.randn(5, 3)).square().squeeze(1)
@@ -270,6 +271,7 @@ class Engine(Hooked):
         Example:
             >>> import torch
             >>> from torch import nn
+            >>> from autogram import Engine
             >>> model = nn.Linear(3, 1)
             >>> engine = Engine(model)
             >>> with engine.accumulate(lambda gramian: gramian.diagonal().rsqrt()) as batch:

@@ -165,6 +165,7 @@ class Hooked:
 
         Example:
             >>> from torch import nn
+            >>> from autogram import Engine
             >>> model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
             >>> engine = Engine(model)
             >>> engine.hooks.deactivate(module=model[0])  # J is of `1.weight` and `1.bias` now

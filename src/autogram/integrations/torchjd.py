@@ -29,7 +29,7 @@ class BatchedProjector(DualConeProjector):
         >>> from autogram.integrations.torchjd import BatchedProjector
         >>> aggregator = UPGrad(projector=BatchedProjector())
         >>> aggregator(torch.tensor([[1.0, 0.0], [-1.0, 1.0]]))
-        tensor([0.2500, 0.7500])
+        tensor([0.2499, 0.7500])
     """
 
     def __init__(

@@ -127,9 +127,11 @@ class ConflictMonitor:
         """The numbers of the last look by name, for a logger, and the noise scale of all looks.
 
         Example:
+            >>> import torch
+            >>> from autogram.monitor import ConflictMonitor
             >>> monitor = ConflictMonitor()
             >>> monitor.observe(torch.eye(3))
-            >>> monitor.scalars()["conflict/effective_rank"]
+            >>> round(monitor.scalars()["conflict/effective_rank"], 3)
             3.0
         """
         scalars = {**vars(self.latest()), "noise_scale": self.noise_scale()}
