@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,7 +70,8 @@ def pretend_to_be_started_by_torchrun(rank: int) -> None:
     os.environ.update({"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
 
-def in_lightning(rank: int, *, each: int) -> None:
+def in_lightning(rank: int, *, each: int, folder: Path) -> None:
+    del folder
     import lightning
     from torch.utils.data import DataLoader
 
@@ -106,7 +108,8 @@ def in_lightning(rank: int, *, each: int) -> None:
     assert_same_parameters(net.layers, expected(each))
 
 
-def in_accelerate(rank: int, *, each: int) -> None:
+def in_accelerate(rank: int, *, each: int, folder: Path) -> None:
+    del folder
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
 
@@ -160,18 +163,21 @@ def in_transformers(rank: int, *, each: int, folder: Path) -> None:
     assert_same_parameters(model, expected(each))
 
 
-def scenarios(folder: Path) -> Mapping[str, Scenario]:
-    found: dict[str, Scenario] = {}
-    for each in (1, 2):
-        found[f"lightning {each}"] = partial(in_lightning, each=each)
-        found[f"accelerate {each}"] = partial(in_accelerate, each=each)
-        found[f"transformers {each}"] = partial(in_transformers, each=each, folder=folder)
-    return found
+TRAINERS = {
+    "lightning": in_lightning,
+    "accelerate": in_accelerate,
+    "transformers": in_transformers,
+}
 
 
-def test_steps_of_two_processes(tmp_path: Path) -> None:
-    """With and without accumulation, by each trainer."""
-    said = run_in_two_processes(partial(scenarios, tmp_path), tmp_path)
-    assert len(said) == 6
-    for name, problems in said.items():
-        assert problems == ["", ""], f"{name}: {' '.join(problems)}"
+def scenarios(name: str, folder: Path) -> Mapping[str, Scenario]:
+    """With and without accumulation."""
+    return {str(each): partial(TRAINERS[name], each=each, folder=folder) for each in (1, 2)}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_steps_of_two_processes(name: str, tmp_path: Path) -> None:
+    said = run_in_two_processes(partial(scenarios, name, tmp_path), tmp_path)
+    assert len(said) == 2
+    for each, problems in said.items():
+        assert problems == ["", ""], f"{each} batches to a step: {' '.join(problems)}"
