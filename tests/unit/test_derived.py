@@ -1,12 +1,14 @@
 """Tensors computed from parameters alone: casts, views, lookups, parametrizations, and edits."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from autogram import Engine
+from autogram import Engine, UnsupportedError
 from tests.unit.checks import (
     COUPLED,
     PER_SAMPLE,
@@ -16,6 +18,7 @@ from tests.unit.checks import (
     Objectives,
     assert_gramian_is_exact,
 )
+from tests.unit.engines import assert_exact
 from tests.unit.networks import Call, call
 
 OBJECTIVES = [PER_SAMPLE, SEVERAL, SECOND, COUPLED]
@@ -755,3 +758,26 @@ def test_constant_that_requires_a_gradient(is_detached: bool) -> None:
     make_model = lambda: WrappedConstant(is_detached)  # noqa: E731
     assert_gramian_is_exact(make_model, torch.randn(3, 4), objectives=objectives)
     assert_gramian_is_exact(make_model, torch.randn(5, 4), objectives=objectives)
+
+
+def to_channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
+def into_a_buffer(model: nn.Module) -> None:
+    buffer = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(buffer, model.parameters())
+
+
+@pytest.mark.parametrize("move", [to_channels_last, into_a_buffer])
+def test_a_parameter_that_is_moved_behind_the_forward_pass(move: Callable) -> None:
+    """What is known of its elements is where they were, and is of no use any more."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Flatten())
+    engine = Engine(model, verify="never")
+    x = torch.randn(3, 2, 4, 4)
+    losses = model(x).square().sum(1)
+    move(model)
+    for product in (engine.compute_gramian, engine.jacobian):
+        with pytest.raises(UnsupportedError, match="weight` was moved in memory after the forward"):
+            product(losses)
+    assert_exact(engine, model(x).square().sum(1), model)

@@ -330,3 +330,28 @@ def test_training_follows_the_two_passes() -> None:
             optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close_to_reference(ours.detach(), theirs.detach())
+
+
+def test_optimizers_in_the_backward_pass() -> None:
+    """A hook that takes the step of a parameter disturbs no other, inside of J or beside it."""
+    model = Surrounded()
+    twin = copy.deepcopy(model)
+    engine = Engine(model.trunk)
+    x, weights = torch.randn(3, 3), torch.tensor([0.3, -1.0, 2.0])
+
+    def take_step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(take_step)
+    for _ in range(3):
+        engine.backward(PER_SAMPLE.of(model(x)), lambda _: weights)
+        PER_SAMPLE.of(twin(x)).backward(weights)
+        for parameter in twin.parameters():
+            if parameter.grad is not None:
+                take_step(parameter)
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close_to_reference(found.detach(), expected.detach())

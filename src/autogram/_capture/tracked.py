@@ -33,13 +33,20 @@ class Tracked:
     """The version of the tensor for which ``region`` holds."""
     edge: GradientEdge | None = field(default=None, repr=False)
     """Where the autograd graph of the tensor starts. Set at its first use, if it has no region."""
+    place: Region | None = None
+    """All elements of the source, where they were when the region was found."""
 
     @classmethod
     def of(
-        cls, tensor: Tensor, sources: tuple[Tensor, ...], region: Region | None = None
+        cls,
+        tensor: Tensor,
+        sources: tuple[Tensor, ...],
+        region: Region | None = None,
+        place: Region | None = None,
     ) -> Tracked:
         """A tensor as it is now. Without a region, its blocks are pulled back."""
-        return cls(sources, region, tuple(tensor.shape), tensor.dtype, tensor._version)
+        shape, dtype, version = tuple(tensor.shape), tensor.dtype, tensor._version
+        return cls(sources, region, shape, dtype, version, place=place)
 
     @property
     def block_region(self) -> Region:
@@ -60,7 +67,7 @@ Status = Tracked | Batched | None  # the last for a constant
 def track_parameter(parameter: Tensor) -> Tracked:
     """The status of a parameter: all elements of itself."""
     region = Region.of_parameter(parameter)
-    return Tracked((parameter,), region, region.shape, parameter.dtype, parameter._version)
+    return Tracked.of(parameter, (parameter,), region, region)
 
 
 def track_derived(
@@ -71,16 +78,16 @@ def track_derived(
     A cast has the elements of its origin, in another dtype or on another device.
     """
     sources = tuple({id(p): p for origin in origins for p in origin.sources}.values())
-    region = None
+    region = place = None
     if is_cast and len(origins) == 1:
-        region = origins[0].region
+        region, place = origins[0].region, origins[0].place
     elif isinstance(base, Tracked) and base.region is not None and derived._base is not None:
-        region = _region_of_view(derived, derived._base, base.region)
+        region, place = _region_of_view(derived, derived._base, base.region), base.place
     if derived.is_complex():
         region = None  # counted in complex numbers, where the parameter has real ones
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
-    return Tracked.of(derived, sources, region)
+    return Tracked.of(derived, sources, region, place)
 
 
 def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:

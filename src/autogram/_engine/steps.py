@@ -121,26 +121,34 @@ class Step:
         """
         if self._ranks is not None:
             gramian, weights = self._finish_with_others(self._ranks, weighting)
-        else:
-            jacobian = Jacobian(self._parts, self._names, self._limit)
-            gramian = jacobian.gramian() if gramian is None else gramian
-            weights = weights_by(weighting, gramian)
-            jacobian.accumulate_grad(weights)
+            self._differentiate_rest(weights)
+            return gramian, weights
+        jacobian = Jacobian(self._parts, self._names, self._limit)
+        gramian = jacobian.gramian() if gramian is None else gramian
+        weights = weights_by(weighting, gramian)
+        gradients = jacobian._gradients_of(weights)
+        # A hook on a parameter may take a step of it, which neither factors nor graph would bear.
+        self._differentiate_rest(weights)
+        jacobian._add(gradients)
+        return gramian, weights
+
+    def _differentiate_rest(self, weights: Tensor) -> None:
+        """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
         sizes = [part.m for part in self._parts]
         self._parts.clear()
         for i, part in enumerate(weights.flatten().split(sizes)):
-            if i in self._rest:
-                losses, outside, retain_graph = self._rest.pop(i)
-                outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
-                cotangent = part.reshape(losses.shape).to(losses)
-                if self._wrappers is not None and (leaves := self._wrappers.among(outside)):
-                    outside = [leaf for leaf in outside if not self._wrappers.has(leaf)]
-                    scaled = cotangent * self._wrappers.size
-                    must_retain = retain_graph or bool(outside)
-                    torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
-                if outside:
-                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
-        return gramian, weights
+            if i not in self._rest:
+                continue
+            losses, outside, retain_graph = self._rest.pop(i)
+            outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
+            cotangent = part.reshape(losses.shape).to(losses)
+            if self._wrappers is not None and (leaves := self._wrappers.among(outside)):
+                outside = [leaf for leaf in outside if not self._wrappers.has(leaf)]
+                scaled = cotangent * self._wrappers.size
+                must_retain = retain_graph or bool(outside)
+                torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
+            if outside:
+                torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
 
     def _finish_with_others(self, ranks: Ranks, weighting: Weighting) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""

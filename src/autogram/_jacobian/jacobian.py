@@ -190,6 +190,10 @@ class Jacobian:
         """
         if self._is_exchanged:
             refuse_gradients("accumulate_grad")
+        self._add(self._gradients_of(w))
+
+    def _gradients_of(self, w: Tensor) -> dict[Tensor, Tensor]:
+        """What :meth:`accumulate_grad` adds, from the last parameter to the first."""
         if running_pass() is not None:
             raise UnsupportedError(
                 "Gradients are to be added to `.grad` inside of a backward pass of an engine, by a "
@@ -197,13 +201,17 @@ class Jacobian:
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
         with self._exact():
-            gradients = self._gradients(self._parts.weights_of(w))
+            return self._gradients(self._parts.weights_of(w))
+
+    def _add(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Adds gradients to ``.grad``, and lets go of each."""
+        with exact(self.device):
             while gradients:
                 add_to_grad(*gradients.popitem())
 
     @retried_with_less
     def _gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """What to add to the parameters' gradients, from the last parameter to the first."""
+        """What :meth:`_gradients_of` gives, for weights by part."""
         return {
             parameter: torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
             for parameter, total in self._parts.weighted_sums(weights)

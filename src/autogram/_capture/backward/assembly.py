@@ -30,7 +30,7 @@ from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use, pull_back
-from autogram._errors import NotConnectedError
+from autogram._errors import NotConnectedError, UnsupportedError
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
@@ -229,6 +229,7 @@ class Assembly:
         if account is None:
             if isinstance(owner, Tracked) and owner.region is not None:
                 account = self._accounts[owner] = self._account(owner.sources[0])
+                self._check_place(owner)
                 return account
             if isinstance(owner, Tracked):
                 region, device = Region.contiguous(owner.shape), owner.sources[0].device
@@ -239,6 +240,16 @@ class Assembly:
             columns = Columns(region, self._run.devices.on(device))
             account = self._accounts[owner] = _Account(owner, columns)
         return account
+
+    def _check_place(self, owner: Tracked) -> None:
+        """Refuses a region of a parameter that was moved: it tells where the elements were."""
+        (parameter,) = owner.sources
+        if owner.place not in (None, Region.of_parameter(parameter)):
+            name = self._run.channel.parameters([parameter]).get(parameter)
+            raise UnsupportedError(
+                f"`{name}` was moved in memory after the forward pass, into another memory format "
+                "or a buffer. Compute the losses again, with the parameter where it is now."
+            )
 
     def _count(self, account: _Account, complete: Complete) -> None:
         """Counts an arrival, and finishes the account if no other is expected."""
