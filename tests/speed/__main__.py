@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import compiled
 from .against import compare_trees, make_table_of_trees
 from .breakdown import PHASES, profile_gramian, time_phases
 from .gpu import __main__ as gpu
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.gpu:
         gpu.main(["--device", "cuda"])
+        return
+    if options.compiled:
+        print(f"{describe_machine()}\n")
+        compiled.print_table(models, options.launches, options.rounds, options.threads)
         return
     if options.weightings:
         print(f"{describe_machine()}\n")
@@ -117,6 +122,9 @@ def explain(model: str) -> str:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.speed", description=__doc__)
+    parser.add_argument(
+        "--compiled", action="store_true", help="measure compiled models, over compiled SGD"
+    )
     parser.add_argument(
         "--model", action="append", choices=WORKLOADS, help="one to measure; all if not given"
     )

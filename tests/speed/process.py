@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .measure import Timing, Visit, count_repeats, time_steps
-from .training import BASELINE, ENGINES, Trainer
+from .training import Trainer, make_trainer
 from .workloads import WORKLOADS
 
 # Planning, lazy initialisations, and verification of the first calls. That of the 16th is past, and
@@ -116,8 +116,7 @@ def _serve(connection: Connection, workload: str, engine: str, threads: int | No
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        make_engine = None if engine == BASELINE else ENGINES[engine]
-        trainer = Trainer(WORKLOADS[workload], make_engine)
+        trainer = make_trainer(WORKLOADS[workload], engine)
         _time(trainer, _WARM_UP)
         while True:
             repeats = connection.recv()

@@ -37,6 +37,13 @@ def test_benchmark_prints_a_table_and_writes_its_results(
     assert line["outcomes"]["autogram"]["error"] < 1e-10
 
 
+def test_compiled_models_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One round on the smallest model."""
+    main(["--compiled", "--model", "mlp", "--launches", "1", "--rounds", "1"])
+    times, firsts = capsys.readouterr().out.strip().splitlines()[-1:-8:-4]
+    assert times.count(" s, ") == firsts.count(" to ") + 1 == 5
+
+
 def test_weightings_and_whole_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     """Each weighting has a time, but those that need another package."""
     main(["--weightings", "--largest", "16"])

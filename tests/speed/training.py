@@ -54,13 +54,36 @@ def constant_weights(gramian: Tensor) -> Tensor:
     return gramian.new_full((len(gramian),), 1 / len(gramian))
 
 
+COMPILED = "compiled "  # in front of the names of trainers whose model is compiled
+
+
+def make_trainer(workload: Workload, name: str) -> "Trainer":
+    """The trainer of a name: that of an engine or of the baseline, perhaps with `COMPILED`."""
+    own = name.removeprefix(COMPILED)
+    make_engine = None if own == BASELINE else ENGINES[own]
+    backend = None
+    if own != name:
+        backend = "inductor" if make_engine is None else "autogram"
+    return Trainer(workload, make_engine, backend)
+
+
 class Trainer:
     """A model on one batch, trained by gradient descent, or by Jacobian descent with an engine.
 
     Every trainer has a model of its own, as engines leave hooks on theirs.
+
+    Args:
+        workload: What is trained.
+        make_engine: Makes the engine, if there is one.
+        backend: What compiles the model, if anything does.
     """
 
-    def __init__(self, workload: Workload, make_engine: EngineFactory | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        make_engine: EngineFactory | None = None,
+        backend: str | None = None,
+    ) -> None:
         torch.manual_seed(0)
         self._workload = workload
         self._model = workload.make_model()
@@ -68,6 +91,7 @@ class Trainer:
         # A small rate: the weights should move, as they do in training, but not diverge.
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
         self._engine = make_engine(self._model) if make_engine else None
+        self._run = torch.compile(self._model, backend=backend) if backend else self._model
 
     def step(self) -> None:
         """Train for one step."""
@@ -78,7 +102,7 @@ class Trainer:
 
     def forward(self) -> Tensor:
         """Losses of the samples, shape ``(B,)``."""
-        return self._workload.compute_losses(self._model(self._inputs), self._targets)
+        return self._workload.compute_losses(self._run(self._inputs), self._targets)
 
     def compute_gramian(self, losses: Tensor) -> None:
         """Compute the Gramian, if there is an engine for it."""

@@ -39,11 +39,6 @@ class Use(ABC):
     is_seen: bool = field(default=True, kw_only=True)
     """Whether the recorder saw the call. If not, autograd's graph has shown it."""
 
-    def uses_at(self, node: object) -> tuple[Use, ...]:
-        """The uses that its tap, the node, shows: this one."""
-        del node
-        return (self,)
-
     @property
     def dims(self) -> tuple[int, ...]:
         """The dimensions of the output in which the samples may lie."""

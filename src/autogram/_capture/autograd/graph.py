@@ -87,7 +87,7 @@ def use_of(node: Any) -> Any | None:
 def shown_by(node: Any) -> Sequence[Any]:
     """What engines are shown at a node: the use of a tap, or the calls of a compiled graph.
 
-    Each has a ``recording``, and tells its uses by ``uses_at(node)``.
+    Each has a ``recording``, and a call tells its uses by ``uses_at(node)``.
     """
     if not isinstance(node, BackwardCFunction):
         return ()

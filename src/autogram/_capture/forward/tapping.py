@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
+from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
 from autogram._containers import exchange, map_tensors
 from autogram._errors import RuleError
 from autogram.rules import positions, product
@@ -26,11 +26,8 @@ class Tapping:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
 
-    def tap(
-        self, use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False
-    ) -> Tensor:
-        """One tensor of the results of a use behind a tap, which saves what the use needs."""
-        return tap(use, output, saved, in_place=in_place)
+    tap = staticmethod(tap)
+    """Puts one tensor of the results of a use behind a tap, which saves what the use needs."""
 
     def run_with_rule(
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule

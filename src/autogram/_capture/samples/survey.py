@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.graph import shown_by, use_of
+from autogram._capture.autograd.entry import calls_of
+from autogram._capture.autograd.graph import use_of
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
@@ -175,18 +176,18 @@ class Survey:
 
     def _is_tap(self, node: Any) -> bool:
         """Whether an autograd Function is a tap of the engine. If so, notes its use."""
-        is_tap = False
-        for shown in shown_by(node):
+        is_tap, use = False, use_of(node)
+        for shown in calls_of(node) if use is None else (use,):
             if shown.recording.channel is not self._channel:
                 self._anchors.add(get_gradient_edge(shown.recording.channel.anchor).node)
                 continue
             is_tap = True
-            if use_of(node) is None:
+            if use is None:
                 self._inside.append(shown.sizes)
-            for use in shown.uses_at(node):
-                self.uses[use] = len(self.nodes) - 1
-                self._structure.append(use.function)
-                self._sizes.append(use.shape)
+            for each in shown.uses_at(node) if use is None else (use,):
+                self.uses[each] = len(self.nodes) - 1
+                self._structure.append(each.function)
+                self._sizes.append(each.shape)
         return is_tap
 
 
