@@ -12,8 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-# Makes the backward pass of a part from its graph, and from what compiles a variant of it.
-MakeBackward = Callable[[fx.GraphModule, Callable[[fx.GraphModule], Any]], Any]
+# Makes the backward pass of a part from its graph, from what compiles a variant of it, and from
+# what gives the decompositions of operators that are not taken as they are.
+MakeBackward = Callable[
+    [fx.GraphModule, Callable[[fx.GraphModule], Any], Callable[[], Mapping[Any, Any]]], Any
+]
 
 
 class Compiler(Protocol):
@@ -37,6 +40,7 @@ def _inductor(
 ) -> Callable[..., Any]:
     """A graph, compiled by inductor."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
@@ -49,7 +53,7 @@ def _inductor(
                 return compile_fx_inner(variant, inputs, **kwargs)
 
         _keep_saved_tensors()
-        return compile(graph) if backward is None else backward(graph, compile)
+        return compile(graph) if backward is None else backward(graph, compile, select_decomp_table)
 
     with _keeping():
         compiled: Any = compile_fx(
@@ -82,7 +86,7 @@ def _aot_eager(
 
     def compile_backward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         _keep_saved_tensors()
-        return compile(graph) if backward is None else backward(graph, compile)
+        return compile(graph) if backward is None else backward(graph, compile, dict)
 
     compiler = aot_autograd(
         fw_compiler=compile_forward,

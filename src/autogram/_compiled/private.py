@@ -44,6 +44,7 @@ NAMES = (
     Private("torch._functorch.partitioners", "min_cut_rematerialization_partition", _JOINT),
     Private("torch._inductor.compile_fx", "compile_fx", _JOINT),
     Private("torch._inductor.compile_fx", "compile_fx_inner", _JOINT),
+    Private("torch._inductor.decomposition", "select_decomp_table", _JOINT),
     Private("torch._inductor.config", "patch", _JOINT),
     Private("torch._inductor.config", "get_config_copy", _JOINT),
     Private("torch._inductor.virtualized", "V.set_fake_mode", _JOINT),

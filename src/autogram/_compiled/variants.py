@@ -2,6 +2,7 @@
 
 - ``full``: what PyTorch compiles, with the gradients of all inputs;
 - ``taps``: the cotangents of the part's uses with what their rules save, and no parameters';
+- ``gramian``: the same, with the part of the Gramian of uses that are contracted inside;
 - ``rows``: the gradients of some inputs alone.
 
 Which of them runs is decided by whose backward pass it is.
@@ -11,15 +12,19 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from autogram._blocks import Limit
 from autogram._capture.autograd.entry import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
+from autogram._capture.uses import RuleUse
 from autogram._compiled.call import Call
+from autogram._compiled.contraction import Inside, UntraceableError, append_gramian
 from autogram._compiled.tracing.operator import SHOW
 from autogram._compiled.tracing.part import Part
 
@@ -48,16 +53,25 @@ class Backward:
         part: The part.
         graph: The graph of its backward pass, in which the operator marks where to show.
         compile: Compiles a variant of the graph.
+        decompositions: Gives those of operators that the compiler does not take.
     """
 
-    def __init__(self, part: Part, graph: fx.GraphModule, compile: Compile) -> None:
+    def __init__(
+        self,
+        part: Part,
+        graph: fx.GraphModule,
+        compile: Compile,
+        decompositions: Callable[[], Mapping[Any, Any]] = dict,
+    ) -> None:
         self._boxed_call = True  # AOTAutograd reads this: it gives a list, which may be emptied
         self._part, self._graph, self._compile = part, graph, compile
         part.backward = graph
         part.dtypes |= _dtypes(graph)
+        self._decompositions = decompositions
         self._results = len(_results(graph))
         self._variants: dict[Any, Compiled] = {}
-        self._shown: list[_Shown] = []
+        self._shown: dict[Any, list[_Shown]] = {}
+        self._untraceable: set[int] = set()
         self._tracing = torch._guards.TracingContext.try_get()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -87,12 +101,15 @@ class Backward:
 
     def _taps(self, args: list[Any], call: Call, node: Any, current: Pass) -> Sequence[Any]:
         """Shows the cotangents of the uses, and gives what goes on to other nodes."""
-        run = self._variant("taps", self._with_taps)
+        call.recording.dtypes |= self._part.dtypes
+        uses = call.all_uses(node)
+        inside, run, shown = self._choose(uses, current)
         given = list(args)
         found = run(args)
-        uses = call.all_uses(node)
-        call.recording.dtypes |= self._part.dtypes
-        for number, places in self._shown:
+        if inside:
+            taken = [of.use for of in inside]
+            current.tell(partial(current.receiver.take_part, taken, found[self._results]))
+        for number, places in shown:
             use = uses[number]
             if use is not None:
                 cotangent, *saved = [
@@ -101,6 +118,31 @@ class Backward:
                 ]
                 current.show(use, tuple(saved), cotangent.unsqueeze(0))
         return found[: self._results]
+
+    def _choose(
+        self, uses: Sequence[RuleUse | None], current: Pass
+    ) -> tuple[Sequence[Inside], Compiled, list[_Shown]]:
+        """What is contracted inside, the variant that does it, and what that shows."""
+        receiver = current.receiver
+        ask = getattr(receiver, "layouts_inside", None)
+        while ask is not None and not self._part.sizes.are_open and current.hidden is None:
+            candidates = [x for i, x in enumerate(uses) if x and i not in self._untraceable]
+            layouts = ask(candidates)
+            inside = [Inside(i, x, layouts[x]) for i, x in enumerate(uses) if x and x in layouts]
+            if not inside:
+                break
+            limit = receiver.limit.elements
+            key = (limit, *[of.key for of in inside])
+            try:
+                run = self._variant(key, partial(self._with_taps, key, inside, limit))
+            except UntraceableError as error:
+                self._untraceable.add(error.number)
+            except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
+                self._untraceable.update(of.number for of in inside)
+            else:
+                return inside, run, self._shown[key]
+        run = self._variant("taps", partial(self._with_taps, "taps"))
+        return (), run, self._shown["taps"]
 
     def _variant(self, key: Any, make: Callable[[], fx.GraphModule]) -> Compiled:
         """A compiled variant, made when it is first needed."""
@@ -123,15 +165,33 @@ class Backward:
             results = [x if i in kept else None for i, x in enumerate(results)]
         return _finished(module, results)
 
-    def _with_taps(self) -> fx.GraphModule:
-        """The graph without gradients of parameters, and with what is shown behind its results."""
+    def _with_taps(self, key: Any, inside: Sequence[Inside] = (), limit: int = 0) -> fx.GraphModule:
+        """The graph without gradients of parameters, and with what is shown behind its results.
+
+        Directly behind its results, it has the Gramian of what is contracted ``inside``.
+        """
         module = _copied(self._graph)
         inputs = {x: i for i, x in enumerate(_inputs(module))}
         parameters = set(self._part.parameters)
         results = [None if i in parameters else x for i, x in enumerate(_results(module))]
-        self._shown = []
+        shown = self._shown[key] = []
+        factors = {}
+        numbers = {of.number for of in inside}
         for node in _shows(module):
             cotangent, saved, use = _arguments(node)
+            factors[use] = [_origin(x) for x in (cotangent, *saved)]
+        if inside:
+            with module.graph.inserting_before(module.graph.output_node()):
+                tensors = [factors[of.number] for of in inside]
+                results.append(
+                    append_gramian(
+                        module.graph, inside, tensors, Limit(limit), self._decompositions()
+                    )
+                )
+        for node in _shows(module):
+            cotangent, saved, use = _arguments(node)
+            if use in numbers:
+                continue
             places = []
             for x in (cotangent, *saved):  # what autograd saved anyway needs no result
                 x = _origin(x)
@@ -140,7 +200,7 @@ class Backward:
                 else:
                     places.append(_Place(False, len(results)))
                     results.append(x)
-            self._shown.append(_Shown(use, tuple(places)))
+            shown.append(_Shown(use, tuple(places)))
         for node in _shows(module):
             node.replace_all_uses_with(_arguments(node)[0])
         return _finished(module, results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,6 +127,18 @@ class Pass:
         assert self._receive is not None
         try:
             self._receive(use, saved, cotangent)
+        except Exception as error:
+            self._error = error
+
+    @property
+    def receiver(self) -> Any:
+        """Who is shown the cotangents of uses, if anybody is."""
+        return self._receive
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """Tells the receiver something, and keeps an error as :meth:`show` does."""
+        try:
+            call()
         except Exception as error:
             self._error = error
 

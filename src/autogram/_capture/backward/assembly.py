@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +15,9 @@ from autogram._blocks import (
     Bundles,
     Columns,
     Devices,
+    Folded,
     Keep,
+    Limit,
     Placement,
     Region,
     gram_of_bundle,
@@ -34,6 +37,8 @@ from autogram._errors import NotConnectedError, UnsupportedError
 
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
+# The regular layout of a use, if it is certain.
+KnownOf = Callable[[Use], Folded | None]
 # Parameters, with all of their columns.
 Complete = list[tuple[Tensor, Columns]]
 
@@ -84,12 +89,15 @@ class Run:
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
 
-    def assemble(self, layout_of: LayoutOf | None, *, retain_graph: bool) -> None:
+    def assemble(
+        self, layout_of: LayoutOf | None, *, retain_graph: bool, known_of: KnownOf | None = None
+    ) -> None:
         """Makes one pass past the taps, which gives the columns of all parameters.
 
         Args:
             layout_of: Where the samples lie, or ``None`` if all is one sample.
             retain_graph: Whether another pass may follow.
+            known_of: Where they lie whatever the cotangent is, if that is known.
 
         Raises:
             NotConnectedError: The losses depend on no use of a parameter.
@@ -98,7 +106,7 @@ class Run:
             self.channel,
             self.objectives.losses,
             self.objectives.cotangents(),
-            lambda: Assembly(self, layout_of),
+            lambda: Assembly(self, layout_of, known_of),
             retain_graph=retain_graph,
             is_step=self.is_step,
         )
@@ -130,10 +138,13 @@ class Assembly:
     pass, and one by one, to compare each parameter.
     """
 
-    def __init__(self, run: Run, layout_of: LayoutOf | None) -> None:
+    def __init__(
+        self, run: Run, layout_of: LayoutOf | None, known_of: KnownOf | None = None
+    ) -> None:
         self._run = run
         self._limit = run.devices.limit
         self._layout_of = layout_of
+        self._known_of = known_of
         self._accounts: dict[Tracked | Tensor, _Account] = {}
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
@@ -169,6 +180,51 @@ class Assembly:
         for tracked in use.reads:
             self._count(self._account(tracked), complete)
         self._take(complete)
+
+    @property
+    def limit(self) -> Limit:
+        """How large one intermediate result may be."""
+        return self._limit
+
+    def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
+        """Those of some uses that a compiled part may contract itself, with their layouts.
+
+        A part may if nothing but the Gramian is asked for, and if all other uses of what they read
+        are among them.
+        """
+        run = self._run
+        others = (run.form, run.check, run.summary, run.sink)
+        if self._known_of is None or not (run.is_summed and self._is_complete):
+            return {}
+        if run.objectives.per_sample > 1 or any(other is not None for other in others):
+            return {}
+        layouts = {use: self._known_of(use) for use in uses}
+        found = {
+            use: layout
+            for use, layout in layouts.items()
+            if layout is not None and all(tracked.region is not None for tracked in use.reads)
+        }
+        while True:
+            accounts = {use: [self._account(t) for t in use.reads] for use in found}
+            counts = Counter(id(account) for of in accounts.values() for account in of)
+            outside = [
+                use
+                for use, of in accounts.items()
+                if any(x.is_reached or counts[id(x)] != x.expected for x in of)
+            ]
+            if not outside:
+                return found
+            for use in outside:
+                del found[use]
+
+    def take_part(self, uses: Iterable[Use], gramian: Tensor) -> None:
+        """Takes the Gramian ``(k, b, k, b)`` of all columns of what some uses read."""
+        self._has_arrivals = True
+        for use in uses:
+            for tracked in use.reads:
+                account = self._account(tracked)
+                account.expected, account.is_reached, account.columns = 0, True, None
+        self._add_up(gramian)
 
     def complete(self) -> None:
         """Takes columns that wait for other uses or for a bundle, and gives the run its results.

@@ -222,7 +222,7 @@ class Driver:
             try:
                 must_retain = run.retain_graph or not search.knows_all
                 with search.watched():
-                    run.assemble(search.layout, retain_graph=must_retain)
+                    run.assemble(search.layout, retain_graph=must_retain, known_of=search.known)
                 search.finish()
                 break
             except UnknownLayoutError as unknown:

@@ -128,6 +128,12 @@ class Search:
             raise UnknownLayoutError(use)
         return None
 
+    def known(self, use: Use) -> Folded | None:
+        """The only layout that a use can have, whatever its cotangent is, if there is one."""
+        layouts = self._found.get(use, ()) if self._found and self._scales is None else ()
+        only = layouts[0] if len(layouts) == 1 else None
+        return only if isinstance(only, Folded) else None
+
     @property
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""

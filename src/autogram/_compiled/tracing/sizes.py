@@ -31,6 +31,11 @@ class Sizes:
         self._symbols = tuple(found)
         self._places = tuple(found.values())
 
+    @property
+    def are_open(self) -> bool:
+        """Whether sizes differ from call to call."""
+        return bool(self._symbols)
+
     def of(self, args: Sequence[Any]) -> Numbers:
         """The numbers that the symbols stand for in a call."""
         return tuple(

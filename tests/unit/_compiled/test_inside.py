@@ -1,0 +1,228 @@
+"""Gramians from inside of compiled backward passes."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine
+from autogram._capture.autograd.passes import Pass
+from autogram._compiled import variants
+from autogram.testing import reference_jacobian
+from tests.unit._compiled.compiling import (
+    INNER,
+    Decoder,
+    Images,
+    class_losses,
+    compile_inside,
+    compiled,
+    language_losses,
+    sequences,
+)
+from tests.unit.checks import assert_close_to_reference, trainable
+
+
+@contextmanager
+def shown_uses() -> Iterator[list[str]]:
+    """Collects the functions of the uses whose cotangents leave a backward pass."""
+    found: list[str] = []
+    show = Pass.show
+
+    def noted(self: Pass, use: Any, *rest: Any) -> None:
+        found.append(use.function)
+        show(self, use, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pass, "show", noted)
+        yield found
+
+
+def _assert_gramians(
+    engine: Engine,
+    losses: Callable[[], tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+    expected_shown: Sequence[str],
+) -> None:
+    """Assert that several Gramians are right, of which all but the first come from inside."""
+    for step in range(3):
+        own, plain = losses()
+        jacobian = reference_jacobian(plain, parameters)
+        with shown_uses() as shown:
+            gramian = engine.compute_gramian(own)
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+        if step:
+            assert sorted(shown) == sorted(expected_shown)
+
+
+class Encoder(nn.Module):
+    """Layers of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(x).mean(1))
+        return found
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def _squares(y: Tensor, _: Tensor) -> Tensor:
+    return y.square().sum(1)
+
+
+# What is not contracted inside: tables, whose rows are read by value, and what they are tied to.
+MODELS: dict[str, tuple[Any, Any, Any, list[str]]] = {
+    "mlp": (_mlp, lambda: (torch.randn(5, 3),), _squares, []),
+    "encoder": (Encoder, lambda: (torch.randn(4, 5, 8),), _squares, []),
+    "images": (Images, lambda: (torch.randn(6, 3, 8, 8),), class_losses, []),
+    "decoder": (
+        lambda: Decoder(layers=1),
+        lambda: sequences(4, 6),
+        language_losses,
+        ["embedding", "linear", "add"],
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", MODELS)
+def test_steps(name: str, inner: str) -> None:
+    make, batch_of, losses_of, shown = MODELS[name]
+    model = make()
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model, inner)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        batch = batch_of()
+        with engine.paused():
+            plain = losses_of(model(*batch), *batch)
+        return losses_of(run(*batch), *batch), plain
+
+    _assert_gramians(engine, losses, trainable(model), shown)
+
+
+def test_verified_steps_are_shown() -> None:
+    """A check looks at each parameter, and other products need factors."""
+    model = _mlp()
+    engine = Engine(model, verify="always")
+    run = compiled(model)
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        with shown_uses() as shown:
+            engine.compute_gramian(_squares(run(x), x))
+        assert shown.count("linear") >= 2
+        jacobian = engine.jacobian(_squares(run(x), x))
+        assert jacobian.shape == (5, 26)
+
+
+def test_several_objectives_are_shown() -> None:
+    model = _mlp()
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        x = torch.randn(5, 3)
+        with engine.paused():
+            plain = model(x).square()
+        return run(x).square(), plain
+
+    for _ in range(3):
+        own, plain = losses()
+        jacobian = reference_jacobian(plain.flatten(), trainable(model))
+        assert_close_to_reference(engine.compute_gramian(own), jacobian @ jacobian.T)
+
+
+def test_used_in_several_parts() -> None:
+    """A parameter of two calls has cross terms, which no part alone can have."""
+    model = _mlp()
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        x, z = torch.randn(5, 3), torch.randn(5, 3)
+        with engine.paused():
+            plain = _squares(model(x) + model(z), x)
+        return _squares(run(x) + run(z), x), plain
+
+    _assert_gramians(engine, losses, trainable(model), ["linear"] * 4)
+
+
+def test_layers_that_share_a_graph() -> None:
+    """Each call of one graph has parameters of its own."""
+    model = Decoder(layers=3)
+    twin = copy.deepcopy(model)
+    engine = Engine(model, unseen="error", verify="never")
+    for block in model.blocks:
+        compile_inside(block)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        (ids,) = sequences(4, 6)
+        own, plain = (language_losses(m(ids), ids) for m in (model, twin))
+        return own, plain
+
+    for _ in range(3):
+        own, plain = losses()
+        jacobian = reference_jacobian(plain, trainable(twin))
+        with shown_uses() as shown:
+            gramian = engine.compute_gramian(own)
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+    assert "linear" not in shown[2:]
+
+
+def test_engines_of_different_parameters() -> None:
+    """Of one use, one engine has the weight and the other one has both."""
+    model = _mlp()
+    whole, part = Engine(model, verify="never"), Engine(model, verify="never")
+    run = compiled(model)
+    part.hooks.deactivate(module=model[0])
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        losses = _squares(run(x), x)
+        for engine, parameters in ((whole, model.parameters()), (part, model[2].parameters())):
+            jacobian = reference_jacobian(losses, list(parameters))
+            assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def test_small_limit() -> None:
+    """The contractions in the graph keep the limit of the engine."""
+    model = Images()
+    engine = Engine(model, unseen="error", verify="never", memory_limit_bytes=2**10)
+    run = compiled(model)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        x = torch.randn(6, 3, 8, 8)
+        with engine.paused():
+            plain = class_losses(model(x), x)
+        return class_losses(run(x), x), plain
+
+    _assert_gramians(engine, losses, trainable(model), [])
+
+
+def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine contracts it, as ever."""
+
+    def fail(*args: object) -> None:
+        raise RuntimeError(f"no {len(args)}")
+
+    monkeypatch.setattr(variants, "append_gramian", fail)
+    model = _mlp()
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        x = torch.randn(5, 3)
+        with engine.paused():
+            plain = _squares(model(x), x)
+        return _squares(run(x), x), plain
+
+    _assert_gramians(engine, losses, trainable(model), ["linear"] * 2)
