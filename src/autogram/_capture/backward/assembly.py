@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +23,7 @@ from autogram._blocks import (
     pieces,
 )
 from autogram._capture.autograd.cotangents import visit
+from autogram._capture.backward.inside import closed
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.backward.verification import Check
@@ -199,23 +199,12 @@ class Assembly:
         if run.objectives.per_sample > 1 or any(other is not None for other in others):
             return {}
         layouts = {use: self._known_of(use) for use in uses}
-        found = {
-            use: layout
+        reads = {
+            use: [self._account(tracked) for tracked in use.reads]
             for use, layout in layouts.items()
             if layout is not None and all(tracked.region is not None for tracked in use.reads)
         }
-        while True:
-            accounts = {use: [self._account(t) for t in use.reads] for use in found}
-            counts = Counter(id(account) for of in accounts.values() for account in of)
-            outside = [
-                use
-                for use, of in accounts.items()
-                if any(x.is_reached or counts[id(x)] != x.expected for x in of)
-            ]
-            if not outside:
-                return found
-            for use in outside:
-                del found[use]
+        return {use: layout for use in closed(reads) if (layout := layouts[use]) is not None}
 
     def take_part(self, uses: Iterable[Use], gramian: Tensor) -> None:
         """Takes the Gramian ``(k, b, k, b)`` of all columns of what some uses read."""
