@@ -15,7 +15,7 @@ import torch.multiprocessing
 
 RANKS = 2
 # Longer than any scenario takes. If one process fails where the other waits for it, both must end.
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 
 Scenario = Callable[[int], None]
 """What a process does, from its rank. It raises if something is wrong."""

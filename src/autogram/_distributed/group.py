@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from autogram._errors import InvalidOptionError
 _SIDE = 512
 _ELEMENTS = 2**17
 _ATTEMPTS = 3
+
+# Those that were made, by the group of all processes, with which they end.
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 Given = Any
 """``True``, a `ProcessGroup` or a `DeviceMesh`: what a user names the processes by."""
@@ -40,8 +44,8 @@ class Link:
 class Group:
     """Communication of the processes that compute one Gramian together.
 
-    Two new groups of the same processes: one for the tensors, and one on the CPU for what the ranks
-    agree on, so that nobody waits for a device.
+    Two groups of the same processes, of our own: one for the tensors, and one on the CPU for what
+    the ranks agree on, so that nobody waits for a device.
 
     Args:
         given: ``True`` for all processes, a `ProcessGroup`, or a `DeviceMesh` of any number of
@@ -164,9 +168,13 @@ def _processes_of(given: Given) -> tuple[list[int], Any]:
 
 
 def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:
-    """A new group of some processes, made by these alone."""
-    is_of_some = len(members) < dist.get_world_size()
-    return dist.new_group(members, timeout, backend, use_local_synchronization=is_of_some)
+    """A group of some processes, made by these alone, which all engines of a process share."""
+    known = _GROUPS.setdefault(dist.group.WORLD, {})
+    key = tuple(members), backend, timeout
+    if key not in known:
+        is_of_some = len(members) < dist.get_world_size()
+        known[key] = dist.new_group(members, timeout, backend, use_local_synchronization=is_of_some)
+    return known[key]
 
 
 def _timeout_of(group: Any) -> timedelta | None:

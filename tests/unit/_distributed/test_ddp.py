@@ -189,6 +189,16 @@ def parts_of_some_ranks(rank: int) -> None:
         assert_close_to_reference(total, expected)
 
 
+def samples_are_not_looked_for_again(rank: int) -> None:
+    """What DDP puts behind the model to look for unused parameters hands cotangents on."""
+    world = World(sizes=[4])
+    wrapped = Wrap(world.model(), find_unused_parameters=True)
+    engine = Engine(wrapped, distributed=True, verify="never")
+    for step in range(STEPS):
+        engine.backward(world.losses(wrapped(world.batch(rank, step))), weighting)
+        assert engine._drivers.last.summary.has_sought == (step == 0)
+
+
 def accumulation(wrap: Callable[[nn.Module], nn.Module], rank: int) -> None:
     """Micro-batches, with and without `no_sync` for all but the last: one sum."""
     world = World()
@@ -337,6 +347,7 @@ def scenarios() -> Mapping[str, Scenario]:
         static_graph_and_a_gramian_alone,
         hooks_run_once,
         parts_of_some_ranks,
+        samples_are_not_looked_for_again,
         steps_without_exchange,
         a_head_that_is_not_the_engines,
         a_trunk_with_a_plain_head,

@@ -208,12 +208,14 @@ def known_shapes_are_told_by_a_hash(rank: int) -> None:
 
 
 def two_engines(rank: int) -> None:
-    """Each with groups of its own, whose calls come in turns."""
+    """Whose calls come in turns."""
     del rank
     first, second = World(), World(cnn, images)
     models = [first.model(), second.model()]
     twins = [first.model(), second.model()]
     engines = [Engine(model, distributed=True) for model in models]
+    groups = {id(engine._ranks.group._data) for engine in engines}
+    assert len(groups) == 1, "each new group costs connections to all ranks"
     for step in range(STEPS):
         for which, world in enumerate((first, second)):
             assert_step(engines[which], world, models[which], twins[which], step)

@@ -210,6 +210,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         """,
     ),
     (_joined, "Cat"),
+    (lambda edge: _all(edge) if len(edge.node._input_metadata) == 1 else (), "HandOn"),
     (_of_first(_all, _but_own), "Scatter ScatterAdd IndexAdd IndexCopy"),
     (_of_first(_all), "IndexFill MaskedScatter"),
     (

@@ -28,6 +28,8 @@ from autogram._errors import UnsupportedError, listed
 _NUMBERS = count()
 _LEAF = "AccumulateGrad"
 _SLICES = "CopySlices"
+# Functions of PyTorch's wrappers that return what they are given.
+_HANDING_ON = {"RegisterPostBackwardFunction", "_DDPSink"}
 # The nodes that one node leads to, each with the number of one of its results.
 _Edges = tuple[tuple[Any, int], ...]
 Reader = Callable[[Any], Any]
@@ -39,7 +41,8 @@ class NodeKind(NamedTuple):
     Attributes:
         number: A number for the class.
         operation: The operation that the class differentiates: ``Mul`` for ``MulBackward0``. Empty
-            for a Function in Python, whatever its name.
+            for a Function in Python, whatever its name, but for those of wrappers that return what
+            they are given.
         tensors: The attributes that hold the tensors that a node saved.
         arguments: Functions that read what a node saved that is no tensor: dimensions, shifts.
         sizes: Functions that read the sizes and strides that a node saved.
@@ -56,7 +59,10 @@ class NodeKind(NamedTuple):
 def kind_of_node(node: Any) -> NodeKind:
     """What all nodes of a class have in common."""
     if issubclass(node, BackwardCFunction):
-        return NodeKind(next(_NUMBERS), "")
+        function = getattr(node, "_forward_cls", None)
+        name, module = (getattr(function, of, "") for of in ("__name__", "__module__"))
+        is_known = name in _HANDING_ON and module.startswith("torch.")
+        return NodeKind(next(_NUMBERS), "HandOn" if is_known else "")
     fields = [field for field in dir(node) if field.startswith("_saved_")]
     tensors = tuple(field for field in fields if hasattr(node, f"_raw{field}"))
     arguments: list[Reader] = []
