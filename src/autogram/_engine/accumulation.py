@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ from autogram._arguments import Weighting
 from autogram._capture import BatchDim
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
-from autogram._losses import Losses, shaped
+from autogram._losses import Losses, in_form, parts_of, shaped
 
 
 class Accumulation:
@@ -21,6 +21,10 @@ class Accumulation:
     Between micro-batches, it keeps of each parameter factors or rows, whichever are smaller, and
     no graph: factors are the inputs of layers and the cotangents of their outputs. Where a leaf
     that is no part of J requires a gradient, the graph stays until the end of the block.
+
+    So inputs must stay as they are until then. Changes in place raise
+    :class:`autogram.ChangedTensorError`, but for those that PyTorch does not count: through
+    ``.data``, or a NumPy array that shares the memory.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class Accumulation:
             given, losses = losses, self._checked(losses)
             if losses.numel():
                 self._take(self._step, losses, retain_graph=retain_graph)
-        # Of the losses, their shapes alone: the graph is to go.
-        self._forms.append((_without_graph(given), losses.numel()))
+        # The graph is to go, and shapes are needed alone.
+        shapes = in_form([part.detach() for part in parts_of(given)], given)
+        self._forms.append((shapes, losses.numel()))
 
     def _take(self, step: Step, losses: Tensor, *, retain_graph: bool) -> None:
         """Takes in some losses, one at least."""
@@ -117,12 +122,3 @@ class Accumulation:
         parts = weights.flatten().split(sizes)
         each = zip(parts, self._forms, strict=True)
         self._found = gramian, [shaped(part, form, self._batch_dim) for part, (form, _) in each]
-
-
-def _without_graph(losses: Losses) -> Any:
-    """Losses in their form, without their graph."""
-    if isinstance(losses, Tensor):
-        return losses.detach()
-    if isinstance(losses, Mapping):
-        return {key: part.detach() for key, part in losses.items()}
-    return [part.detach() for part in losses]
