@@ -6,6 +6,7 @@ DEMO_ARGS ?=
 SPEED_ARGS ?=
 HUNT_ARGS ?=
 EXAMPLE_ARGS ?=
+RELEASE_ARGS ?=
 # Processes that share the unit tests; each computes on one thread.
 JOBS ?= 2
 # How many random networks, and series of steps, `make fuzz` tries: others each time.
@@ -72,7 +73,7 @@ examples: $(VENV)/.test  ## Run the examples to the end; their pictures are in b
 	OMP_NUM_THREADS=1 $(BIN)/python -m examples $(EXAMPLE_ARGS)
 
 release: $(VENV)/.test $(VENV)/.release  ## Build wheel and sdist into dist, and try them elsewhere
-	$(BIN)/python -m tests.release
+	$(BIN)/python -m tests.release $(RELEASE_ARGS)
 
 format: $(VENV)/.test  ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix $(SOURCES)

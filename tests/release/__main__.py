@@ -2,6 +2,7 @@
 
 1. A source distribution, and a wheel that is built from it.
 2. The wheel is installed into an empty environment, and takes a step there, outside of all this.
+   `--torch VERSION` does it once more with another torch.
 3. The source distribution is unpacked, and some of its tests run there: those that read its files,
    and the collection of all of them.
 """
@@ -43,7 +44,9 @@ def main() -> None:
     """Raises where a step fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to leave both files")
-    out = parser.parse_args().out
+    parser.add_argument("--torch", action="append", default=[], help="a version to try as well")
+    given = parser.parse_args()
+    out = given.out
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("autogram-*"):
         old.unlink()
@@ -51,7 +54,8 @@ def main() -> None:
     (source,), (wheel,) = out.glob("autogram-*.tar.gz"), out.glob("autogram-*.whl")
     look_into(source, wheel)
     with tempfile.TemporaryDirectory() as folder:
-        try_wheel(wheel, Path(folder))
+        for number, torch in enumerate([None, *given.torch]):
+            try_wheel(wheel, Path(folder) / str(number), torch)
         try_source(source, Path(folder))
     print(f"\n{source.name} and {wheel.name} are in {out}.")
 
@@ -68,12 +72,19 @@ def look_into(source: Path, wheel: Path) -> None:
     assert folders == {"autogram", f"{wheel.name.split('-py3')[0]}.dist-info"}, folders
 
 
-def try_wheel(wheel: Path, folder: Path) -> None:
-    """Installs it into an environment of its own, with nothing but what it requires."""
+def try_wheel(wheel: Path, folder: Path, torch: str | None) -> None:
+    """Installs it into an environment of its own, with nothing but what it requires.
+
+    Args:
+        wheel: The file.
+        folder: Where to make the environment.
+        torch: The version of torch, if it is not the pinned one, with all that it asks for.
+    """
     run([sys.executable, "-m", "venv", str(folder / "environment")])
     python = folder / "environment" / "bin" / "python"
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    run([*pip, "--constraint", str(ROOT / "constraints.txt"), str(wheel)])
+    pins = ["--constraint", str(ROOT / "constraints.txt")] if torch is None else [f"torch=={torch}"]
+    run([*pip, *pins, str(wheel)])
     smoke = folder / "smoke.py"
     smoke.write_bytes((ROOT / "tests" / "release" / "smoke.py").read_bytes())
     run([str(python), "-W", "ignore:Failed to initialize NumPy", str(smoke), str(ROOT)], folder)

@@ -60,7 +60,7 @@ def main() -> None:
             [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=True
         )
     assert json.loads(done.stdout)["status"] == "fine"
-    print(f"autogram {autogram.__version__} works in {sys.prefix}")
+    print(f"autogram {autogram.__version__} works with torch {torch.__version__} in {sys.prefix}")
 
 
 if __name__ == "__main__":
