@@ -244,14 +244,14 @@ class Columns:
 
     def slice(self, start: int, stop: int) -> Tensor:
         """The part of :meth:`dense` for a range of the dimension that is outermost in storage."""
-        block = self.single
-        size = self._whole.shape[0] if self._whole.shape else 1
-        if block is None or (start, stop) == (0, size):
-            step = self.parameter.places // size
-            return self.dense()[:, :, start * step : stop * step]
-        self.check()
-        part = block.narrow(block.parameter[0], start, stop - start)
-        return rows([part], self.kernels).flatten(2)
+        self._prepare()
+        (size, *inner), count = self._whole.shape or (1,), stop - start
+        if (start, stop) == (0, size) or any(region != self._whole for region in self._blocks):
+            found, step = self.dense(), self.parameter.places // size
+            return found if count == size else found[:, :, start * step : stop * step]
+        parts = [x.narrow(x.parameter[0], start, count) for x in self._blocks.get(self._whole, ())]
+        parts += [x.within(start, stop).block((count, *inner)) for x in self._lookups]
+        return rows(parts, self.kernels).flatten(2)
 
     def factors(self) -> list[Factors]:
         """Everything that was added, in a form in which it can be sent to other processes."""

@@ -43,6 +43,12 @@ class Lookup(Kept):
         """The lookup of some samples."""
         return Lookup(self.indices[samples], self.cotangents[:, samples])
 
+    def within(self, start: int, stop: int) -> Lookup:
+        """The lookup in a range of the table's rows, numbered from its start."""
+        is_inside = (self.indices >= start) & (self.indices < stop)
+        kept = torch.where(is_inside.unsqueeze(-1), self.cotangents, 0)
+        return Lookup(torch.where(is_inside, self.indices - start, 0), kept)
+
     def rows(self, size: int) -> Tensor:
         """Explicit rows for a table with ``size`` rows, of shape ``(k, b, size, d)``."""
         k, b, t, d = self.cotangents.shape

@@ -171,6 +171,11 @@ def _buckets(
     for name in names:
         canonical = regions[name].canonical
         size = canonical.shape[0] if canonical.shape else 1
+        if not regions[name].is_gapless:
+            buckets += [tuple(bucket)] if bucket else []
+            buckets.append((Slice(name, 0, size, regions[name].places),))  # in one piece
+            bucket, taken = [], 0
+            continue
         step = regions[name].places // size
         start = 0
         while start < size:

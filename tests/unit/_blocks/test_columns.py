@@ -100,6 +100,20 @@ def test_dense(views) -> None:
     assert_close_to_reference(columns.dense(), expected)
 
 
+@pytest.mark.parametrize("views", [*PARTS, *VIEWS])
+@pytest.mark.parametrize("has_lookup", [False, True])
+def test_slices(views, has_lookup: bool) -> None:
+    """Each is the part of all rows, also where these are the sum of several blocks."""
+    columns = Columns(Region.of(BASE), kernels())
+    expected = fill(columns, [whole, *views])
+    if has_lookup:
+        lookup = Lookup(torch.randint(0, 6, (B, 5)), torch.randn(K, B, 5, 4))
+        columns.add(Region.of(BASE), lookup)
+        expected = expected + lookup.rows(6).flatten(2)
+    for start, stop in ((0, 6), (0, 1), (2, 5), (5, 6)):
+        assert_close_to_reference(columns.slice(start, stop), expected[..., 4 * start : 4 * stop])
+
+
 def test_dense_with_a_lookup() -> None:
     columns = Columns(Region.of(BASE), kernels())
     lookup = Lookup(torch.randint(0, 6, (B, 5)), torch.randn(K, B, 5, 4))

@@ -12,6 +12,7 @@ from autogram import Engine
 from autogram._distributed.plan import Way
 from autogram.testing import reference_jacobian
 from tests.unit._distributed.worlds import (
+    Gappy,
     Routed,
     Tied,
     World,
@@ -32,6 +33,7 @@ WORLDS = {
     "two losses each": World(losses=two_of_each),
     "images": World(cnn, images),
     "tied embedding": World(Tied, tokens),
+    "views with holes": World(Gappy),
     "parts of some ranks": World(Routed),
     "ranks without objectives": World(sizes=[3, 0, 2, 4]),
     "nobody has any": World(sizes=[0]),

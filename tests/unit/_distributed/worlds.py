@@ -48,6 +48,19 @@ class Tied(nn.Module):
         return (x @ self.embedding.weight.T).logsumexp(2).sum(1, keepdim=True)
 
 
+class Gappy(nn.Module):
+    """Parameters that are views with holes, transposed, and of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(8, 9)[:, 1:7])
+        self.turned = nn.Parameter(torch.randn(3, 8).T)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.wide.T * self.scale) @ self.turned
+
+
 class Routed(nn.Module):
     """A part for even ranks, and one for odd ones."""
 
