@@ -372,3 +372,27 @@ def test_a_scale_that_changes_between_micro_batches() -> None:
     with pytest.raises(InvalidOperandError, match="scale has changed between the micro-batches"):
         take_step()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_several_optimizers_of_a_step_that_is_skipped(place: int) -> None:
+    """Each looks at its own gradients, whichever micro-batch overflows and whichever it reaches."""
+    trunk, heads = mlp(4, 4), [nn.Linear(4, 2) for _ in range(3)]
+    outside = nn.Parameter(torch.tensor(1.5))
+    engine = Engine(trunk, *heads)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (trunk, *heads)]
+    optimizers.append(torch.optim.SGD([outside], lr=0.1))
+    scaler = scaler_of()
+    before = [p.detach().clone() for each in optimizers for p in each.param_groups[0]["params"]]
+    with engine.accumulate(weighting, scaler=scaler) as step:
+        for i, head in enumerate(heads):
+            losses = per_sample(head(trunk(batch(2, 4)))) * outside
+            step.add(losses * torch.inf if i == place else losses)
+    assert step.gramian.isnan().all()
+    assert step.gramian.shape == (6, 6)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    after = [p for each in optimizers for p in each.param_groups[0]["params"]]
+    assert all(map(torch.equal, before, after))
+    assert scaler.get_scale() == SCALE / 2

@@ -71,9 +71,8 @@ class Accumulation:
         """Takes in some losses, one at least."""
         step.add(losses, retain_graph=retain_graph)
 
-    def _finish(self, step: Step, m: int) -> tuple[Tensor, Tensor]:
-        """The Gramian and the weights of all m objectives, behind the gradients."""
-        del m
+    def _finish(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The Gramian and the weights of all objectives, behind the gradients."""
         return step.finish(self._weighting)
 
     @property
@@ -117,8 +116,7 @@ class Accumulation:
             step.error = error  # raised behind the block, on all ranks
         elif kind is not None or not any(size for _, size in self._forms):
             return
-        sizes = [size for _, size in self._forms]
-        gramian, weights = self._finish(step, sum(sizes))
-        parts = weights.flatten().split(sizes)
+        gramian, weights = self._finish(step)
+        parts = weights.flatten().split([size for _, size in self._forms])
         each = zip(parts, self._forms, strict=True)
         self._found = gramian, [shaped(part, form, self._batch_dim) for part, (form, _) in each]

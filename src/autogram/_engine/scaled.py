@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, check_weighting
-from autogram._capture import BatchDim, expecting_overflow
+from autogram._capture import BatchDim, add_to_grad, expecting_overflow, leaves_behind
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError, InvalidOptionError, NonFiniteError
@@ -147,25 +147,32 @@ class ScaledAccumulation(Accumulation):
     ) -> None:
         self._scale = _Scale(weighting, scaler)
         super().__init__(step, self._scale.weighting, checked, batch_dim)
-        self._spoilt: Tensor | None = None
-        """Scaled losses with a graph, by which to spoil the gradients at the end of the block."""
+        self._spoilt: dict[Tensor, None] = {}
+        """Leaves of a step that is to be skipped, whose gradients will be no numbers."""
+        self._nans: list[Tensor] = []
+        """Weights for such a step."""
 
     def _take(self, step: Step, losses: Tensor, *, retain_graph: bool) -> None:
-        if self._spoilt is not None:
-            return  # nothing more is needed of this step
         scaled = self._scale.losses(losses)
-        try:
-            with expecting_overflow():
-                super()._take(step, scaled, retain_graph=retain_graph)
-        except NonFiniteError:
-            self._spoilt = scaled
+        self._nans.append(_not_a_number(scaled).flatten())
+        if not self._spoilt:
+            try:
+                with expecting_overflow():
+                    super()._take(step, scaled, retain_graph=retain_graph)
+                return
+            except NonFiniteError:
+                self._spoilt.update(dict.fromkeys(step.leaves))
+        # Leaves alone are needed of what is left. Each of several optimizers looks at its own.
+        self._spoilt.update(dict.fromkeys(leaves_behind(scaled)))
 
-    def _finish(self, step: Step, m: int) -> tuple[Tensor, Tensor]:
-        if self._spoilt is None:
-            gramian, weights = super()._finish(step, m)
+    def _finish(self, step: Step) -> tuple[Tensor, Tensor]:
+        if not self._spoilt:
+            gramian, weights = super()._finish(step)
             return self._scale.unscaled(gramian), weights
-        weights, _ = _spoil(self._spoilt, retain_graph=True)  # others may share the graph
-        return weights.new_full((m, m), torch.nan), weights.new_full((m,), torch.nan)
+        for leaf in self._spoilt:
+            add_to_grad(leaf, torch.full_like(leaf, torch.nan))
+        weights = torch.cat(self._nans)
+        return torch.outer(weights, weights), weights
 
 
 def _spoil(scaled: Losses, *, retain_graph: bool) -> tuple[Any, Tensor]:

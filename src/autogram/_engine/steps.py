@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -61,6 +62,12 @@ class Step:
         """What runs the forward passes of a step of several ranks."""
         assert self._wrappers is not None
         return self._wrappers
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What gets a gradient from the losses that were added."""
+        inside = [parameter for part in self._parts for parameter in part.columns]
+        return [*inside, *chain.from_iterable(outside for _, outside, _ in self._rest.values())]
 
     @contextmanager
     def passing(self, losses: Losses) -> Iterator[None]:
