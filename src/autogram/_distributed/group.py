@@ -179,7 +179,7 @@ def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:
 
 def _timeout_of(group: Any) -> timedelta | None:
     """How long the calls of a group wait for the others, if the backend tells."""
-    for device in group._device_types:
+    for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
