@@ -15,16 +15,19 @@ EXAMPLES ?= 10000
 PYTEST_ARGS ?=
 
 VENV := .venv
+OLDEST := .venv-oldest
+# The lower bound of torch in pyproject.toml, which is the only place that has it.
+OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 BIN := $(VENV)/bin
 # Without the constraints, pip would take the newest torch, whose CUDA build has several gigabytes.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit compiled coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit compiled test-oldest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.demo  ## Train on digits with SGD and with Jacobian descent, and compare
 	$(BIN)/python -m demo $(DEMO_ARGS)
@@ -44,6 +47,9 @@ unit: $(VENV)/.test  ## Run the unit tests
 compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for those of the zoo
 	AUTOGRAM_TEST_INNER=inductor OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) \
 		--dist worksteal tests/unit/_compiled $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.test  ## Run the unit tests with the oldest PyTorch that is supported
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Apart from the tests that decide: to see each line takes as long as half of them.
 coverage: $(VENV)/.test  ## Run the unit tests, and list the lines that they do not reach
@@ -80,7 +86,7 @@ format: $(VENV)/.test  ## Format the code and mend what can be mended
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## Remove the environment and everything that was built
-	rm -rf $(VENV) build dist .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per set of requirements: a second call installs nothing, an edited requirement does.
@@ -95,4 +101,13 @@ $(VENV)/.release: EXTRAS := release
 $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.release: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing autogram[$(EXTRAS)] into $(VENV) ..."
 	@$(INSTALL) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# An environment of its own, with the same pins but for torch.
+$(OLDEST)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	echo "torch==$(OLDEST_TORCH).*" >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(OLDEST)/constraints.txt --editable ".[test,demo]"
 	@touch $@

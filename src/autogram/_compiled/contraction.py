@@ -85,6 +85,9 @@ def append_gramian(
     contract(*values)  # finds contractions, which would be traced, too
     traced = make_fx(contract, decomposition_table=dict(decompositions))(*values)
     traced.graph.eliminate_dead_code()
+    # The compiler may give tensors other strides than those that were traced.
+    if any(_reads_strides(node) for node in traced.graph.nodes):
+        raise UntraceableError(inside[-1].number)
     copies: dict[fx.Node, fx.Node] = {}
     given = iter(nodes)
     result: Any = None
@@ -96,6 +99,11 @@ def append_gramian(
         else:
             copies[node] = graph.node_copy(node, lambda x: copies[x])
     return result  # type: ignore[no-any-return]  # a node
+
+
+def _reads_strides(node: fx.Node) -> bool:
+    """Whether an operator takes elements by their places in memory."""
+    return getattr(node.target, "overloadpacket", None) is torch.ops.aten.as_strided
 
 
 class _TracedKernels(Kernels):

@@ -226,3 +226,24 @@ def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return _squares(run(x), x), plain
 
     _assert_gramians(engine, losses, trainable(model), ["linear"] * 2)
+
+
+def test_a_fused_step_makes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the engine's parameters wants a gradient."""
+    model = _mlp()
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+    passes: list[int] = []
+    call = variants.Backward.__call__
+
+    def counted(self: variants.Backward, args: list[Any]) -> Any:
+        passes.append(1)
+        return call(self, args)
+
+    monkeypatch.setattr(variants.Backward, "__call__", counted)
+    for step in range(3):
+        x = torch.randn(5, 3)
+        losses = _squares(run(x), x)
+        passes.clear()
+        engine.backward(losses, lambda gramian: torch.ones(len(gramian)))
+        assert step == 0 or len(passes) == 1

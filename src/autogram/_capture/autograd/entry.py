@@ -21,6 +21,7 @@ def entry(
         anchors: The anchors of the engines.
         saved: Tensors to keep for the engines.
     """
+    like = like.detach()  # or it would be one more leaf that the losses depend on
     given: Tensor = _Entry.apply(calls, like, saved, *anchors)  # type: ignore[no-untyped-call]  # as typed in torch
     return given
 
@@ -58,7 +59,7 @@ class _Entry(torch.autograd.Function):
     ) -> Tensor:
         ctx.calls, ctx.count = calls, len(anchors)
         ctx.save_for_backward(*saved)
-        return like.detach()
+        return like.view_as(like)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
