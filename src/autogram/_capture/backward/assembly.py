@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import (
-    Arena,
     Bundles,
     Columns,
-    Devices,
     Folded,
-    Keep,
     Limit,
     Placement,
     Region,
@@ -24,13 +20,9 @@ from autogram._blocks import (
 )
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.inside import closed
-from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
-from autogram._capture.backward.verification import Check
 from autogram._capture.limit import retried
-from autogram._capture.recording import Channel
-from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use, pull_back
 from autogram._errors import NotConnectedError, UnsupportedError
@@ -43,74 +35,29 @@ KnownOf = Callable[[Use], Folded | None]
 Complete = list[tuple[Tensor, Columns]]
 
 
-class Sink(Protocol):
-    """Takes the columns of parameters one after the other. They are dropped after that."""
+def assemble(
+    run: Run, layout_of: LayoutOf | None, *, retain_graph: bool, known_of: KnownOf | None = None
+) -> None:
+    """Makes one pass past the taps, which gives the columns of all parameters.
 
-    def restart(self, objectives: Objectives) -> None:
-        """Begins a pass, and forgets what was taken in another."""
+    Args:
+        run: The call of the engine, which is given the columns.
+        layout_of: Where the samples lie, or ``None`` if all is one sample.
+        retain_graph: Whether another pass may follow.
+        known_of: Where they lie whatever the cotangent is, if that is known.
 
-    def take(self, parameter: Tensor, columns: Columns) -> None:
-        """Takes all columns of a parameter, which come once in a pass."""
-
-
-@dataclass(eq=False)
-class Run:
-    """One call of an engine, which makes as many passes as it needs. Lives as long as the call."""
-
-    channel: Channel
-    devices: Devices
-    survey: Survey
-    objectives: Objectives
-    check: Check | None
-    """The verification of this call, if one is due."""
-    form: Keep | None = None
-    """Whether to keep factors or rows, or ``None`` to keep nothing."""
-    arena: Arena | None = None
-    """Where to put kept rows."""
-    is_summed: bool = True
-    """Whether to add up the Gramian."""
-    sink: Sink | None = None
-    """An object that takes the columns of each parameter, if any does."""
-    summary: Summary | None = None
-    """The summary to which each block is added; ``None`` if an earlier call has a summary of this
-    graph."""
-    must_verify: bool = False
-    """Whether to raise an error if gradients that are not finite prevent the verification."""
-    retain_graph: bool = True
-    """Whether the graph is needed after the pass."""
-    is_step: bool = False
-    """Whether the pass stands for the user's own backward pass."""
-    has_sought: bool = False
-    """Whether the samples were sought in this call. If not, their layouts were remembered."""
-    unseen: list[Use] = field(default_factory=list)
-    """Uses that the recorder did not see, and the graph has shown."""
-    columns: dict[Tensor, Columns] = field(default_factory=dict)
-    """The columns of each parameter that the losses reach, if they are kept."""
-    gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
-    """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
-
-    def assemble(
-        self, layout_of: LayoutOf | None, *, retain_graph: bool, known_of: KnownOf | None = None
-    ) -> None:
-        """Makes one pass past the taps, which gives the columns of all parameters.
-
-        Args:
-            layout_of: Where the samples lie, or ``None`` if all is one sample.
-            retain_graph: Whether another pass may follow.
-            known_of: Where they lie whatever the cotangent is, if that is known.
-
-        Raises:
-            NotConnectedError: The losses depend on no use of a parameter.
-        """
-        assembly = visit(
-            self.channel,
-            self.objectives.losses,
-            self.objectives.cotangents(),
-            lambda: Assembly(self, layout_of, known_of),
-            retain_graph=retain_graph,
-            is_step=self.is_step,
-        )
-        assembly.complete()
+    Raises:
+        NotConnectedError: The losses depend on no use of a parameter.
+    """
+    assembly = visit(
+        run.channel,
+        run.objectives.losses,
+        run.objectives.cotangents(),
+        lambda: Assembly(run, layout_of, known_of),
+        retain_graph=retain_graph,
+        is_step=run.is_step,
+    )
+    assembly.complete()
 
 
 @dataclass(eq=False, slots=True)

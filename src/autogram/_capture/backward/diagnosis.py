@@ -8,7 +8,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from autogram._capture.backward.assembly import Run
+from autogram._capture.backward.assembly import assemble
+from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
@@ -80,7 +81,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
     of_total = Run(run.channel, run.devices, survey, Objectives(total, None), whole)
-    of_total.assemble(None, retain_graph=True)
+    assemble(of_total, None, retain_graph=True)
     return whole.differing(whole.compare(run.channel))
 
 

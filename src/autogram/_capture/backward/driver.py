@@ -11,9 +11,10 @@ from torch import Tensor
 from autogram._blocks import Arena, Columns, Devices, Keep
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
-from autogram._capture.backward.assembly import Run, Sink
+from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.overflow import is_overflow_expected
+from autogram._capture.backward.run import Run, Sink
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
@@ -179,7 +180,7 @@ class Driver:
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
-            run.assemble(None, retain_graph=run.retain_graph)
+            assemble(run, None, retain_graph=run.retain_graph)
             self._confirm(run)
         if run.summary is not None:
             self.summary = run.summary
@@ -222,7 +223,7 @@ class Driver:
             try:
                 must_retain = run.retain_graph or not search.knows_all
                 with search.watched():
-                    run.assemble(search.layout, retain_graph=must_retain, known_of=search.known)
+                    assemble(run, search.layout, retain_graph=must_retain, known_of=search.known)
                 search.finish()
                 break
             except UnknownLayoutError as unknown:

@@ -1,0 +1,64 @@
+"""A run: one call of an engine, what it is asked for and what it has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Arena, Columns, Devices, Keep
+from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.verification import Check
+from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Use
+
+
+class Sink(Protocol):
+    """Takes the columns of parameters one after the other. They are dropped after that."""
+
+    def restart(self, objectives: Objectives) -> None:
+        """Begins a pass, and forgets what was taken in another."""
+
+    def take(self, parameter: Tensor, columns: Columns) -> None:
+        """Takes all columns of a parameter, which come once in a pass."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One call of an engine, which makes as many passes as it needs. Lives as long as the call."""
+
+    channel: Channel
+    devices: Devices
+    survey: Survey
+    objectives: Objectives
+    check: Check | None
+    """The verification of this call, if one is due."""
+    form: Keep | None = None
+    """Whether to keep factors or rows, or ``None`` to keep nothing."""
+    arena: Arena | None = None
+    """Where to put kept rows."""
+    is_summed: bool = True
+    """Whether to add up the Gramian."""
+    sink: Sink | None = None
+    """An object that takes the columns of each parameter, if any does."""
+    summary: Summary | None = None
+    """The summary to which each block is added; ``None`` if an earlier call has a summary of this
+    graph."""
+    must_verify: bool = False
+    """Whether to raise an error if gradients that are not finite prevent the verification."""
+    retain_graph: bool = True
+    """Whether the graph is needed after the pass."""
+    is_step: bool = False
+    """Whether the pass stands for the user's own backward pass."""
+    has_sought: bool = False
+    """Whether the samples were sought in this call. If not, their layouts were remembered."""
+    unseen: list[Use] = field(default_factory=list)
+    """Uses that the recorder did not see, and the graph has shown."""
+    columns: dict[Tensor, Columns] = field(default_factory=dict)
+    """The columns of each parameter that the losses reach, if they are kept."""
+    gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
+    """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
