@@ -7,6 +7,7 @@ from itertools import count
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from autogram import Engine
 from tests.unit.checks import features
@@ -168,6 +169,8 @@ def in_use() -> tuple[int, int, int]:
 
 def _memory(tensor: Tensor) -> tuple[int, int] | None:
     """Where the memory of a tensor begins, and its bytes; those of compilers have none."""
+    if isinstance(tensor, FakeTensor):
+        return None
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()

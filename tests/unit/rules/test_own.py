@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, RuleError
-from autogram._capture.forward import tapping
+from autogram._capture.forward.tapping import Tapping
 from autogram._capture.uses import FallbackUse, Use
 from autogram.rules import (
     Recipe,
@@ -135,14 +135,14 @@ def registered() -> Iterator[None]:
 def fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what is left to the fallback."""
     names: list[str] = []
-    tap = tapping.tap
+    tap = Tapping.tap
 
     def noted(use: Use, *rest: Any, **options: Any) -> Tensor:
         if isinstance(use, FallbackUse):
             names.append(use.function)
         return tap(use, *rest, **options)
 
-    monkeypatch.setattr(tapping, "tap", noted)
+    monkeypatch.setattr(Tapping, "tap", staticmethod(noted))
     return names
 
 
