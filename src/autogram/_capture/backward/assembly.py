@@ -221,7 +221,9 @@ class Assembly:
         if account is None:
             if isinstance(owner, Tracked) and owner.region is not None:
                 account = self._accounts[owner] = self._account(owner.sources[0])
-                self._check_place(owner)
+                assert account.columns is not None
+                if owner.place not in (None, account.columns.parameter):
+                    self._refuse_moved(owner)
                 return account
             if isinstance(owner, Tracked):
                 region, device = Region.contiguous(owner.shape), owner.sources[0].device
@@ -233,15 +235,14 @@ class Assembly:
             account = self._accounts[owner] = _Account(owner, columns)
         return account
 
-    def _check_place(self, owner: Tracked) -> None:
+    def _refuse_moved(self, owner: Tracked) -> None:
         """Refuses a region of a parameter that was moved: it tells where the elements were."""
         (parameter,) = owner.sources
-        if owner.place not in (None, Region.of_parameter(parameter)):
-            name = self._run.channel.parameters([parameter]).get(parameter)
-            raise UnsupportedError(
-                f"`{name}` was moved in memory after the forward pass, into another memory format "
-                "or a buffer. Compute the losses again, with the parameter where it is now."
-            )
+        name = self._run.channel.parameters([parameter]).get(parameter)
+        raise UnsupportedError(
+            f"`{name}` was moved in memory after the forward pass, into another memory format "
+            "or a buffer. Compute the losses again, with the parameter where it is now."
+        )
 
     def _count(self, account: _Account, complete: Complete) -> None:
         """Counts an arrival, and finishes the account if no other is expected."""
