@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autogram import Engine, InvalidOptionError
+from autogram import Engine, InvalidOptionError, UnsupportedError
 from autogram._arguments import Weighting
 from autogram._losses import Losses, parts_of
 from autogram.integrations._micro_batches import MicroBatches
@@ -64,8 +64,12 @@ class JacobianDescent(_Module):
         Args:
             batch: As for ``training_step``.
             batch_idx: As for ``training_step``.
+
+        Raises:
+            UnsupportedError: The module does not define the method.
         """
-        raise NotImplementedError(
+        del batch, batch_idx
+        raise UnsupportedError(
             "A module with `JacobianDescent` has no `training_losses(self, batch, batch_idx)`. "
             "Write it in place of `training_step`, and return the losses of the samples."
         )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from tests.unit._distributed.worlds import (
     weighting,
 )
 from tests.unit.checks import assert_close_to_reference
-from tests.unit.processes import RANKS, Scenario, run_in_processes
+from tests.unit.processes import RANKS, Scenario
 
 STEPS = 3
 # Buckets of a few parameters, which leave before the pass has ended.
@@ -357,13 +356,6 @@ def scenarios() -> Mapping[str, Scenario]:
     ):
         found[alone.__name__] = alone
     return found
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What two processes say of all scenarios."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    return run_in_processes(scenarios, folder, RANKS)
 
 
 @pytest.mark.parametrize("name", scenarios())

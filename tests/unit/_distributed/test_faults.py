@@ -261,13 +261,6 @@ def scenarios() -> Mapping[str, Scenario]:
     return {scenario.__name__: scenario for scenario in found}
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What two processes say of all scenarios."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    return run_in_processes(scenarios, folder, RANKS)
-
-
 @pytest.mark.parametrize("name", scenarios())
 def test_in_two_processes(name: str, outcomes: dict[str, list[str]]) -> None:
     assert outcomes.get(name, "was not begun") == [""] * RANKS, "\n".join(outcomes.get(name, []))

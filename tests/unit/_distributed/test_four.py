@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.unit._distributed.worlds import (
     two_of_each,
     weighting,
 )
-from tests.unit.processes import Scenario, run_in_processes
+from tests.unit.processes import Scenario
 
 RANKS = 4
 
@@ -106,13 +105,6 @@ def scenarios() -> Mapping[str, Scenario]:
     for alone in (a_mesh_that_replicates_and_shards, a_rank_that_raises, groups_of_two):
         found[alone.__name__] = alone
     return found
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What four processes say of all scenarios."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    return run_in_processes(scenarios, folder, RANKS)
 
 
 @pytest.mark.parametrize("name", scenarios())

@@ -1,7 +1,6 @@
 """Rows that leave during the pass: exact, and exchanged again where they were not foreseen."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.unit._distributed.worlds import (
     two_of_each,
     weighting,
 )
-from tests.unit.processes import RANKS, Scenario, run_in_processes
+from tests.unit.processes import RANKS, Scenario
 
 STEPS = 6
 
@@ -223,13 +222,6 @@ NAMES = [
     "a_table_that_is_complete_last",
     "a_weighting_that_raises",
 ]
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What two processes say of all scenarios."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    return run_in_processes(scenarios, folder, RANKS)
 
 
 @pytest.mark.parametrize("name", NAMES)

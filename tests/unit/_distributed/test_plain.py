@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from tests.unit._distributed.worlds import (
     weighting,
 )
 from tests.unit.checks import assert_close_to_reference
-from tests.unit.processes import RANKS, Scenario, run_in_processes
+from tests.unit.processes import RANKS, Scenario
 
 WORLDS = {
     "mlp": World(),
@@ -247,13 +246,6 @@ def scenarios() -> Mapping[str, Scenario]:
     ):
         found[alone.__name__] = alone
     return found
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What two processes say of all scenarios."""
-    folder: Path = tmp_path_factory.mktemp("processes")
-    return run_in_processes(scenarios, folder, RANKS)
 
 
 @pytest.mark.parametrize("name", scenarios())

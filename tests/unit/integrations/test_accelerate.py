@@ -1,13 +1,11 @@
 """Steps in the loop of an `Accelerator`, beside rows of plain autograd."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,26 +15,9 @@ from autogram import Engine, InvalidLossesError, InvalidOperandError, Unsupporte
 from autogram.integrations.accelerate import Accelerated
 from autogram.testing import reference_jacobian
 from tests.unit.engines import batch, mlp
+from tests.unit.integrations.weightings import mean, weighting
 
 SCALE = 2.0**22
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """An accelerator's settings are global; those of a test end with it."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-def weighting(gramian: Tensor) -> Tensor:
-    """Different for each objective, and dependent on the others."""
-    return gramian.diagonal().rsqrt() * torch.arange(1, len(gramian) + 1) / len(gramian)
-
-
-def mean(gramian: Tensor) -> Tensor:
-    """That of the losses."""
-    return gramian.new_full((len(gramian),), 1 / len(gramian))
 
 
 def data(count: int = 5) -> list[tuple[Tensor, Tensor]]:

@@ -15,26 +15,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from autogram import Engine, InvalidOptionError
+from autogram import Engine, InvalidOptionError, UnsupportedError
 from autogram.integrations.lightning import JacobianDescent
 from autogram.testing import reference_jacobian
 from autogram.weightings import UPGrad
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.integrations.weightings import mean, weighting
 
 # Lightning gives advice on loaders, and calls what PyTorch has deprecated.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec"
 )
-
-
-def weighting(gramian: Tensor) -> Tensor:
-    """Different for each objective, and dependent on the others."""
-    return gramian.diagonal().rsqrt() * torch.arange(1, len(gramian) + 1) / len(gramian)
-
-
-def mean(gramian: Tensor) -> Tensor:
-    """That of the losses."""
-    return gramian.new_full((len(gramian),), 1 / len(gramian))
 
 
 class Net(JacobianDescent, lightning.LightningModule):
@@ -262,7 +253,7 @@ def test_without_weighting_or_losses(tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match=r"Without has no `weighting`. Set `self"):
         trainer(tmp_path).fit(model, loader(data()))
     model.weighting = weighting
-    with pytest.raises(NotImplementedError, match="has no `training_losses"):
+    with pytest.raises(UnsupportedError, match="has no `training_losses"):
         trainer(tmp_path).fit(model, loader(data()))
 
 

@@ -1,14 +1,12 @@
 """The `Trainer` of transformers: runs of some steps beside rows of plain autograd."""
 
 import copy
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -23,26 +21,9 @@ from transformers import (
 from autogram import Engine, InvalidLossesError, UnsupportedError
 from autogram.integrations.transformers import JacobianTrainer
 from autogram.testing import reference_jacobian
+from tests.unit.integrations.weightings import mean, weighting
 
 SCALE = 2.0**22
-
-
-@pytest.fixture(autouse=True)
-def own_state() -> Iterator[None]:
-    """An accelerator's settings are global; those of a test end with it."""
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
-def weighting(gramian: Tensor) -> Tensor:
-    """Different for each objective, and dependent on the others."""
-    return gramian.diagonal().rsqrt() * torch.arange(1, len(gramian) + 1) / len(gramian)
-
-
-def mean(gramian: Tensor) -> Tensor:
-    """That of the losses."""
-    return gramian.new_full((len(gramian),), 1 / len(gramian))
 
 
 def classifier(labels: int = 3) -> nn.Module:

@@ -1,0 +1,14 @@
+"""Weightings that trainers are given."""
+
+import torch
+from torch import Tensor
+
+
+def weighting(gramian: Tensor) -> Tensor:
+    """Different for each objective, and dependent on the others."""
+    return gramian.diagonal().rsqrt() * torch.arange(1, len(gramian) + 1) / len(gramian)
+
+
+def mean(gramian: Tensor) -> Tensor:
+    """That of the losses."""
+    return gramian.new_full((len(gramian),), 1 / len(gramian))
