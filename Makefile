@@ -103,10 +103,12 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.release: pyproject.toml const
 	@$(INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@
 
-# An environment of its own, with the same pins but for torch.
+# An environment of its own, with the same pins but for torch, and for what it allows older ones of.
+# PyPI has builds for CUDA only, of several gigabytes; a CPU build is taken where pip finds one, as
+# with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 $(OLDEST)/.test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
-	grep -v '^torch==' constraints.txt > $(OLDEST)/constraints.txt
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(OLDEST)/constraints.txt
 	echo "torch==$(OLDEST_TORCH).*" >> $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c $(OLDEST)/constraints.txt --editable ".[test,demo]"

@@ -16,7 +16,7 @@ from autogram._capture.tracked import BATCHED, Tracked
 from autogram._compiled.call import CompiledPart, nowhere
 from autogram._compiled.compilers import COMPILERS
 from autogram._compiled.private import missing
-from autogram._compiled.tracing.part import Part, Traced
+from autogram._compiled.tracing.part import Part, traced
 from autogram._compiled.variants import Backward
 from autogram._errors import CompiledPartWarning, listed, warn_user
 
@@ -50,18 +50,21 @@ def autogram(
     config = _config(mode, own)
     parameters, derived, batched = _kinds(graph, inputs)
     compile = COMPILERS[inner]
-    if not torch.is_grad_enabled() or not (parameters or derived):
+    if not torch.is_grad_enabled():
         return compile(graph, inputs, config, None)
+    if not (parameters or derived):
+        return compile(_outer(graph, graph.forward), inputs, config, None)
     part = Part(graph, parameters, derived, batched)
     device = inputs[part.roots[0]].device
-    module, examples = _outer(graph, part), [*inputs, nowhere(device)]
+    module = _outer(graph, traced(part), "autogram_entry")
+    examples = [*inputs, nowhere(device)]
     return CompiledPart(part, compile(module, examples, config, partial(Backward, part)))
 
 
 def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """A graph, compiled so that explicit rows can be had, if this version of PyTorch lets it."""
     try:
-        return COMPILERS[inner](graph, inputs, {}, None)
+        return COMPILERS[inner](_outer(graph, graph.forward), inputs, {}, None)
     except (ImportError, AttributeError):
         found: Callable[..., Any] = torch._dynamo.lookup_backend(inner)(graph, list(inputs))
         return found
@@ -89,8 +92,12 @@ def _config(mode: str | None, options: Options) -> dict[str, Any]:
     return dict(wrapper.config)
 
 
-def _outer(graph: fx.GraphModule, part: Part) -> fx.GraphModule:
-    """A graph that calls a part, with one more input: what leads to engines."""
+def _outer(graph: fx.GraphModule, function: Callable[..., Any], *further: str) -> fx.GraphModule:
+    """A graph that calls a function in place of another graph, with further inputs.
+
+    AOTAutograd keeps in its cache what is made of calls that it knows. From there, it would give
+    backward passes that have no variants, and overwrite what others need.
+    """
     outer, inputs = fx.Graph(), []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -98,12 +105,13 @@ def _outer(graph: fx.GraphModule, part: Part) -> fx.GraphModule:
             given.meta = copy.copy(node.meta)
             given._dynamo_source = getattr(node, "_dynamo_source", None)
             inputs.append(given)
-    last = outer.placeholder("autogram_entry")
-    last._dynamo_source = None
-    called = outer.call_module("part", (*inputs, last))
+    for name in further:
+        inputs.append(outer.placeholder(name))
+        inputs[-1]._dynamo_source = None
+    called = outer.call_function(function, tuple(inputs))
     count = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple
     outer.output(tuple(outer.call_function(operator.getitem, (called, i)) for i in range(count)))
-    module = fx.GraphModule({"part": Traced(part)}, outer)
+    module = fx.GraphModule({}, outer)
     module.meta = dict(graph.meta)
     if hasattr(graph, "_param_name_to_source"):
         module._param_name_to_source = graph._param_name_to_source

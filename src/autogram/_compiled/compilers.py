@@ -1,7 +1,7 @@
 """Compilers of the graphs behind a part: inductor, or AOTAutograd alone, with variants of backward.
 
 A backward pass may run behind another one over the same saved tensors, so that none may overwrite
-these. And what AOTAutograd has in its cache knows nothing of variants.
+these.
 """
 
 from __future__ import annotations
@@ -49,19 +49,13 @@ def _inductor(
 
         def compile(variant: fx.GraphModule) -> Any:
             variant.graph.output_node().meta["user_visible_output_idxs"] = []
-            with _keeping(), torch._inductor.config.patch(patches):
+            with torch._inductor.config.patch(patches):
                 return compile_fx_inner(variant, inputs, **kwargs)
 
         _keep_saved_tensors()
         return compile(graph) if backward is None else backward(graph, compile, select_decomp_table)
 
-    with _keeping():
-        compiled: Any = compile_fx(
-            graph,
-            inputs,
-            inner_compile=inner,
-            config_patches=dict(config),
-        )
+    compiled: Any = compile_fx(graph, inputs, inner_compile=inner, config_patches=dict(config))
     return compiled  # type: ignore[no-any-return]  # as typed in torch
 
 
@@ -88,26 +82,25 @@ def _aot_eager(
         _keep_saved_tensors()
         return compile(graph) if backward is None else backward(graph, compile, dict)
 
-    compiler = aot_autograd(
+    compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=compile_forward,
         bw_compiler=compile_backward,
         partition_fn=min_cut_rematerialization_partition,
-    )
-    with _keeping():
-        compiled: Callable[..., Any] = compiler(graph, inputs)
+    )(graph, inputs)
     return compiled
 
 
 COMPILERS: dict[str, Compiler] = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 
-def _keeping() -> Any:
-    """Lets AOTAutograd plan for several passes, inside of a block."""
-    return torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False)
-
-
 def _keep_saved_tensors() -> None:
-    """Tells AOTAutograd that no saved tensor is overwritten, or it refuses `retain_graph`."""
+    """Tells AOTAutograd that a backward pass overwrites no saved tensor of the graph at hand.
+
+    Else inductor reuses their memory, and AOTAutograd refuses `retain_graph`. Both look at one
+    list, which is emptied where it is: AOTAutograd may have stored it in several places.
+    """
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+        donated = context.fw_metadata.bw_donated_idxs
+        if donated:
+            donated.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autogram import CompiledPartWarning, Engine, UnseenUseError
-from autogram._compiled import autogram, backend, private
+from autogram._compiled import autogram, backend
 from tests.unit._compiled.compiling import assert_steps, compiled, counted_parts
 
 ROOT = Path(__file__).parents[3]
@@ -47,17 +47,6 @@ def test_import_leaves_dynamo_alone() -> None:
     """Importing Dynamo takes as long as importing torch."""
     code = "import sys, autogram; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_private_names_are_there() -> None:
-    assert private.missing() == ()
-
-
-def test_all_private_names_are_listed() -> None:
-    """What the package imports or reads of PyTorch that begins with an underscore."""
-    listed = {f"{x.module}.{x.name}" for x in private.NAMES}
-    assert all(x.instead for x in private.NAMES)
-    assert "torch._guards.tracing" in listed
 
 
 @pytest.mark.filterwarnings("ignore:A compiled part hides")

@@ -126,7 +126,6 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 
 def _autocast_now() -> _Autocast:
     """Autocast as it is now."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    devices = [x for x in ("cpu", "cuda", "xpu", "mps") if torch.is_autocast_enabled(x)]
-    return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu", *([accelerator.type] if accelerator else [])]
+    return tuple((x, torch.get_autocast_dtype(x)) for x in devices if torch.is_autocast_enabled(x))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autogram._blocks import Region
 from autogram._capture.tracked import Tracked
@@ -174,13 +174,11 @@ def _part_use(use: RuleUse, number: Callable[[Tracked], int]) -> PartUse:
     return PartUse(use.function, use.shape, tuple(map(number, use.reads)), recipes, use.rule)
 
 
-class Traced(nn.Module):
+def traced(part: Part) -> Callable[..., Any]:
     """What AOTAutograd traces of a part."""
 
-    def __init__(self, part: Part) -> None:
-        super().__init__()
-        self._part = part
-
-    def forward(self, *args: Any) -> Any:
+    def trace_part(*args: Any) -> Any:
         """Runs the part on traced arguments, of which the last is what leads to engines."""
-        return self._part.trace(args[:-1])
+        return part.trace(args[:-1])
+
+    return trace_part

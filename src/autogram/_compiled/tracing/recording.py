@@ -81,7 +81,7 @@ class TracedTapping(Tapping):
         self.uses.append(use)
         self.recording.count += 1
         device = output.device.type
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device):
             self.dtypes.add(torch.get_autocast_dtype(device))
         if not in_place:
             tapped: Tensor = TracedTap.apply(output, use, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
