@@ -66,6 +66,10 @@ class Region:
             index = index.unsqueeze(-1) + places
         return index.flatten()
 
+    def shifted(self, offset: int) -> Region:
+        """A region that begins further on."""
+        return _region(self.offset + offset, self.shape, self.strides) if offset else self
+
     def split_first(self, groups: int) -> Region:
         """The same elements, with the first dimension split into ``(groups, rest)``."""
         (size, *shape), (stride, *strides) = self.shape, self.strides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._blocks import Folded, Region
+from autogram._blocks import Folded
 from autogram._capture.autograd.entry import entry, entry_of
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.session import recorders_of
@@ -134,7 +133,7 @@ class Call:
         if source.region is not None:
             (root,) = roots
             assert root.region is not None
-            region = _shifted(source.region, root.region.offset)
+            region = source.region.shifted(root.region.offset)
             return Tracked(root.sources, region, region.shape, source.dtype, root.version)
         if source.derivation is None:
             return roots[0]
@@ -225,9 +224,3 @@ def _add_rows(
         if isinstance(x, Tensor) and x.requires_grad and position not in part.outputs:
             use = FallbackUse.of(recording, name, x, tuple(reads.values()), inputs)
             outputs[position] = tap(use, x, ())
-
-
-@lru_cache(maxsize=4096)
-def _shifted(region: Region, offset: int) -> Region:
-    """A region that begins further on."""
-    return replace(region, offset=region.offset + offset) if offset else region

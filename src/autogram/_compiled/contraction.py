@@ -2,12 +2,14 @@
 
 Once it is certain where the samples lie, nothing about the contractions of a part depends on
 values. They are traced on tensors without data, and put behind the cotangents of the graph. What
-remains is one result ``(k, b, k, b)``, and factors that die inside.
+remains is one result ``(k, b, k, b)``, and factors that die inside. For a fused step, rows or
+factors remain, too, by which gradients are computed once there are weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +17,18 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autogram._blocks import Block, Bundles, Columns, Folded, Kernels, Limit, Region, gram_of_bundle
+from autogram._blocks import (
+    Block,
+    Bundles,
+    Columns,
+    Factors,
+    Folded,
+    Keep,
+    Kernels,
+    Limit,
+    Region,
+    gram_of_bundle,
+)
 from autogram._blocks.kernels.contraction import find_path
 from autogram._blocks.kernels.workspace import Memory
 from autogram._capture.uses import RuleUse
@@ -34,11 +47,88 @@ class Inside(NamedTuple):
     use: RuleUse
     layout: Folded
 
-    @property
-    def key(self) -> object:
-        """What the contraction depends on."""
-        operands = tuple(tuple(x is not None for x in of.operands) for of in self.use.recipes)
-        return self.number, self.layout, operands
+
+class Asked(NamedTuple):
+    """What a pass asks for.
+
+    Attributes:
+        limit: How many elements one intermediate result may have.
+        form: Whether to keep factors or rows, or ``None`` to keep nothing.
+    """
+
+    limit: int
+    form: Keep | None
+
+
+class KeptBlock(NamedTuple):
+    """A block of a parameter.
+
+    Attributes:
+        use: The number of a use that reads the parameter.
+        read: Which of the tensors that the use reads it is.
+        region: The elements of the parameter. The offset is that from the first one.
+        equation: That of the block.
+        operands: How many results the factors of the block are.
+    """
+
+    use: int
+    read: int
+    region: Region
+    equation: str
+    operands: int
+
+
+class Contracted(NamedTuple):
+    """What is contracted in a graph.
+
+    Attributes:
+        results: The Gramian, and then the factors of all blocks that are kept.
+        kept: These blocks.
+        taken: How many elements of rows are kept that are larger than their factors.
+    """
+
+    results: list[Any]
+    kept: list[KeptBlock]
+    taken: int
+
+    def factors(
+        self, uses: Sequence[RuleUse | None], results: Iterable[Tensor]
+    ) -> dict[Tensor, list[Factors]]:
+        """What is kept for each parameter.
+
+        Args:
+            uses: Those of a call.
+            results: What the graph has given behind the Gramian.
+        """
+        rest = iter(results)
+        found: dict[Tensor, list[Factors]] = {}
+        for block in self.kept:
+            use = uses[block.use]
+            assert use is not None
+            (parameter,) = use.reads[block.read].sources
+            region = block.region.shifted(Region.of_parameter(parameter).offset)
+            operands = tuple(islice(rest, block.operands))
+            found.setdefault(parameter, []).append(Factors(region, block.equation, operands))
+        return found
+
+
+def key_of(inside: Sequence[Inside], asked: Asked) -> object:
+    """What the contractions of some uses depend on."""
+    parameters: dict[int, int] = {}
+    regions = tuple(
+        (parameters.setdefault(id(t.sources[0]), len(parameters)), t.region and t.region.strides)
+        for of in inside
+        for t in of.use.reads
+    )
+    recipes = tuple(
+        (
+            of.number,
+            of.layout,
+            tuple(tuple(x is not None for x in recipe.operands) for recipe in of.use.recipes),
+        )
+        for of in inside
+    )
+    return asked, regions, recipes
 
 
 class UntraceableError(Exception):
@@ -53,34 +143,37 @@ class UntraceableError(Exception):
         self.number = number
 
 
-def append_gramian(
+def append_contractions(
     graph: fx.Graph,
     inside: Sequence[Inside],
     tensors: Sequence[Sequence[fx.Node]],
-    limit: Limit,
+    asked: Asked,
     decompositions: Mapping[Any, Any],
-) -> fx.Node:
-    """Puts the Gramian of some uses behind a graph.
+) -> Contracted:
+    """Puts the contractions of some uses behind a graph.
 
     Args:
         graph: The graph, which is changed.
         inside: The uses.
         tensors: For each, its cotangent, and what its rule saves.
-        limit: How large one intermediate result may be.
+        asked: What is to be computed.
         decompositions: Of the operators that the compiler does not take.
 
     Returns:
-        The node of the Gramian, ``(k, b, k, b)``.
+        The nodes of the results: the Gramian, ``(k, b, k, b)``, and what is kept.
 
     Raises:
         UntraceableError: A use cannot be contracted so.
     """
     nodes = [node for of in tensors for node in of]
     values = [node.meta["val"] for node in nodes]
+    contracted = Contracted([], [], 0)
 
-    def contract(*flat: Tensor) -> Tensor:
+    def contract(*flat: Tensor) -> list[Tensor]:
+        nonlocal contracted
         rest = iter(flat)
-        return _gramian(inside, [[next(rest) for _ in of] for of in tensors], limit)
+        contracted = _contract(inside, [[next(rest) for _ in of] for of in tensors], asked)
+        return contracted.results
 
     contract(*values)  # finds contractions, which would be traced, too
     traced = make_fx(contract, decomposition_table=dict(decompositions))(*values)
@@ -90,15 +183,13 @@ def append_gramian(
         raise UntraceableError(inside[-1].number)
     copies: dict[fx.Node, fx.Node] = {}
     given = iter(nodes)
-    result: Any = None
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             copies[node] = next(given)
-        elif node.op == "output":
-            result = copies[node.args[0]]
-        else:
+        elif node.op != "output":
             copies[node] = graph.node_copy(node, lambda x: copies[x])
-    return result  # type: ignore[no-any-return]  # a node
+    results: Any = traced.graph.output_node().args[0]
+    return contracted._replace(results=[copies[x] for x in results])
 
 
 def _reads_strides(node: fx.Node) -> bool:
@@ -122,12 +213,43 @@ class _TracedKernels(Kernels):
         return stack[0]
 
 
-def _gramian(inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], limit: Limit) -> Tensor:
-    """The Gramian of all that some uses read."""
+def _contract(
+    inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], asked: Asked
+) -> Contracted:
+    """The Gramian of all that some uses read, and what is kept."""
+    limit = Limit(asked.limit)
+    found = _columns(inside, tensors, limit)
+    taken, kept = 0, list[KeptBlock]()
+    factors: list[Tensor] = []
+    bundles = Bundles()
+    ready: list[list[Columns]] = []
+    for number, use, _ in inside:
+        read: list[Columns] = []
+        for i, tracked in enumerate(use.reads):
+            columns = found.pop(id(tracked.sources[0]), None)
+            if columns is None:
+                continue
+            read.append(columns)
+            if asked.form is not None:
+                taken += columns.keep(asked.form, taken)
+                for of in columns.factors():
+                    region = of.region.shifted(-columns.parameter.offset)
+                    kept.append(KeptBlock(number, i, region, of.equation, len(of.operands)))
+                    factors += of.operands
+        ready += bundles.add(*read)
+    parts = [gram_of_bundle(x) for x in (*ready, *bundles.rest())]
+    total = [part for part in parts if part is not None]
+    gramian = torch.stack(total).sum(0) if len(total) > 1 else total[0]
+    return Contracted([gramian, *factors], kept, taken)
+
+
+def _columns(
+    inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], limit: Limit
+) -> dict[int, Columns]:
+    """The columns of all parameters that some uses read, by the `id` of the parameter."""
     kernels = _TracedKernels(limit)
     found: dict[int, Columns] = {}
     regions: dict[int, Region] = {}
-    bundles = Bundles()
     for (number, use, layout), (cotangent, *saved) in zip(inside, tensors, strict=True):
         try:
             blocks = use.contributions(layout, cotangent.unsqueeze(0), tuple(saved), limit)
@@ -144,10 +266,4 @@ def _gramian(inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], limi
             if columns is None:
                 columns = found[id(parameter)] = Columns(Region.of_parameter(parameter), kernels)
             columns.add(region, block)
-    ready: list[list[Columns]] = []
-    for _, use, _ in inside:
-        read = [found.pop(id(p), None) for t in use.reads for p in t.sources]
-        ready += bundles.add(*[columns for columns in read if columns is not None])
-    parts = [gram_of_bundle(x) for x in (*ready, *bundles.rest())]
-    total = [part for part in parts if part is not None]
-    return torch.stack(total).sum(0) if len(total) > 1 else total[0]
+    return found

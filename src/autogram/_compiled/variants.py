@@ -2,7 +2,8 @@
 
 - ``full``: what PyTorch compiles, with the gradients of all inputs;
 - ``taps``: the cotangents of the part's uses with what their rules save, and no parameters';
-- ``gramian``: the same, with the part of the Gramian of uses that are contracted inside;
+- ``gramian``: the same, with the part of the Gramian of uses that are contracted inside, and in a
+  fused step what their gradients are computed from;
 - ``rows``: the gradients of some inputs alone.
 
 Which of them runs is decided by whose backward pass it is.
@@ -19,12 +20,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autogram._blocks import Limit
 from autogram._capture.autograd.entry import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.uses import RuleUse
 from autogram._compiled.call import Call
-from autogram._compiled.contraction import Inside, UntraceableError, append_gramian
+from autogram._compiled.contraction import (
+    Asked,
+    Contracted,
+    Inside,
+    UntraceableError,
+    append_contractions,
+    key_of,
+)
 from autogram._compiled.tracing.operator import SHOW
 from autogram._compiled.tracing.part import Part
 
@@ -71,6 +78,7 @@ class Backward:
         self._results = len(_results(graph))
         self._variants: dict[Any, Compiled] = {}
         self._shown: dict[Any, list[_Shown]] = {}
+        self._contracted: dict[Any, Contracted] = {}
         self._untraceable: set[int] = set()
         self._tracing = torch._guards.TracingContext.try_get()
 
@@ -103,13 +111,15 @@ class Backward:
         """Shows the cotangents of the uses, and gives what goes on to other nodes."""
         call.recording.dtypes |= self._part.dtypes
         uses = call.all_uses(node)
-        inside, run, shown = self._choose(uses, current)
+        inside, key = self._choose(uses, current)
         given = list(args)
-        found = run(args)
+        found = self._variants[key](args)
         if inside:
-            taken = [of.use for of in inside]
-            current.tell(partial(current.receiver.take_part, taken, found[self._results]))
-        for number, places in shown:
+            contracted = self._contracted[key]
+            gramian, *results = found[self._results :]
+            taken = [of.use for of in inside], contracted.factors(uses, results), contracted.taken
+            current.tell(partial(current.receiver.take_part, gramian, *taken))
+        for number, places in self._shown[key]:
             use = uses[number]
             if use is not None:
                 cotangent, *saved = [
@@ -121,8 +131,8 @@ class Backward:
 
     def _choose(
         self, uses: Sequence[RuleUse | None], current: Pass
-    ) -> tuple[Sequence[Inside], Compiled, list[_Shown]]:
-        """What is contracted inside, the variant that does it, and what that shows."""
+    ) -> tuple[Sequence[Inside], Any]:
+        """What is contracted inside, and the key of the variant that does it."""
         receiver = current.receiver
         ask = getattr(receiver, "layouts_inside", None)
         while ask is not None and not self._part.sizes.are_open and current.hidden is None:
@@ -131,18 +141,24 @@ class Backward:
             inside = [Inside(i, x, layouts[x]) for i, x in enumerate(uses) if x and x in layouts]
             if not inside:
                 break
-            limit = receiver.limit.elements
-            key = (limit, *[of.key for of in inside])
             try:
-                run = self._variant(key, partial(self._with_taps, key, inside, limit))
+                key = self._contracting(inside, Asked(receiver.limit.elements, receiver.form))
+                if self._contracted[key].taken > receiver.room(inside[0].use.reads[0].sources[0]):
+                    key = self._contracting(inside, Asked(receiver.limit.elements, "auto"))
             except UntraceableError as error:
                 self._untraceable.add(error.number)
             except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
                 self._untraceable.update(of.number for of in inside)
             else:
-                return inside, run, self._shown[key]
-        run = self._variant("taps", partial(self._with_taps, "taps"))
-        return (), run, self._shown["taps"]
+                return inside, key
+        self._variant("taps", partial(self._with_taps, "taps"))
+        return (), "taps"
+
+    def _contracting(self, inside: Sequence[Inside], asked: Asked) -> Any:
+        """The key of the variant that contracts some uses."""
+        key = key_of(inside, asked)
+        self._variant(key, partial(self._with_taps, key, inside, asked))
+        return key
 
     def _variant(self, key: Any, make: Callable[[], fx.GraphModule]) -> Compiled:
         """A compiled variant, made when it is first needed."""
@@ -165,10 +181,12 @@ class Backward:
             results = [x if i in kept else None for i, x in enumerate(results)]
         return _finished(module, results)
 
-    def _with_taps(self, key: Any, inside: Sequence[Inside] = (), limit: int = 0) -> fx.GraphModule:
+    def _with_taps(
+        self, key: Any, inside: Sequence[Inside] = (), asked: Asked | None = None
+    ) -> fx.GraphModule:
         """The graph without gradients of parameters, and with what is shown behind its results.
 
-        Directly behind its results, it has the Gramian of what is contracted ``inside``.
+        Directly behind its results, it has those of what is contracted ``inside``.
         """
         module = _copied(self._graph)
         inputs = {x: i for i, x in enumerate(_inputs(module))}
@@ -180,14 +198,13 @@ class Backward:
         for node in _shows(module):
             cotangent, saved, use = _arguments(node)
             factors[use] = [_origin(x) for x in (cotangent, *saved)]
-        if inside:
+        if asked is not None:
             with module.graph.inserting_before(module.graph.output_node()):
                 tensors = [factors[of.number] for of in inside]
-                results.append(
-                    append_gramian(
-                        module.graph, inside, tensors, Limit(limit), self._decompositions()
-                    )
+                self._contracted[key] = contracted = append_contractions(
+                    module.graph, inside, tensors, asked, self._decompositions()
                 )
+                results += contracted.results
         for node in _shows(module):
             cotangent, saved, use = _arguments(node)
             if use in numbers:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from autogram._capture.autograd.passes import Pass
+from autogram._capture.backward.assembly import Assembly
 from autogram._compiled import variants
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
@@ -47,15 +48,36 @@ def _assert_gramians(
     parameters: Sequence[Tensor],
     expected_shown: Sequence[str],
 ) -> None:
-    """Assert that several Gramians are right, of which all but the first come from inside."""
+    """Assert that several steps are right, of which all but the first come from inside.
+
+    Each step has a Gramian of its own and a fused step, on losses of their own.
+    """
     for step in range(3):
-        own, plain = losses()
-        jacobian = reference_jacobian(plain, parameters)
-        with shown_uses() as shown:
-            gramian = engine.compute_gramian(own)
-        assert_close_to_reference(gramian, jacobian @ jacobian.T)
-        if step:
-            assert sorted(shown) == sorted(expected_shown)
+        for is_fused in (False, True):
+            own, plain = losses()
+            jacobian = reference_jacobian(plain, parameters)
+            with shown_uses() as shown:
+                if is_fused:
+                    _assert_fused(engine, own, jacobian, parameters)
+                else:
+                    gramian = engine.compute_gramian(own)
+                    assert_close_to_reference(gramian, jacobian @ jacobian.T)
+            if step:
+                assert sorted(shown) == sorted(expected_shown)
+
+
+def _assert_fused(
+    engine: Engine, losses: Tensor, jacobian: Tensor, parameters: Sequence[Tensor]
+) -> None:
+    """Assert that a fused step has this Jacobian."""
+    weights = torch.linspace(0.5, 2.0, len(losses)).to(losses)
+    given: list[Tensor] = []
+    for parameter in parameters:
+        parameter.grad = None
+    engine.backward(losses, lambda gramian: (given.append(gramian), weights)[1])
+    assert_close_to_reference(given[0], jacobian @ jacobian.T)
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    assert_close_to_reference(torch.cat([x.flatten() for x in found]), jacobian.T @ weights)
 
 
 class Encoder(nn.Module):
@@ -208,13 +230,40 @@ def test_small_limit() -> None:
     _assert_gramians(engine, losses, trainable(model), [])
 
 
+@pytest.mark.parametrize("room", [1, 3])
+def test_rows_that_are_larger_than_factors(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    """Equal parts share a graph, and keep larger rows while there is room for them."""
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
+    twin = copy.deepcopy(model)
+    samples, positions = 32, 4
+    larger = samples * 12 * 12  # the factors have samples * positions * (12 + 12) elements
+    engine = Engine(model, verify="never", memory_limit_bytes=4 * (room * larger + 1))
+    for layer in model:
+        compile_inside(layer)
+    kept: list[int] = []
+    take = Assembly.take_part
+
+    def noted(self: Assembly, *args: Any) -> None:
+        kept.append(args[-1])
+        take(self, *args)
+
+    monkeypatch.setattr(Assembly, "take_part", noted)
+    for step in range(3):
+        x = torch.randn(samples, positions, 12)
+        own, plain = (m(x).tanh().square().sum((1, 2)) for m in (model, twin))
+        jacobian = reference_jacobian(plain, trainable(twin))
+        kept.clear()
+        _assert_fused(engine, own, jacobian, trainable(model))
+        assert step == 0 or kept == [larger] * room + [0] * (3 - room)
+
+
 def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine contracts it, as ever."""
 
     def fail(*args: object) -> None:
         raise RuntimeError(f"no {len(args)}")
 
-    monkeypatch.setattr(variants, "append_gramian", fail)
+    monkeypatch.setattr(variants, "append_contractions", fail)
     model = _mlp()
     engine = Engine(model, verify="never")
     run = compiled(model)

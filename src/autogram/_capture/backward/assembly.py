@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from autogram._blocks import (
     Bundles,
     Columns,
+    Factors,
     Folded,
+    Keep,
     Limit,
     Placement,
     Region,
@@ -136,11 +138,12 @@ class Assembly:
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
         """Those of some uses that a compiled part may contract itself, with their layouts.
 
-        A part may if nothing but the Gramian is asked for, and if all other uses of what they read
-        are among them.
+        A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
+        other uses of what they read are among them.
         """
         run = self._run
-        others = (run.form, run.check, run.summary, run.sink)
+        listener = None if run.form is None else run.channel.listener
+        others = (run.check, run.summary, run.sink, listener)
         if self._known_of is None or not (run.is_summed and self._is_complete):
             return {}
         if run.objectives.per_sample > 1 or any(other is not None for other in others):
@@ -153,13 +156,40 @@ class Assembly:
         }
         return {use: layout for use in closed(reads) if (layout := layouts[use]) is not None}
 
-    def take_part(self, uses: Iterable[Use], gramian: Tensor) -> None:
-        """Takes the Gramian ``(k, b, k, b)`` of all columns of what some uses read."""
+    @property
+    def form(self) -> Keep | None:
+        """Whether to keep factors or rows, or ``None`` to keep nothing."""
+        return self._run.form
+
+    def room(self, parameter: Tensor) -> int:
+        """How many more elements of rows that are larger than factors may be kept."""
+        device = parameter.device
+        return self._run.devices.on(device).room(device) - self._taken
+
+    def take_part(
+        self,
+        gramian: Tensor,
+        uses: Iterable[Use],
+        kept: Mapping[Tensor, Iterable[Factors]],
+        taken: int,
+    ) -> None:
+        """Takes what a compiled part has contracted itself.
+
+        Args:
+            gramian: The Gramian ``(k, b, k, b)`` of all columns of what some uses read.
+            uses: These uses.
+            kept: What is kept for the gradients of each parameter.
+            taken: How many elements of rows are kept that are larger than their factors.
+        """
         self._has_arrivals = True
         for use in uses:
             for tracked in use.reads:
                 account = self._account(tracked)
                 account.expected, account.is_reached, account.columns = 0, True, None
+        for parameter, factors in kept.items():
+            kernels = self._run.devices.on(parameter.device)
+            self._columns[parameter] = Columns.of(Region.of_parameter(parameter), kernels, factors)
+        self._taken += taken
         self._add_up(gramian)
 
     def complete(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +121,7 @@ class Part:
                 region, way = tracked.region, tapping.derivations.get(tracked)
                 if region is not None:
                     start = Region.of_parameter(tracked.sources[0]).offset
-                    region = replace(region, offset=region.offset - start)
+                    region = region.shifted(-start)
                 sources.append(Source(inputs, region, tracked.dtype, way))
             return numbers[tracked]
 
