@@ -21,16 +21,15 @@ from autogram._blocks import (
     Block,
     Bundles,
     Columns,
+    Devices,
     Factors,
     Folded,
     Keep,
-    Kernels,
     Limit,
     Region,
+    TracedKernels,
     gram_of_bundle,
 )
-from autogram._blocks.kernels.contraction import find_path
-from autogram._blocks.kernels.workspace import Memory
 from autogram._capture.uses import RuleUse
 
 
@@ -197,22 +196,6 @@ def _reads_strides(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) is torch.ops.aten.as_strided
 
 
-class _TracedKernels(Kernels):
-    """Calls that say nothing of strides, which a compiler may choose otherwise."""
-
-    def einsum(
-        self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
-    ) -> Tensor:
-        """An einsum in the dtype in which products accumulate, in new memory."""
-        del memory
-        dtype = self.accumulating(*{x.dtype for x in operands})
-        stack = [x.to(dtype) for x in operands]
-        for positions, of in find_path(equation, tuple(x.shape for x in operands)).steps:
-            taken = [stack.pop(position) for position in positions]
-            stack.append(torch.einsum(of, *taken))
-        return stack[0]
-
-
 def _contract(
     inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], asked: Asked
 ) -> Contracted:
@@ -247,7 +230,7 @@ def _columns(
     inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], limit: Limit
 ) -> dict[int, Columns]:
     """The columns of all parameters that some uses read, by the `id` of the parameter."""
-    kernels = _TracedKernels(limit)
+    devices = Devices(limit)
     found: dict[int, Columns] = {}
     regions: dict[int, Region] = {}
     for (number, use, layout), (cotangent, *saved) in zip(inside, tensors, strict=True):
@@ -264,6 +247,7 @@ def _columns(
                 raise UntraceableError(number)  # parts of a parameter are put together by strides
             columns = found.get(id(parameter))
             if columns is None:
+                kernels = TracedKernels(devices.on(parameter.device))
                 columns = found[id(parameter)] = Columns(Region.of_parameter(parameter), kernels)
             columns.add(region, block)
     return found

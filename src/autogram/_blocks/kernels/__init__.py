@@ -4,6 +4,16 @@ from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.devices import Devices
+from autogram._blocks.kernels.traced import TracedKernels
 from autogram._blocks.kernels.workspace import Arena, Memory
 
-__all__ = ["Arena", "CpuKernels", "CudaKernels", "Devices", "Kernels", "Limit", "Memory"]
+__all__ = [
+    "Arena",
+    "CpuKernels",
+    "CudaKernels",
+    "Devices",
+    "Kernels",
+    "Limit",
+    "Memory",
+    "TracedKernels",
+]

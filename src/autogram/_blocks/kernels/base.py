@@ -72,6 +72,10 @@ class Kernels(Hardware):
         """The dtype of products and sums of tensors of some dtypes: at least float32."""
         return reduce(torch.promote_types, dtypes, torch.float32)
 
+    def multiplied(self, *dtypes: torch.dtype) -> torch.dtype:
+        """The dtype in which factors of some dtypes are multiplied."""
+        return self.accumulating(*dtypes)
+
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:

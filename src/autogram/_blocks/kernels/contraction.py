@@ -37,7 +37,13 @@ class Prices(NamedTuple):
 
 
 class Hardware:
-    """The operations that contractions are made of, here as plain calls of PyTorch."""
+    """The operations that contractions are made of, here as plain calls of PyTorch.
+
+    Attributes:
+        is_traced: Whether a compiler takes the operations, and may choose other strides.
+    """
+
+    is_traced = False
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
@@ -121,18 +127,22 @@ def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
 
 @lru_cache(maxsize=4096)
 def find_contractions(
-    equation: str, shapes: Shapes, strides: Shapes
+    equation: str, shapes: Shapes, strides: Shapes | None = None
 ) -> tuple[tuple[tuple[int, ...], Contraction], ...]:
     """The contractions of an einsum, with the positions of the tensors that each takes.
 
-    Tensors without data are contracted here, to know the strides of intermediate results.
+    Tensors without data are contracted here, to know the strides of intermediate results. Without
+    strides, contractions suit tensors with any: their views cost more calls.
     """
-    pairs = zip(shapes, strides, strict=True)
-    stack = [torch.empty_strided(shape, stride, device="meta") for shape, stride in pairs]
+    if strides is None:
+        stack = [torch.empty(shape, device="meta") for shape in shapes]
+    else:
+        pairs = zip(shapes, strides, strict=True)
+        stack = [torch.empty_strided(shape, stride, device="meta") for shape, stride in pairs]
     found: list[tuple[tuple[int, ...], Contraction]] = []
     for positions, of in find_path(equation, shapes).steps:
         taken = [stack.pop(position) for position in positions]
-        contraction = _contraction(of, taken)
+        contraction = _contraction(of, taken, suits_any=strides is None)
         found.append((positions, contraction))
         stack.append(contraction(Hardware(), taken, None))
     return tuple(found)
@@ -142,7 +152,8 @@ def carry_out(
     hardware: Hardware, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
 ) -> Tensor:
     """Carries out an einsum, in given memory if it is a matrix product."""
-    shapes, strides = tuple([x.shape for x in operands]), tuple([x.stride() for x in operands])
+    shapes = tuple([x.shape for x in operands])
+    strides = None if hardware.is_traced else tuple([x.stride() for x in operands])
     stack = list(operands)
     for positions, contract in find_contractions(equation, shapes, strides):
         taken = [stack.pop(position) for position in positions]
@@ -179,14 +190,17 @@ def _kind(equation: str, sizes: Mapping[str, int]) -> _Kind:
     return "other"
 
 
-def _contraction(equation: str, operands: Sequence[Tensor]) -> Contraction:
-    """Makes the contraction of an equation, for operands with the shapes and strides of these."""
+def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) -> Contraction:
+    """Makes the contraction of an equation, for operands with the shapes and strides of these.
+
+    With ``suits_any``, it is for operands with these shapes and any strides.
+    """
     sizes = sizes_of(equation, tuple([x.shape for x in operands]))
     kind = _kind(equation, sizes)
     if kind == "elementwise":
-        return _elementwise(equation, operands, sizes)
+        return _elementwise(equation, operands, sizes, suits_any=suits_any)
     if kind == "matrices":
-        return _matrices(equation, operands, sizes)
+        return _matrices(equation, operands, sizes, suits_any=suits_any)
     if kind == "other":
         return lambda hardware, operands, _memory: hardware.other_product(equation, operands)
     summed, order = _sum(*equation.split("->"))
@@ -208,8 +222,12 @@ def _sum(labels: str, output: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return summed, _order("".join(x for x in labels if x in output), output)
 
 
-def _view(tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> View:
+def _view(
+    tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], *, suits_any: bool
+) -> View:
     """Makes a function that brings tensors like this one to another order and shape."""
+    if suits_any:
+        return lambda _hardware, x, _purpose: x.permute(order).reshape(shape)
     try:
         strides = tensor.permute(order).view(shape).stride()
     except RuntimeError:
@@ -224,7 +242,7 @@ def _view(tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> Vie
 
 
 def _elementwise(
-    equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int]
+    equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int], *, suits_any: bool
 ) -> Contraction:
     """A broadcast product of two tensors and a sum, in the order of the larger."""
     inputs, output = equation.split("->")
@@ -236,6 +254,7 @@ def _elementwise(
             tensor,
             _order(labels, "".join(label for label in product if label in labels)),
             tuple(sizes[label] if label in labels else 1 for label in product),
+            suits_any=suits_any,
         )
         for tensor, labels in zip(operands, terms, strict=True)
     )
@@ -249,7 +268,9 @@ def _elementwise(
     return contract
 
 
-def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int]) -> Contraction:
+def _matrices(
+    equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int], *, suits_any: bool
+) -> Contraction:
     """One matrix product of two tensors, or a batch of them.
 
     The rows of the product are the outer indices of the output, so that the result needs no copy.
@@ -268,11 +289,13 @@ def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int
     columns = "".join(label for label in second if label not in first)
     n, t, r, c = (prod(sizes[label] for label in of) for of in (batch, summed, rows, columns))
     stack = () if n == 1 else (n,)
-    left = _view(operands[0], _order(first, batch + rows + summed), (*stack, r, t))
-    right = _view(operands[1], _order(second, batch + summed + columns), (*stack, t, c))
+    order = _order(first, batch + rows + summed), _order(second, batch + summed + columns)
+    left = _view(operands[0], order[0], (*stack, r, t), suits_any=suits_any)
+    right = _view(operands[1], order[1], (*stack, t, c), suits_any=suits_any)
     product = torch.empty((*stack, r, c), device="meta")
     kept = "".join(label for label in batch + rows + columns if label in output)
-    result = product.view([sizes[label] for label in kept]).permute(_order(kept, output))
+    unfolded, last = [sizes[label] for label in kept], _order(kept, output)
+    result = product.view(unfolded).permute(last)
     shape, strides, shape_of_product = result.shape, result.stride(), product.shape
     is_same = shape == shape_of_product and strides == product.stride()
 
@@ -283,6 +306,8 @@ def _matrices(equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int
         x, y = left(hardware, operands[0], "first"), right(hardware, operands[1], "second")
         out = None if memory is None else memory(shape_of_product, x)
         found = hardware.matrix_product(x, y, out)
+        if suits_any:
+            return found.view(unfolded).permute(last)
         return found if is_same else found.as_strided(shape, strides)
 
     return contract

@@ -74,7 +74,7 @@ class CpuKernels(Kernels):
         """``left @ right.mT``, long sums in parts."""
         if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
             return left @ right.mT
-        left, right = (x.view(len(x), _PARTS, -1).transpose(0, 1) for x in (left, right))
+        left, right = (x.reshape(len(x), _PARTS, -1).transpose(0, 1) for x in (left, right))
         return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
 
     def gram(self, rows: Tensor) -> Tensor:
@@ -83,11 +83,9 @@ class CpuKernels(Kernels):
         if m < 2 * _FEWEST_SAMPLES or rows.numel() < _WORTH_SPLITTING:
             return self.multiply(rows, rows)
         half = m // 2
-        gram = rows.new_empty(m, m)
-        gram[:, :half] = self.multiply(rows, rows[:half])
-        gram[half:, half:] = self.multiply(rows[half:], rows[half:])
-        gram[:half, half:] = gram[half:, :half].mT
-        return gram
+        left = self.multiply(rows, rows[:half])  # (m, half)
+        last = self.multiply(rows[half:], rows[half:])
+        return torch.cat([left, torch.cat([left[half:].mT, last])], 1)
 
     def parts_to_mirror(self, cost: int, samples: int) -> int:
         """Into how many ranges of samples to cut a product of a block with itself."""

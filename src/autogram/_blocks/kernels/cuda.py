@@ -66,6 +66,11 @@ class CudaKernels(Kernels):
         return positions > self.prices(dtype).memory
 
     @override
+    def multiplied(self, *dtypes: torch.dtype) -> torch.dtype:
+        is_half = dtypes[0] in _HALVES and len(set(dtypes)) == 1
+        return dtypes[0] if is_half else self.accumulating(*dtypes)
+
+    @override
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:
