@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from sys import getrefcount
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 from torch import is_grad_enabled, nn
@@ -66,7 +67,7 @@ def put_around(module: nn.Module, around: Around, order: int) -> Callable[[], No
     if hooked is None:
         if vars(module).get(_NAME) is not None:
             return lambda: None
-        hooked = _attach(module, _enter)
+        hooked = _attach(module, _with_own_code(_enter))
     entry = (order, around)
     hooked.set(tuple(sorted((*hooked.around, entry), key=lambda x: x[0])))
     return lambda: hooked.set(tuple(x for x in hooked.around if x is not entry))
@@ -91,6 +92,15 @@ def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
     vars(module)[_NAME] = entrance = _Entrance(function, hooked)
     hooked.entrance = weakref.ref(entrance)
     return hooked
+
+
+def _with_own_code(function: Any) -> FunctionType:
+    """A copy of a function: of a code, Dynamo compiles no more than a few variants.
+
+    Where Dynamo gives up the code that calls modules, it compiles modules one by one from here.
+    """
+    code: CodeType = function.__code__
+    return FunctionType(code.replace(), function.__globals__, function.__name__)
 
 
 def _hooked(module: nn.Module) -> _Hooked | None:

@@ -60,6 +60,30 @@ def test_graph_break() -> None:
     assert len(parts) >= 2
 
 
+class Broken(nn.Module):
+    """Dynamo gives up a loop with a break in it, and compiles the layers one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+def test_all_layers_of_a_broken_loop() -> None:
+    """Dynamo compiles a code a few times, and the hooks of all layers have the same."""
+    model = Broken()
+    engine = Engine(model, unseen="error")
+    batches = [(torch.randn(4, 3),) for _ in range(2)]
+    with counted_parts() as parts:
+        assert_steps(model, compiled(model), engine, batches, lambda y, _: y.square().sum(1))
+    assert len(parts) == len(model.layers)
+
+
 @pytest.mark.parametrize("inner", INNER)
 def test_blocks_share_a_graph(inner: str) -> None:
     """Twelve layers that are compiled each on its own, one after the other."""
