@@ -16,7 +16,7 @@ from autogram._compiled.private import MARKS, NAMES, Private
 _FOLDER = Path(private.__file__).parent
 _FILES = [x for x in _FOLDER.rglob("*.py") if x != Path(private.__file__)]
 # Of named tuples: Python documents it.
-_PUBLIC = {"_fields"}
+_PUBLIC = {"_fields", "_replace", "_asdict", "_make"}
 # What private objects have, under names that say nothing of it.
 _INSIDE = {*vars(TracingContext(None)), *(x.name for x in dataclasses.fields(ViewAndMutationMeta))}
 _READERS = {"getattr", "hasattr", "setattr", "get"}
