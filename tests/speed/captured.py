@@ -102,7 +102,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that PyTorch's CPU allocator has given out while a function runs."""
-    with profile(profile_memory=True) as profiler:
+    with profile(profile_memory=True, acc_events=True) as profiler:  # else 2.11 warns
         run()
     now = peak = 0
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]  # after the run

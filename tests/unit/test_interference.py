@@ -475,7 +475,9 @@ class TestInstruments:
     def test_profiler(self, losses_of: Losses) -> None:
         model = mlp()
         engine = Engine(model, batch_dim=0)
-        with torch.profiler.profile(record_shapes=True, profile_memory=True, with_stack=True) as p:
+        with torch.profiler.profile(
+            record_shapes=True, profile_memory=True, with_stack=True, acc_events=True
+        ) as p:
             assert_exact(engine, losses_of(model(batch(4, 3))), model)
         assert any("_Tap" in event.key for event in p.key_averages())
 

@@ -18,7 +18,7 @@ from autogram._compiled.compilers import COMPILERS
 from autogram._compiled.private import missing
 from autogram._compiled.tracing.part import Part, traced
 from autogram._compiled.variants import Backward
-from autogram._errors import CompiledPartWarning, listed, warn_user
+from autogram._errors import CompiledPartWarning, UnsupportedError, listed, warn_user
 
 Options = Mapping[str, Any]
 
@@ -52,13 +52,44 @@ def autogram(
     compile = COMPILERS[inner]
     if not torch.is_grad_enabled():
         return compile(graph, inputs, config, None)
+    frozen = [i for i, x in enumerate(inputs) if _is_frozen(x)]
     if not (parameters or derived):
-        return compile(_outer(graph, graph.forward), inputs, config, None)
+        return _checked(compile(_outer(graph, graph.forward), inputs, config, None), frozen)
     part = Part(graph, parameters, derived, batched)
     device = inputs[part.roots[0]].device
     module = _outer(graph, traced(part), "autogram_entry")
     examples = [*inputs, nowhere(device)]
-    return CompiledPart(part, compile(module, examples, config, partial(Backward, part)))
+    function = compile(module, examples, config, partial(Backward, part))
+    return _checked(CompiledPart(part, function), frozen)
+
+
+def _is_frozen(x: Any) -> bool:
+    """Whether an input is a parameter without gradients."""
+    return isinstance(x, nn.Parameter) and not x.requires_grad
+
+
+def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..., Any]:
+    """A compiled function that refuses what PyTorch's guards may miss.
+
+    Before PyTorch 2.12, Dynamo may not notice that a parameter is freed:
+    https://github.com/pytorch/pytorch/issues/139476.
+    """
+    if not frozen:
+        return function
+
+    def run(*args: Any) -> Any:
+        """Calls the function."""
+        if not all(_is_frozen(args[i]) for i in frozen) and torch.is_grad_enabled():
+            freed = next(args[i] for i in frozen if not _is_frozen(args[i]))
+            raise UnsupportedError(
+                f"A parameter of the shape {tuple(freed.shape)} had no gradients when a part of "
+                "the model was compiled, and has them now. This version of PyTorch "
+                f"({torch.__version__}) does not compile the part anew, so that they would be "
+                "missing. Call `torch._dynamo.reset()` where parameters are freed."
+            )
+        return function(*args)
+
+    return run
 
 
 def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -44,7 +44,9 @@ class Call:
     ) -> None:
         self.part, self.recording = part, recording
         self.rows_of: frozenset[int] = frozenset()
-        own = {i: args[i] for i in part.parameters if args[i] in recording.names}
+        # Some versions of PyTorch call a part on whose parameters have been frozen since.
+        known = [i for i in part.parameters if args[i].requires_grad]
+        own = {i: args[i] for i in known if args[i] in recording.names}
         self._roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
         self._numbers: Numbers = part.sizes.of(args)
         # Tensors without a graph are saved with the node, which notices changes in place.

@@ -253,6 +253,13 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
+def _unmarked(result: Any) -> Any:
+    """A result, or the cotangent if it is what an operator gives that shows it."""
+    while isinstance(result, fx.Node) and result.target is SHOW:
+        result = _arguments(result)[0]
+    return result
+
+
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments of a node."""
     return node.args
@@ -272,7 +279,7 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 def _finished(module: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
     """A graph with other results, and without what they do not need."""
     output = module.graph.output_node()
-    output.args = (tuple(results),)
+    output.args = (tuple(map(_unmarked, results)),)
     output.meta.pop("desc", None)
     for node in reversed(_shows(module)):
         module.graph.erase_node(node)

@@ -100,21 +100,6 @@ def test_blocks_share_a_graph(inner: str) -> None:
     assert len(parts) <= 2
 
 
-def test_blocks_compiled_before_the_engine() -> None:
-    model = Decoder(layers=3)
-    twin = copy.deepcopy(model)
-    for block in model.blocks:
-        compile_inside(block)
-    with counted_parts() as parts:
-        model(*sequences(4, 6))
-        engine = Engine(model, unseen="error")
-        for _ in range(2):
-            (ids,) = sequences(4, 6)
-            losses, expected = (language_losses(m(ids), ids) for m in (model, twin))
-            assert_step(engine, losses, expected, trainable(model), trainable(twin))
-    assert len(parts) <= 2
-
-
 def test_dropout() -> None:
     """The randomness is drawn once: the reference is the same graph, objective by objective."""
     model = Decoder(dropout=0.3)
@@ -124,27 +109,6 @@ def test_dropout() -> None:
         (ids,) = sequences(size, 6)
         losses = language_losses(run(ids), ids)
         assert_step(engine, losses, losses, trainable(model))
-
-
-def test_evaluation_in_between() -> None:
-    model = Decoder(dropout=0.3)
-    engine = Engine(model, unseen="error")
-    run = compiled(model)
-    (ids,) = sequences(4, 6)
-    for _ in range(2):
-        losses = language_losses(run(ids), ids)
-        assert_step(engine, losses, losses, trainable(model))
-        model.eval()
-        with engine.paused():
-            expected = model(ids)
-        assert torch.allclose(run(ids), expected)
-        losses = language_losses(run(ids), ids)
-        assert_step(engine, losses, losses, trainable(model))
-        with torch.no_grad():
-            assert torch.allclose(run(ids), expected)
-        with torch.inference_mode():
-            assert torch.allclose(run(ids), expected)
-        model.train()
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -208,17 +172,26 @@ class TestBatchNormalisation:
         assert_steps(model, compiled(model), engine, batches, class_losses)
 
 
-def test_frozen_parts() -> None:
-    """Parameters are frozen and freed between steps."""
-    model = Decoder()
+def test_gradient_of_an_input_is_a_shown_cotangent() -> None:
+    """What goes on from a part is the cotangent of its only use."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    model = nn.Sequential(nn.Linear(3, 4), Shift())
     engine = Engine(model, unseen="error")
-    run = compiled(model)
-    for _ in range(2):
-        assert_steps(model, run, engine, [sequences(4, 6)], language_losses)
-        model.blocks[0].qkv.weight.requires_grad_(False)
-        model.places.weight.requires_grad_(False)
-        assert_steps(model, run, engine, [sequences(4, 6)], language_losses)
-        model.requires_grad_(True)
+    compile_inside(model[1])
+    twin = nn.Sequential(nn.Linear(3, 4), Shift())
+    twin.load_state_dict(model.state_dict())
+    for size in (5, 5, 4):
+        x = torch.randn(size, 3)
+        losses, expected = (m(x).square().sum(1) for m in (model, twin))
+        assert_step(engine, losses, expected, trainable(model), trainable(twin))
 
 
 def test_part_of_a_model() -> None:
@@ -304,23 +277,6 @@ def test_derived_tensors_and_calls_without_a_rule(inner: str) -> None:
     plans = {x.name: x.plan for x in engine.report().parameters}
     assert plans["slope"] == "rows"
     assert plans["both"] == "factors"
-
-
-def test_paused() -> None:
-    """The same graph serves calls that the engine sees and calls that it does not."""
-    model = Decoder()
-    engine = Engine(model, unseen="error")
-    run = compiled(model)
-    with counted_parts() as parts:
-        for _ in range(2):
-            assert_steps(model, run, engine, [sequences(4, 6)], language_losses)
-            (ids,) = sequences(4, 6)
-            with engine.paused():
-                losses = language_losses(run(ids), ids)
-            assert not any("Entry" in type(x).__name__ for x, _ in losses.grad_fn.next_functions)
-            losses.sum().backward()
-            model.zero_grad()
-    assert len(parts) == 1
 
 
 def test_ordinary_gradients_are_the_same() -> None:

@@ -1,14 +1,12 @@
 """Compiled parts among other things: engines, recordings, autocast, copies, and recompilations."""
 
 import copy
-import io
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
@@ -18,7 +16,6 @@ from tests.unit._compiled.compiling import (
     assert_steps,
     compile_inside,
     compiled,
-    counted_parts,
     language_losses,
     sequences,
 )
@@ -207,78 +204,6 @@ def test_autocast(is_inside: bool) -> None:
         expected = jacobian @ jacobian.T
         error = (engine.compute_gramian(losses) - expected).abs().max() / expected.abs().max()
         assert error < 2e-2
-
-
-class TestCopies:
-    """What is compiled is not copied or saved, and what is copied can be compiled."""
-
-    def test_deep_copy(self) -> None:
-        model = Decoder()
-        engine = Engine(model, unseen="error")
-        compile_inside(model.blocks[0])
-        assert_steps(model, model, engine, [sequences(4, 6)], language_losses)
-        copied = copy.deepcopy(model)
-        other = Engine(copied, unseen="error")
-        assert_steps(copied, copied, other, [sequences(4, 6)], language_losses)
-        assert_steps(model, model, engine, [sequences(4, 6)], language_losses)
-
-    def test_saved(self) -> None:
-        model = compiled(_mlp())
-        engine = Engine(model, unseen="error")
-        for x, *_ in _batches(4):
-            assert engine.compute_gramian(_squares(model(x), x)).shape == (4, 4)
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        other = compiled(_mlp())
-        other.load_state_dict(torch.load(file))
-        assert_steps(other, other, Engine(other, unseen="error"), _batches(4), _squares)
-
-    def test_the_compiled_model_is_given_to_the_engine(self) -> None:
-        model = _mlp()
-        run = compiled(model)
-        engine = Engine(run, unseen="error")
-        assert_steps(model, run, engine, _batches(4, 4, 5), _squares)
-
-
-class Switched(nn.Module):
-    """A model whose graph depends on a number that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.slope = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), 1.0
-        self.depth = 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[: self.depth]:
-            x = F.leaky_relu(layer(x), self.slope)
-        return x
-
-
-def test_recompilations() -> None:
-    """In the middle of a training, and back to what was compiled before."""
-    model = Switched()
-    engine = Engine(model)
-    run = compiled(model)
-    with counted_parts() as parts:
-        for depth, slope in ((2, 0.5), (1, 0.5), (2, 0.2), (1, 0.2), (2, 0.5)):
-            model.depth, model.slope = depth, slope
-            assert_steps(model, run, engine, _batches(4), _squares)
-    assert len(parts) >= 2
-
-
-def test_reset() -> None:
-    """Losses from before a reset, and models that are compiled anew."""
-    model = Decoder()
-    engine = Engine(model, unseen="error")
-    run = compiled(model)
-    (ids,) = sequences(4, 6)
-    with engine.paused():
-        expected = language_losses(model(ids), ids)
-    losses = language_losses(run(ids), ids)
-    torch._dynamo.reset()
-    assert_step(engine, losses, expected, trainable(model))
-    assert_steps(model, run, engine, [sequences(4, 6)], language_losses)
 
 
 class Wrong(nn.Module):
