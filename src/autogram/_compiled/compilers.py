@@ -14,9 +14,7 @@ from torch import fx
 
 # Makes the backward pass of a part from its graph, from what compiles a variant of it, and from
 # what gives the decompositions of operators that are not taken as they are.
-MakeBackward = Callable[
-    [fx.GraphModule, Callable[[fx.GraphModule], Any], Callable[[], Mapping[Any, Any]]], Any
-]
+MakeBackward = Callable[[fx.GraphModule, Callable[..., Any], Callable[[], Mapping[Any, Any]]], Any]
 
 
 class Compiler(Protocol):
@@ -47,10 +45,10 @@ def _inductor(
             return compile_fx_inner(graph, inputs, **kwargs)
         patches = torch._inductor.config.get_config_copy() if config else {}
 
-        def compile(variant: fx.GraphModule) -> Any:
+        def compile(variant: fx.GraphModule, examples: Sequence[Any] | None = None) -> Any:
             variant.graph.output_node().meta["user_visible_output_idxs"] = []
             with torch._inductor.config.patch(patches):
-                return compile_fx_inner(variant, inputs, **kwargs)
+                return compile_fx_inner(variant, examples or inputs, **kwargs)
 
         _keep_saved_tensors()
         return compile(graph) if backward is None else backward(graph, compile, select_decomp_table)
@@ -72,7 +70,8 @@ def _aot_eager(
 
     del config
 
-    def compile(graph: fx.GraphModule) -> Any:
+    def compile(graph: fx.GraphModule, examples: Sequence[Any] | None = None) -> Any:
+        del examples
         return make_boxed_func(graph.forward)
 
     def compile_forward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:

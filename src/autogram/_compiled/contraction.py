@@ -200,8 +200,7 @@ def _contract(
     inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], asked: Asked
 ) -> Contracted:
     """The Gramian of all that some uses read, and what is kept."""
-    limit = Limit(asked.limit)
-    found = _columns(inside, tensors, limit)
+    found = _columns(inside, tensors, Limit(asked.limit))
     taken, kept = 0, list[KeptBlock]()
     factors: list[Tensor] = []
     bundles = Bundles()

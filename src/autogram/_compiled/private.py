@@ -47,6 +47,8 @@ NAMES = (
     ),
     Private("torch._ops", "OpOverload._schema", f"what an operator takes, {_ISSUES}65997"),
     Private("torch.fx", "Graph._codegen", _PUBLIC),
+    Private("torch._subclasses", "FakeTensor", _PUBLIC),
+    Private("torch._subclasses", "FakeTensorMode", _PUBLIC),
     Private("torch._guards", "TracingContext.try_get", _SEVERAL),
     Private("torch._guards", "TracingContext.fake_mode", _SEVERAL),
     Private("torch._guards", "TracingContext.fw_metadata", _DONATED),

@@ -11,14 +11,14 @@ Which of them runs is decided by whose backward pass it is.
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 
 from autogram._capture.autograd.entry import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
@@ -32,11 +32,16 @@ from autogram._compiled.contraction import (
     append_contractions,
     key_of,
 )
-from autogram._compiled.tracing.operator import SHOW
+from autogram._compiled.fixed import Form, fixed, form_of
+from autogram._compiled.graphs import arguments, copied, dtypes, finished, inputs, origin, results
+from autogram._compiled.graphs import shows as shows_in
 from autogram._compiled.tracing.part import Part
 
+# So many sets of sizes get graphs of their own, where sizes are open: compiling one takes seconds.
+_MOST_FORMS = 8
+
 Compiled = Callable[[list[Any]], Sequence[Any]]
-Compile = Callable[[fx.GraphModule], Compiled]
+Compile = Callable[[fx.GraphModule, Sequence[Any] | None], Compiled]
 
 
 class _Place(NamedTuple):
@@ -53,13 +58,27 @@ class _Shown(NamedTuple):
     places: tuple[_Place, ...]
 
 
+class _Variant(NamedTuple):
+    """A compiled graph.
+
+    Attributes:
+        run: Takes the inputs in a list, which it may empty, and gives the results.
+        shown: What is found in inputs and results, for each use that is shown.
+        contracted: What is found directly behind the results for autograd, if anything is.
+    """
+
+    run: Compiled
+    shown: Sequence[_Shown] = ()
+    contracted: Contracted | None = None
+
+
 class Backward:
     """The backward pass of a part, as autograd calls it.
 
     Args:
         part: The part.
         graph: The graph of its backward pass, in which the operator marks where to show.
-        compile: Compiles a variant of the graph.
+        compile: Compiles a variant of the graph, for inputs like some examples.
         decompositions: Gives those of operators that the compiler does not take.
     """
 
@@ -73,12 +92,11 @@ class Backward:
         self._boxed_call = True  # AOTAutograd reads this: it gives a list, which may be emptied
         self._part, self._graph, self._compile = part, graph, compile
         part.backward = graph
-        part.dtypes |= _dtypes(graph)
+        part.dtypes |= dtypes(graph)
         self._decompositions = decompositions
-        self._results = len(_results(graph))
-        self._variants: dict[Any, Compiled] = {}
-        self._shown: dict[Any, list[_Shown]] = {}
-        self._contracted: dict[Any, Contracted] = {}
+        self._results = len(results(graph))
+        self._forms: set[Form] = {()}  # those that have graphs of their own; () for all
+        self._variants: dict[Any, _Variant] = {}
         self._untraceable: set[int] = set()
         self._tracing = torch._guards.TracingContext.try_get()
 
@@ -98,207 +116,143 @@ class Backward:
 
     def _full(self, args: list[Any]) -> Sequence[Any]:
         """All gradients."""
-        return self._variant("full", self._without_taps)(args)
+        return self._variant("full", self._without_taps).run(args)
 
     def _rows(self, args: list[Any], kept: frozenset[int]) -> Sequence[Any]:
         """Those of some inputs."""
         if not kept:
             args.clear()
             return (None,) * self._results
-        return self._variant(kept, lambda: self._without_taps(kept))(args)
+        return self._variant(kept, partial(self._without_taps, kept)).run(args)
 
     def _taps(self, args: list[Any], call: Call, node: Any, current: Pass) -> Sequence[Any]:
         """Shows the cotangents of the uses, and gives what goes on to other nodes."""
         call.recording.dtypes |= self._part.dtypes
         uses = call.all_uses(node)
-        inside, key = self._choose(uses, current)
         given = list(args)
-        found = self._variants[key](args)
-        if inside:
-            contracted = self._contracted[key]
-            gramian, *results = found[self._results :]
-            taken = [of.use for of in inside], contracted.factors(uses, results), contracted.taken
+        inside, variant = self._choose(uses, given, current)
+        found = variant.run(args)
+        if variant.contracted is not None:
+            gramian, *factors = found[self._results :]
+            kept = variant.contracted.factors(uses, factors)
+            taken = [of.use for of in inside], kept, variant.contracted.taken
             current.tell(partial(current.receiver.take_part, gramian, *taken))
-        for number, places in self._shown[key]:
+        for number, places in variant.shown:
             use = uses[number]
             if use is not None:
-                cotangent, *saved = [
-                    given[place.number] if place.is_input else found[place.number]
-                    for place in places
-                ]
+                cotangent, *saved = [(given if x.is_input else found)[x.number] for x in places]
                 current.show(use, tuple(saved), cotangent.unsqueeze(0))
         return found[: self._results]
 
     def _choose(
-        self, uses: Sequence[RuleUse | None], current: Pass
-    ) -> tuple[Sequence[Inside], Any]:
-        """What is contracted inside, and the key of the variant that does it."""
+        self, uses: Sequence[RuleUse | None], args: Sequence[Any], current: Pass
+    ) -> tuple[Sequence[Inside], _Variant]:
+        """What is contracted inside, and the variant that does it."""
         receiver = current.receiver
         ask = getattr(receiver, "layouts_inside", None)
-        while ask is not None and not self._part.sizes.are_open and current.hidden is None:
+        while ask is not None:
             candidates = [x for i, x in enumerate(uses) if x and i not in self._untraceable]
             layouts = ask(candidates)
             inside = [Inside(i, x, layouts[x]) for i, x in enumerate(uses) if x and x in layouts]
-            if not inside:
+            form = form_of(args) if inside and self._part.sizes.are_open else ()
+            if not inside or (form not in self._forms and len(self._forms) > _MOST_FORMS):
                 break
+            self._forms.add(form)
             try:
-                key = self._contracting(inside, Asked(receiver.limit.elements, receiver.form))
-                if self._contracted[key].taken > receiver.room(inside[0].use.reads[0].sources[0]):
-                    key = self._contracting(inside, Asked(receiver.limit.elements, "auto"))
+                asked = Asked(receiver.limit.elements, receiver.form)
+                variant = self._contracting(inside, asked, form, args)
+                taken = 0 if variant.contracted is None else variant.contracted.taken
+                if taken > receiver.room(inside[0].use.reads[0].sources[0]):
+                    asked = asked._replace(form="auto")
+                    variant = self._contracting(inside, asked, form, args)
             except UntraceableError as error:
                 self._untraceable.add(error.number)
             except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
                 self._untraceable.update(of.number for of in inside)
             else:
-                return inside, key
-        self._variant("taps", partial(self._with_taps, "taps"))
-        return (), "taps"
+                return inside, variant
+        return (), self._variant("taps", self._with_taps)
 
-    def _contracting(self, inside: Sequence[Inside], asked: Asked) -> Any:
-        """The key of the variant that contracts some uses."""
-        key = key_of(inside, asked)
-        self._variant(key, partial(self._with_taps, key, inside, asked))
-        return key
+    def _contracting(
+        self, inside: Sequence[Inside], asked: Asked, form: Form, args: Sequence[Any]
+    ) -> _Variant:
+        """The variant that contracts some uses. For open sizes, it is for inputs of one form."""
+        make = partial(self._with_taps, inside, asked, args if form else None)
+        return self._variant((key_of(inside, asked), form), make)
 
-    def _variant(self, key: Any, make: Callable[[], fx.GraphModule]) -> Compiled:
+    def _variant(self, key: Any, make: Callable[[], _Variant]) -> _Variant:
         """A compiled variant, made when it is first needed."""
         found = self._variants.get(key)
         if found is None:
-            from torch._inductor.virtualized import V
-
-            mode = self._tracing.fake_mode if self._tracing else None
-            with torch._guards.tracing(self._tracing), V.set_fake_mode(mode):
-                found = self._variants[key] = self._compile(make())
+            found = self._variants[key] = make()
         return found
 
-    def _without_taps(self, kept: Collection[int] | None = None) -> fx.GraphModule:
+    def _without_taps(self, kept: Collection[int] | None = None) -> _Variant:
         """The graph as if it was not recorded, with the gradients of some inputs, or of all."""
-        module = _copied(self._graph)
-        for node in _shows(module):
-            node.replace_all_uses_with(_arguments(node)[0])
-        results = _results(module)
+        module = copied(self._graph)
+        for node in shows_in(module):
+            node.replace_all_uses_with(arguments(node)[0])
+        wanted = results(module)
         if kept is not None:
-            results = [x if i in kept else None for i, x in enumerate(results)]
-        return _finished(module, results)
+            wanted = [x if i in kept else None for i, x in enumerate(wanted)]
+        return _Variant(self._compiled(finished(module, wanted)))
 
     def _with_taps(
-        self, key: Any, inside: Sequence[Inside] = (), asked: Asked | None = None
-    ) -> fx.GraphModule:
+        self,
+        inside: Sequence[Inside] = (),
+        asked: Asked | None = None,
+        args: Sequence[Any] | None = None,
+    ) -> _Variant:
         """The graph without gradients of parameters, and with what is shown behind its results.
 
-        Directly behind its results, it has those of what is contracted ``inside``.
+        Args:
+            inside: The uses that are contracted. The results of that are directly behind those for
+                autograd.
+            asked: What is asked of these.
+            args: Inputs for whose form the graph is to be, or ``None`` for all forms.
         """
-        module = _copied(self._graph)
-        inputs = {x: i for i, x in enumerate(_inputs(module))}
+        module = copied(self._graph)
+        factors: dict[int, list[Any]] = {}
+        for node in shows_in(module):
+            cotangent, saved, use = arguments(node)
+            factors[use] = [origin(x) for x in (cotangent, *saved)]
+        for node in shows_in(module):
+            node.replace_all_uses_with(arguments(node)[0])
+            module.graph.erase_node(node)
         parameters = set(self._part.parameters)
-        results = [None if i in parameters else x for i, x in enumerate(_results(module))]
-        shown = self._shown[key] = []
-        factors = {}
-        numbers = {of.number for of in inside}
-        for node in _shows(module):
-            cotangent, saved, use = _arguments(node)
-            factors[use] = [_origin(x) for x in (cotangent, *saved)]
+        wanted = [None if i in parameters else x for i, x in enumerate(results(module))]
+        decompositions, examples = self._decompositions(), None
+        if args is not None:
+            nodes = [x for x in wanted if x is not None] + list(chain(*factors.values()))
+            module, own, examples = fixed(module, nodes, args, decompositions)
+            wanted = [None if x is None else own[x] for x in wanted]
+            factors = {use: [own[x] for x in of] for use, of in factors.items()}
+        contracted = None
         if asked is not None:
             with module.graph.inserting_before(module.graph.output_node()):
-                tensors = [factors[of.number] for of in inside]
-                self._contracted[key] = contracted = append_contractions(
-                    module.graph, inside, tensors, asked, self._decompositions()
+                tensors = [factors.pop(of.number) for of in inside]
+                contracted = append_contractions(
+                    module.graph, inside, tensors, asked, decompositions
                 )
-                results += contracted.results
-        for node in _shows(module):
-            cotangent, saved, use = _arguments(node)
-            if use in numbers:
-                continue
-            places = []
-            for x in (cotangent, *saved):  # what autograd saved anyway needs no result
-                x = _origin(x)
-                if x in inputs:
-                    places.append(_Place(True, inputs[x]))
-                else:
-                    places.append(_Place(False, len(results)))
-                    results.append(x)
-            shown.append(_Shown(use, tuple(places)))
-        for node in _shows(module):
-            node.replace_all_uses_with(_arguments(node)[0])
-        return _finished(module, results)
+            wanted += contracted.results
+        places = {x: _Place(True, i) for i, x in enumerate(inputs(module))}
+        shown = []
+        for use, of in factors.items():
+            for x in of:  # what autograd saved anyway needs no result
+                if x not in places:
+                    places[x] = _Place(False, len(wanted))
+                    wanted.append(x)
+            shown.append(_Shown(use, tuple(places[x] for x in of)))
+        return _Variant(self._compiled(finished(module, wanted), examples), shown, contracted)
 
+    def _compiled(self, module: fx.GraphModule, examples: Sequence[Any] | None = None) -> Compiled:
+        """A graph as the compiler makes it, for inputs as those of the tracing or as examples."""
+        from torch._inductor.virtualized import V
 
-def _inputs(module: fx.GraphModule) -> list[fx.Node]:
-    """The inputs of a graph."""
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
-def _shows(module: fx.GraphModule) -> list[fx.Node]:
-    """Where cotangents are shown, in the order of the pass."""
-    return [node for node in module.graph.nodes if node.target is SHOW]
-
-
-def _results(module: fx.GraphModule) -> list[Any]:
-    """The results of a graph."""
-    results: Any = module.graph.output_node().args[0]
-    return list(results)
-
-
-def _dtypes(module: fx.GraphModule) -> set[torch.dtype]:
-    """Those of all floating-point numbers in a graph: what its results are as precise as."""
-    values = [node.meta.get("val") for node in module.graph.nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
-    return {dtype for dtype in dtypes if dtype.is_floating_point}
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """The node that another is an alias of."""
-    while node.target in (SHOW, torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-        node = _arguments(node)[0]
-    return node
-
-
-def _unmarked(result: Any) -> Any:
-    """A result, or the cotangent if it is what an operator gives that shows it."""
-    while isinstance(result, fx.Node) and result.target is SHOW:
-        result = _arguments(result)[0]
-    return result
-
-
-def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node."""
-    return node.args
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that may be changed."""
-    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    output = graph.output(graph.graph_copy(module.graph, values))
-    output.meta = copy.copy(module.graph.output_node().meta)
-    graph._codegen = copy.copy(module.graph._codegen)
-    copied = fx.GraphModule(module, graph)
-    copied.meta = dict(module.meta)
-    return copied
-
-
-def _finished(module: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
-    """A graph with other results, and without what they do not need."""
-    output = module.graph.output_node()
-    output.args = (tuple(map(_unmarked, results)),)
-    output.meta.pop("desc", None)
-    for node in reversed(_shows(module)):
-        module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    _compute_less(module.graph)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
-
-
-def _compute_less(graph: fx.Graph) -> None:
-    """Lets operators with several gradients (convolutions) compute those that are used."""
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None:
-            continue
-        names = [argument.name for argument in schema.arguments]
-        if "output_mask" in names and len(node.args) > names.index("output_mask"):
-            place = names.index("output_mask")
-            used = {user.args[1] for user in node.users if user.target is operator.getitem}
-            mask = [bool(x) and i in used for i, x in enumerate(node.args[place])]
-            node.update_arg(place, mask)
+        tracing = self._tracing
+        mode = tracing.fake_mode if tracing else None
+        if examples is not None:
+            mode = next(x.fake_mode for x in examples if isinstance(x, FakeTensor))
+            tracing = torch._guards.TracingContext(mode)
+        with torch._guards.tracing(tracing), V.set_fake_mode(mode):
+            return self._compile(module, examples)

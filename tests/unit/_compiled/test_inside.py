@@ -257,6 +257,44 @@ def test_rows_that_are_larger_than_factors(monkeypatch: pytest.MonkeyPatch, room
         assert step == 0 or kept == [larger] * room + [0] * (3 - room)
 
 
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("name", ["mlp", "encoder", "images"])
+def test_open_sizes(name: str, inner: str) -> None:
+    """Sizes that occur again get a graph of their own, in which contractions are."""
+    make, _, losses_of, _ = MODELS[name]
+    shape = {"mlp": (3,), "encoder": (5, 8), "images": (3, 8, 8)}[name]
+    model = make()
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model, inner, dynamic=True)
+    parameters = trainable(model)
+    seen: set[int] = set()
+    for size in (4, 6, 6, 4, 5, 4, 6):
+        x = torch.randn(size, *shape)
+        with engine.paused():
+            plain = losses_of(model(x), x)
+        jacobian = reference_jacobian(plain, parameters)
+        losses = losses_of(run(x), x)
+        with shown_uses() as shown:
+            _assert_fused(engine, losses, jacobian, parameters)
+        assert bool(shown) == (size not in seen)
+        seen.add(size)
+
+
+def test_sizes_that_never_occur_again() -> None:
+    """No graph is made for them, and few for sizes that occur again."""
+    model = _mlp()
+    engine = Engine(model, verify="never")
+    run = compiled(model, dynamic=True)
+    inside = []
+    for size in [x for first in (5, 8, 11, 14) for x in (*range(first, first + 3),) * 2]:
+        x = torch.randn(size, 3)
+        jacobian = reference_jacobian(_squares(model(x), x), trainable(model))
+        with shown_uses() as shown:
+            _assert_fused(engine, _squares(run(x), x), jacobian, trainable(model))
+        inside.append(not shown)
+    assert inside == ([False] * 3 + [True] * 3) * 2 + [False] * 3 + [True] * 2 + [False] * 7
+
+
 def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine contracts it, as ever."""
 

@@ -36,6 +36,9 @@ from autogram._errors import (
 
 BatchDim = int | Literal["auto"] | None
 
+# Of so many graphs, the summaries are kept: of as many sizes of batches, for instance.
+_MOST_SUMMARIES = 16
+
 Kept = tuple[Objectives, Mapping[Tensor, Columns], Mapping[Tensor, str]]
 """The objectives, the columns of each parameter that they reach, and the names of all."""
 
@@ -74,6 +77,7 @@ class Driver:
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
         self.summary = Summary(devices.limit)
+        self._summaries: dict[bytes, Summary] = {}  # by graph, those used last at the end
 
     @retried_with_less
     def gramian(self, losses: Tensor, *, verify: bool = False) -> Tensor:
@@ -171,7 +175,7 @@ class Driver:
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
             check,
-            summary=None if survey.key == self.summary.key else Summary(self._limit, survey.key),
+            summary=None if survey.key in self._summaries else Summary(self._limit, survey.key),
             must_verify=must_verify,
         )
 
@@ -182,8 +186,11 @@ class Driver:
             run.objectives = Objectives(run.survey.losses, None)
             assemble(run, None, retain_graph=run.retain_graph)
             self._confirm(run)
+        self.summary = run.summary or self._summaries.pop(run.survey.key)
+        self._summaries[run.survey.key] = self.summary
         if run.summary is not None:
-            self.summary = run.summary
+            if len(self._summaries) > _MOST_SUMMARIES:
+                del self._summaries[next(iter(self._summaries))]
             for recording in self._channel.recordings:
                 for parameter, name in recording.names.items():
                     self.summary.names[name] = parameter.requires_grad

@@ -1,0 +1,87 @@
+"""Graphs of backward passes: their parts, and copies with other results."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autogram._compiled.tracing.operator import SHOW
+
+
+def inputs(module: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a graph."""
+    return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def shows(module: fx.GraphModule) -> list[fx.Node]:
+    """Where cotangents are shown, in the order of the pass."""
+    return [node for node in module.graph.nodes if node.target is SHOW]
+
+
+def results(module: fx.GraphModule) -> list[Any]:
+    """The results of a graph."""
+    found: Any = module.graph.output_node().args[0]
+    return list(found)
+
+
+def dtypes(module: fx.GraphModule) -> set[torch.dtype]:
+    """Those of all floating-point numbers in a graph: what its results are as precise as."""
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    return {dtype for dtype in dtypes if dtype.is_floating_point}
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """The node that another is an alias of."""
+    while node.target in (SHOW, torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        node = arguments(node)[0]
+    return node
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node."""
+    return node.args
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that may be changed."""
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = graph.output(graph.graph_copy(module.graph, values))
+    output.meta = copy.copy(module.graph.output_node().meta)
+    graph._codegen = copy.copy(module.graph._codegen)
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied
+
+
+def finished(module: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
+    """A graph with other results, and without what they do not need."""
+    output = module.graph.output_node()
+    output.args = (tuple(results),)
+    output.meta.pop("desc", None)
+    for node in reversed(shows(module)):
+        module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    _compute_less(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _compute_less(graph: fx.Graph) -> None:
+    """Lets operators with several gradients (convolutions) compute those that are used."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None:
+            continue
+        names = [argument.name for argument in schema.arguments]
+        if "output_mask" in names and len(node.args) > names.index("output_mask"):
+            place = names.index("output_mask")
+            used = {user.args[1] for user in node.users if user.target is operator.getitem}
+            mask = [bool(x) and i in used for i, x in enumerate(node.args[place])]
+            node.update_arg(place, mask)
