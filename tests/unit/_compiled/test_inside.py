@@ -257,8 +257,15 @@ def test_rows_that_are_larger_than_factors(monkeypatch: pytest.MonkeyPatch, room
         assert step == 0 or kept == [larger] * room + [0] * (3 - room)
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("name", ["mlp", "encoder", "images"])
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("mlp", "aot_eager"),
+        ("encoder", "aot_eager"),
+        ("images", "aot_eager"),
+        pytest.param("images", "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_open_sizes(name: str, inner: str) -> None:
     """Sizes that occur again get a graph of their own, in which contractions are."""
     make, _, losses_of, _ = MODELS[name]
