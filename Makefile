@@ -24,7 +24,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit compiled test-oldest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow compiled test-oldest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -32,7 +32,7 @@ help:  ## Show this list
 demo: $(VENV)/.demo  ## Train on digits with SGD and with Jacobian descent, and compare
 	$(BIN)/python -m demo $(DEMO_ARGS)
 
-test: lint types unit  ## Run lint, types and the unit tests
+test: lint types unit  ## Run lint, types and the unit tests, without those that are slow
 
 lint: $(VENV)/.test  ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)
@@ -42,7 +42,10 @@ types: $(VENV)/.test  ## Check types
 	$(BIN)/mypy
 
 unit: $(VENV)/.test  ## Run the unit tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by inductor, processes
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for those of the zoo
 	AUTOGRAM_TEST_INNER=inductor OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) \
@@ -53,7 +56,7 @@ test-oldest: $(OLDEST)/.test  ## Run the unit tests with the oldest PyTorch that
 
 # Apart from the tests that decide: to see each line takes as long as half of them.
 coverage: $(VENV)/.test  ## Run the unit tests, and list the lines that they do not reach
-	$(MAKE) unit PYTEST_ARGS="--cov --cov-report term $(PYTEST_ARGS)"
+	$(MAKE) unit PYTEST_ARGS="-m '' --cov --cov-report term $(PYTEST_ARGS)"
 
 fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks and series of steps with plain autograd
 	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest \

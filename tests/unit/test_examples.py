@@ -25,6 +25,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 SCRIPTS = NAMES  # those that `make examples` runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_short_run(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

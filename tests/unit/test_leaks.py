@@ -178,6 +178,7 @@ def _memory(tensor: Tensor) -> tuple[int, int] | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STYLES, ids=lambda step: step.__name__.replace("_", " "))
 def test_nothing_grows(step: Callable[[Loop], None]) -> None:
     """Between the first steps, in which caches are filled, and the last."""

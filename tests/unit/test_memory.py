@@ -105,6 +105,7 @@ def test_activations_die_after_an_error(error: str) -> None:
         assert [ref for ref in seen if ref() is not None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_reference_cycles(name: str, each: int) -> None:
@@ -131,6 +132,7 @@ def test_no_reference_cycles(name: str, each: int) -> None:
     assert [type(x) for x in garbage] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_alive_over_fifty_steps(name: str) -> None:
     """As many after the last step as after the first ones."""

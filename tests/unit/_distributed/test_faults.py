@@ -15,6 +15,8 @@ from tests.unit._distributed.worlds import World, assert_step, mlp, weighting
 from tests.unit.engines import batch, per_sample
 from tests.unit.processes import RANKS, Scenario, run_in_processes
 
+pytestmark = pytest.mark.slow
+
 
 def raises(rank: int, text: str) -> AbstractContextManager[pytest.ExceptionInfo[RankError]]:
     """An error of all ranks that names one."""

@@ -22,6 +22,8 @@ from tests.unit._distributed.worlds import (
 )
 from tests.unit.processes import Scenario
 
+pytestmark = pytest.mark.slow
+
 RANKS = 4
 
 

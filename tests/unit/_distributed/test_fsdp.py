@@ -28,6 +28,8 @@ from tests.unit._distributed.worlds import (
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.processes import RANKS, Scenario
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

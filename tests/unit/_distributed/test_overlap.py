@@ -21,6 +21,8 @@ from tests.unit._distributed.worlds import (
 )
 from tests.unit.processes import RANKS, Scenario
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

@@ -241,6 +241,7 @@ class Keeping(nn.Module):
         return self.last.output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("gradients", [True, False])
 def test_memory_is_flat(x: Tensor, gradients: bool) -> None:

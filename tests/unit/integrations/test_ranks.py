@@ -175,6 +175,7 @@ def scenarios(name: str, folder: Path) -> Mapping[str, Scenario]:
     return {str(each): partial(TRAINERS[name], each=each, folder=folder) for each in (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_steps_of_two_processes(name: str, tmp_path: Path) -> None:
     said = run_in_two_processes(partial(scenarios, name, tmp_path), tmp_path)

@@ -147,6 +147,7 @@ class Watch(TrainerCallback):
         self.skipped.append(options["optimizer"].step_was_skipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_precisions(tmp_path: Path, precision: str, each: int) -> None:
@@ -172,6 +173,7 @@ def test_precisions(tmp_path: Path, precision: str, each: int) -> None:
     assert sum(watch.skipped) < len(watch.skipped) / 3
 
 
+@pytest.mark.slow
 def test_bars_evaluation_and_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +195,7 @@ def test_bars_evaluation_and_checkpoints(
         assert (p - q).abs().max() < 1e-9
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_model(tmp_path: Path) -> None:
     """Behind a training, and behind one that fails; each has an engine of its own."""
     made: list[Engine] = []

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -14,6 +15,7 @@ from .survey import survey
 from .zoo import CONVNEXT, MHA, Batch
 
 
+@pytest.mark.slow
 def test_table_is_up_to_date() -> None:
     """If it is not: `make models`."""
     committed, found = page.committed_table(), page.table()
