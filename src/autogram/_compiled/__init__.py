@@ -3,6 +3,7 @@
 import sys
 
 from autogram._compiled.backend import autogram
+from autogram._compiled.frames import leave_alone
 
 __all__ = ["autogram"]
 
@@ -11,3 +12,5 @@ if "torch._dynamo" in sys.modules:
     from torch._dynamo import register_backend
 
     register_backend(autogram)
+
+leave_alone()

@@ -31,6 +31,7 @@ _SEVERAL = f"several backward passes for one forward pass, {_ISSUES}128234"
 _DONATED = f"a choice of what may be overwritten, for each graph, {_ISSUES}129496"
 _NODE = "the node that runs, for a compiled backward pass; no request is known"
 _QUIET = f"the same under a public name, {_ISSUES}87990"
+_FRAMES = "a function that is inlined, and not compiled on its own; no request is known"
 _BACKENDS = "the same in `torch.compiler`; no request is known"
 _PUBLIC = "the same under a public name; no request is known"
 
@@ -38,6 +39,9 @@ NAMES = (
     Private("torch._C", "_current_autograd_node", _NODE),
     Private("torch._C", "_FunctionBase._input_metadata", _PUBLIC),
     Private("torch._C", "DisableTorchFunction", _QUIET),
+    Private("torch._C._dynamo.eval_frame", "_FrameAction", _FRAMES),
+    Private("torch._C._dynamo.eval_frame", "_FrameExecStrategy", _FRAMES),
+    Private("torch._C._dynamo.eval_frame", "set_code_exec_strategy", _FRAMES),
     Private("torch", "Tensor._version", _PUBLIC),
     Private("torch", "_TorchCompileInductorWrapper", "a check of inductor's options; no request"),
     Private(

@@ -16,7 +16,7 @@ In the equations of the blocks, ``q`` is the group of channels and ``xyz`` are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -190,5 +190,5 @@ class Convolution(NamedTuple):
 
 def _per_dimension(sizes: Sizes, n: int) -> tuple[int, ...]:
     """One size for each spatial dimension."""
-    values = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     return values * n if len(values) == 1 else values

@@ -194,6 +194,49 @@ def test_gradient_of_an_input_is_a_shown_cotangent() -> None:
         assert_step(engine, losses, expected, trainable(model), trainable(twin))
 
 
+class Padded(nn.Module):
+    """A convolution whose padding, stride and groups are given with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(4, 2, 3, 3)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, pad: Any, stride: Any) -> Tensor:
+        x = nn.functional.conv2d(x, self.weight, padding=pad, stride=stride)
+        found: Tensor = self.last(x.tanh().mean((2, 3)))
+        return found
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_symbolic_arguments_of_rules(is_pair: bool) -> None:
+    """From the second number on, Dynamo has a symbol for it."""
+    model = Padded()
+    engine = Engine(model, unseen="error")
+    batches = [
+        (torch.randn(n, 2, 6, 6), (pad, 1) if is_pair else pad, stride)
+        for n, pad, stride in ((4, 1, 1), (4, 2, 1), (3, 2, 2), (5, 3, 3), (5, 0, 1))
+    ]
+    with counted_parts() as parts:
+        run = compiled(model)
+        assert_steps(model, run, engine, batches, lambda y, *_: y.square().sum(1))
+    assert len(parts) < len(batches)
+
+
+def test_layers_that_are_not_compiled() -> None:
+    """Dynamo leaves a layer of PyTorch alone, and the recorder around it, too."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3))
+    twin = copy.deepcopy(model)
+    engine = Engine(model, unseen="error")
+    for layer in model:
+        compile_inside(layer)
+    with counted_parts() as parts:
+        for size in (4, 2, 3):
+            x = torch.randn(size, 2, 6, 6)
+            losses, expected = (m(x).square().sum(1) for m in (model, twin))
+            assert_step(engine, losses, expected, trainable(model), trainable(twin))
+    assert not parts
+
+
 def test_part_of_a_model() -> None:
     """The engine is given some modules of a model that is compiled as a whole."""
     model = Decoder(is_tied=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -82,6 +84,13 @@ def exchanged(item: Any, exchange: Callable[[torch.SymInt], Any]) -> Any:
         if all(new is old for new, old in zip(parts, item, strict=True)):
             return item
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    if isinstance(item, MethodType):
+        owner = exchanged(item.__self__, exchange)
+        return item if owner is item.__self__ else getattr(owner, item.__name__)
+    if is_dataclass(item) and not isinstance(item, type):
+        kept = {x.name: getattr(item, x.name) for x in fields(item)}
+        changed = exchanged(kept, exchange)
+        return item if changed is kept else replace(item, **changed)
     cells = [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
     if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in cells):
         raise TypeError
