@@ -52,7 +52,9 @@ def autogram(
     compile = COMPILERS[inner]
     if not torch.is_grad_enabled():
         return compile(graph, inputs, config, None)
-    frozen = [i for i, x in enumerate(inputs) if _is_frozen(x)]
+    frozen = [
+        i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter) and not x.requires_grad
+    ]
     if not (parameters or derived):
         return _checked(compile(_outer(graph, graph.forward), inputs, config, None), frozen)
     part = Part(graph, parameters, derived, batched)
@@ -61,11 +63,6 @@ def autogram(
     examples = [*inputs, nowhere(device)]
     function = compile(module, examples, config, partial(Backward, part))
     return _checked(CompiledPart(part, function), frozen)
-
-
-def _is_frozen(x: Any) -> bool:
-    """Whether an input is a parameter without gradients."""
-    return isinstance(x, nn.Parameter) and not x.requires_grad
 
 
 def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..., Any]:
@@ -79,10 +76,10 @@ def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..
 
     def run(*args: Any) -> Any:
         """Calls the function."""
-        if not all(_is_frozen(args[i]) for i in frozen) and torch.is_grad_enabled():
-            freed = next(args[i] for i in frozen if not _is_frozen(args[i]))
+        freed = [args[i] for i in frozen if args[i].requires_grad]
+        if freed and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"A parameter of the shape {tuple(freed.shape)} had no gradients when a part of "
+                f"A parameter of the shape {tuple(freed[0].shape)} had no gradients when a part of "
                 "the model was compiled, and has them now. This version of PyTorch "
                 f"({torch.__version__}) does not compile the part anew, so that they would be "
                 "missing. Call `torch._dynamo.reset()` where parameters are freed."
