@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autogram._blocks import (
-    Block,
     Bundles,
     Columns,
     Devices,
@@ -174,8 +173,10 @@ def append_contractions(
         contracted = _contract(inside, [[next(rest) for _ in of] for of in tensors], asked)
         return contracted.results
 
-    contract(*values)  # finds contractions, which would be traced, too
-    traced = make_fx(contract, decomposition_table=dict(decompositions))(*values)
+    functional = torch.func.functionalize(contract)  # the compiler takes no changes in place
+    with values[0].fake_mode:
+        contract(*values)  # finds contractions, which would be traced, too
+        traced = make_fx(functional, decomposition_table=dict(decompositions))(*values)
     traced.graph.eliminate_dead_code()
     # The compiler may give tensors other strides than those that were traced.
     if any(_reads_strides(node) for node in traced.graph.nodes):
@@ -238,8 +239,6 @@ def _columns(
         except RuntimeError as error:  # a formula that reads values
             raise UntraceableError(number) from error
         for tracked, region, block in blocks:
-            if not isinstance(block, Block):
-                raise UntraceableError(number)  # which rows of a table were read, values say
             parameter = tracked.sources[0]
             whole = regions.setdefault(id(parameter), region.canonical)
             if whole != region.canonical or prod(whole.shape) != parameter.numel():

@@ -151,3 +151,18 @@ class Kernels(Hardware):
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The operands, with a copy in place of a factor that several products would each copy."""
         return operands
+
+
+def distinct_or_repeated(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """As :meth:`Kernels.distinct`, in tensors whose sizes do not depend on values.
+
+    The last of the values is repeated as often as needed, and no index is at a repeated one.
+    """
+    if indices.numel() >= size:
+        return torch.arange(size, device=indices.device), indices
+    ordered, order = indices.flatten().sort()
+    ranks = torch.zeros_like(ordered)
+    ranks[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+    places = torch.empty_like(order).scatter_(0, order, ranks)
+    found = ordered[-1:].repeat(len(ordered)).scatter_(0, ranks, ordered)
+    return found, places.view(indices.shape)

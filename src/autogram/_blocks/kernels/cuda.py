@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from autogram._blocks.kernels.base import Kernels
+from autogram._blocks.kernels.base import Kernels, distinct_or_repeated
 from autogram._blocks.kernels.contraction import Prices, carry_out, unused_labels
 from autogram._blocks.kernels.workspace import Memory
 
@@ -117,15 +117,8 @@ class CudaKernels(Kernels):
 
     @override
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Without waiting for how many there are: the last one is repeated as often as needed."""
-        if indices.numel() >= size:
-            return torch.arange(size, device=indices.device), indices
-        ordered, order = indices.flatten().sort()
-        ranks = torch.zeros_like(ordered)
-        ranks[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-        places = torch.empty_like(order).scatter_(0, order, ranks)
-        found = ordered[-1:].repeat(len(ordered)).scatter_(0, ranks, ordered)
-        return found, places.view(indices.shape)
+        """Without waiting for how many there are."""
+        return distinct_or_repeated(indices, size)
 
     @override
     def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:

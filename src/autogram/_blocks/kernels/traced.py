@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from autogram._blocks.kernels.base import Kernels
+from autogram._blocks.kernels.base import Kernels, distinct_or_repeated
 from autogram._blocks.kernels.contraction import Prices, carry_out
 from autogram._blocks.kernels.workspace import Memory
 
@@ -82,3 +82,7 @@ class TracedKernels(Kernels):
     @override
     def gram(self, rows: Tensor) -> Tensor:
         return self._own.gram(rows)
+
+    @override
+    def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        return distinct_or_repeated(indices, size)
