@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autogram import Engine
+from autogram._blocks import Limit, TracedKernels
+from autogram._blocks.kernels import CpuKernels, CudaKernels
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward.assembly import Assembly
 from autogram._compiled import variants
@@ -235,6 +239,41 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_on_a_gpu(dtype: torch.dtype) -> None:
+    """Products in half precision have results in float32, and no operand is copied into it."""
+    equation, shapes = "kbto,bti->kboi", ((1, 4, 8, 6), (4, 8, 5))
+    kernels = TracedKernels(CudaKernels(Limit(2**20)))
+    with FakeTensorMode():
+        operands = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
+
+        def contract(x: Tensor, y: Tensor) -> list[Tensor]:
+            rows = kernels.rows(equation, (x, y))
+            return [rows, kernels.gram(rows.flatten(2).squeeze(0)), kernels.einsum(equation, (x, y))]
+
+        graph = make_fx(contract)(*operands).graph
+    rows, gram, wide = [x.meta["val"] for x in graph.output_node().args[0]]
+    assert (rows.dtype, gram.dtype, wide.dtype) == (dtype, torch.float32, torch.float32)
+    casts = [node for node in graph.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert [node.meta["val"].numel() for node in casts if node.meta["val"].numel() > 16] == []
+
+
+def test_convolutions_whose_samples_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device prefers the gradient of a convolution to patches, so does the graph."""
+    monkeypatch.setattr(CpuKernels, "prefers_adjoint", lambda *_: True)
+    model = Images()
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        x = torch.randn(6, 3, 8, 8)
+        with engine.paused():
+            plain = class_losses(model(x), x)
+        return class_losses(run(x), x), plain
+
+    _assert_gramians(engine, losses, trainable(model), [])
 
 
 @pytest.mark.parametrize("room", [1, 3])

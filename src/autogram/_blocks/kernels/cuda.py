@@ -210,7 +210,7 @@ def _can_accumulate(device: torch.device, dtype: torch.dtype) -> bool:
     sample = torch.zeros(1, 8, 8, dtype=dtype, device=device)
     try:
         torch.bmm(sample, sample, out_dtype=torch.float32)
-        torch.mm(sample[0], sample[0], out_dtype=torch.float32)
+        torch.mm(sample.squeeze(0), sample.squeeze(0), out_dtype=torch.float32)
     except (RuntimeError, TypeError):
         return False
     return True

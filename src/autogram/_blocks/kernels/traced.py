@@ -38,6 +38,10 @@ class TracedKernels(Kernels):
         return self._own.are_rows_worth_memory(positions, dtype)
 
     @override
+    def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
+        return self._own.prefers_adjoint(patches, rows, channels)
+
+    @override
     def multiplied(self, *dtypes: torch.dtype) -> torch.dtype:
         return self._own.multiplied(*dtypes)
 
