@@ -251,7 +251,11 @@ def test_products_on_a_gpu(dtype: torch.dtype) -> None:
 
         def contract(x: Tensor, y: Tensor) -> list[Tensor]:
             rows = kernels.rows(equation, (x, y))
-            return [rows, kernels.gram(rows.flatten(2).squeeze(0)), kernels.einsum(equation, (x, y))]
+            return [
+                rows,
+                kernels.gram(rows.flatten(2).squeeze(0)),
+                kernels.einsum(equation, (x, y)),
+            ]
 
         graph = make_fx(contract)(*operands).graph
     rows, gram, wide = [x.meta["val"] for x in graph.output_node().args[0]]
