@@ -54,6 +54,8 @@ class Call:
         self._first = recording.count
         self._uses: tuple[RuleUse | None, ...] | None = None
         recording.count += len(part.uses)
+        # PyTorch refuses compiled backward passes in `torch.vmap`, which hides a dimension from
+        # kernels: https://github.com/pytorch/pytorch/issues/138422.
         recording.is_batchable = False
 
     @property
