@@ -1,0 +1,63 @@
+"""Series of fused steps of compiled models, in which something changes from step to step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine
+from autogram.testing import reference_jacobian
+from tests.unit._compiled.compiling import Block, compiled
+from tests.unit._compiled.test_inside import shown_uses
+from tests.unit.checks import assert_close_to_reference, trainable
+
+
+def _squares(y: Tensor, count: int) -> Tensor:
+    """A number of objectives for each sample, or a loss for each if it is 1."""
+    found = y.square().mean(1).unflatten(1, (count, -1)).sum(2)
+    return found.squeeze(1) if count == 1 else found
+
+
+def _assert_step(engine: Engine, losses: Tensor, plain: Tensor, of: Sequence[Tensor]) -> None:
+    """Assert that a fused step is that of plain autograd."""
+    jacobian = reference_jacobian(plain.flatten(), of)
+    weights = torch.linspace(0.5, 2.0, plain.numel()).to(plain)
+
+    def weigh(gramian: Tensor) -> Tensor:
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+        return weights
+
+    for parameter in of:
+        parameter.grad = None
+    engine.backward(losses, weigh)
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in of]
+    assert_close_to_reference(torch.cat([x.flatten() for x in found]), jacobian.T @ weights)
+
+
+def test_everything_changes() -> None:
+    """Sizes, dropout, objectives, and what is frozen; and back again.
+
+    Inductor draws other random numbers for dropout than PyTorch.
+    """
+    model = nn.Sequential(nn.Linear(3, 8), Block(8, dropout=0.5), nn.Linear(8, 6))
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model)
+    settled = {"size": 4, "count": 1, "is_training": True, "frozen": -1}
+    changes = [{"size": 6}, {"is_training": False}, {"count": 2}, {"frozen": 0}, {"frozen": 2}]
+    steps = [settled, settled]
+    for change in changes:
+        steps += [{**settled, **change}] * 2 + [settled] * 2
+    for number, step in enumerate(steps):
+        model.train(bool(step["is_training"]))
+        for i, layer in enumerate(model):
+            layer.requires_grad_(i != step["frozen"])
+        x = torch.randn(step["size"], 5, 3)
+        torch.manual_seed(number)
+        with engine.paused():
+            plain = _squares(model(x), step["count"])
+        torch.manual_seed(number)
+        losses = _squares(run(x), step["count"])
+        with shown_uses() as shown:
+            _assert_step(engine, losses, plain, trainable(model))
+        if number % 2:  # the second of two equal steps is contracted inside
+            assert bool(shown) == (step["count"] > 1), step
