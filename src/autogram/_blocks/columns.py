@@ -58,7 +58,6 @@ class Columns:
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
-            assert len(block.parameter) == len(region.shape), (block.equation, region)
             block = block.reorder(region.order)
         if subset is not None:
             self._partial = self._partial or Gathering(self.kernels)

@@ -16,6 +16,7 @@ from autogram._blocks import Block, Layout, Limit, Lookup, Region
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
+from autogram._errors import RuleError
 from autogram.rules import Formula, Rule
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
@@ -88,6 +89,13 @@ class RuleUse(Use):
                     region = tracked.block_region
                     if formula.groups is not None:
                         region = region.split_first(formula.groups)
+                    if isinstance(block, Block) and len(block.parameter) != len(region.shape):
+                        raise RuleError(
+                            f"The rule of {describe(self)} gives a tensor {len(block.parameter)} "
+                            f"dimensions, by the equation `{block.equation}`, where it has "
+                            f"{len(region.shape)}. Write an index for each dimension of the "
+                            "tensor behind the arrow, `1` for one along which it is broadcast."
+                        )
                     found.append((tracked, region, block))
         return found
 

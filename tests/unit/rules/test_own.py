@@ -306,6 +306,24 @@ def test_function_that_changes_its_input() -> None:
         unregister_rule(InPlace)
 
 
+@pytest.mark.parametrize("equation", ["oi,oi->oi", "oi,oi->"])
+def test_recipe_of_other_dimensions(equation: str) -> None:
+    """The error names the call whose rule is wrong, and the parameter."""
+
+    @register_rule(Scale)
+    def rule(input: Tensor, weight: Tensor) -> list[Recipe]:
+        return [product(weight, equation, input)]
+
+    try:
+        model = Call(Scale.apply, (3,))
+        engine = Engine(model)
+        losses = model(torch.randn(4, 3)).square().sum(1)
+        with pytest.raises(RuleError, match=r"rule of `Scale.apply` with `.*` gives a tensor \d dim"):
+            engine.compute_gramian(losses)
+    finally:
+        unregister_rule(Scale)
+
+
 @pytest.mark.parametrize("function", [Scale, Own])
 def test_forgotten_rule(function: type[torch.autograd.Function]) -> None:
     """The class is as it was."""
