@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending.extend(reversed(list(_members(item))))  # so that the first comes out first
 
 
-def exchange(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
+def replaced(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
     """The value with some tensors, given by their ``id``, replaced."""
     if isinstance(value, Tensor):
         return substitutes.get(id(value), value)

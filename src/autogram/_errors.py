@@ -40,7 +40,7 @@ class MixedSamplesError(AutogramError, ValueError):
 
 
 class NonFiniteError(AutogramError, ArithmeticError):
-    """A cotangent in which the samples are looked for is infinite or not a number."""
+    """A cotangent in which the samples are searched for is infinite or not a number."""
 
 
 class InvalidOperandError(AutogramError, ValueError):
@@ -85,7 +85,7 @@ class VerificationError(AutogramError, ArithmeticError):
         return VerificationError(
             f"The results of the calls {calls[0]} to {calls[1]} of this engine are in doubt: the "
             "places of the samples were remembered, and are not right any more. The next call "
-            "looks for them again. To go on, take the parameters from before these calls; "
+            "searches for them again. To go on, take the parameters from before these calls; "
             f'`Engine(..., verify="always")` would have found it at once. {self}',
             gaps=self.gaps,
             is_of_samples=self.is_of_samples,

@@ -25,7 +25,7 @@ class ParameterReport:
         name: The qualified name of the parameter.
         shape: The shape of the parameter.
         uses: The calls that read the parameter.
-        found: How layouts are known: ``"probe"`` (sought in this call), ``"remembered"``, or ``"one
+        found: How layouts are known: ``"search"`` (of this call), ``"remembered"``, or ``"one
             sample"``.
         plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions,
             joined by ``"+"``.
@@ -167,7 +167,7 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
         name=name,
         shape=region.shape,
         uses=tuple({of.call: of.use for of in found}.values()),
-        found="one sample" if is_one else "probe" if summary.has_sought else "remembered",
+        found="one sample" if is_one else "search" if summary.has_searched else "remembered",
         plan="+".join(sorted(plans)),
         costs=dict(costs),
         flops=flops,

@@ -99,7 +99,7 @@ def _steps(plain: nn.Module, hooked: nn.Module) -> dict[str, Callable[[], object
     """What is timed of two equal models, of which one gets an engine."""
     engine = Engine(hooked, verify="never")
     x = torch.randn(_SAMPLES, _WIDTH, requires_grad=True)
-    for _ in range(2):  # the samples are sought, then their places are remembered
+    for _ in range(2):  # the samples are searched for, then their places are remembered
         engine.compute_gramian(_losses(hooked, x))
     total, losses = _losses(plain, x).sum(), _losses(hooked, x)
     return {

@@ -91,7 +91,7 @@ def assert_gramian_is_exact(
 
     The Gramian is compared with autograd on a twin of the model, made before the engine, one
     objective at a time; the gradients after an ordinary backward pass must be those of the twin bit
-    for bit. The first call looks for the samples and the second knows them; both must be right.
+    for bit. The first call searches for the samples and the second knows them; both must be right.
     """
     model = make_model()
     twin = copy.deepcopy(model)

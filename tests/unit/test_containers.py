@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram._containers import exchange, tensors_in
+from autogram._containers import replaced, tensors_in
 
 OLD, NEW, OTHER = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
@@ -73,23 +73,23 @@ def test_tensors_are_found(name: str) -> None:
 def test_tensors_are_exchanged_in_a_copy(name: str) -> None:
     """The value has its type, and the user's container is as before."""
     value = CONTAINERS[name](OLD)
-    exchanged = exchange(value, {id(OLD): NEW})
-    assert type(exchanged) is type(value)
-    assert all(tensor is NEW for tensor in held(exchanged))
-    assert len(held(exchanged)) == len(held(value))
+    found = replaced(value, {id(OLD): NEW})
+    assert type(found) is type(value)
+    assert all(tensor is NEW for tensor in held(found))
+    assert len(held(found)) == len(held(value))
     assert all(tensor is OLD for tensor in held(value))
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_value_with_nothing_to_exchange_is_itself(name: str) -> None:
     value = CONTAINERS[name](OLD)
-    assert exchange(value, {id(OTHER): NEW}) is value
+    assert replaced(value, {id(OTHER): NEW}) is value
 
 
 def test_a_tensor_alone() -> None:
     assert held(OLD) == [OLD]
-    assert exchange(OLD, {id(OLD): NEW}) is NEW
-    assert exchange(OTHER, {id(OLD): NEW}) is OTHER
+    assert replaced(OLD, {id(OLD): NEW}) is NEW
+    assert replaced(OTHER, {id(OLD): NEW}) is OTHER
 
 
 def test_other_values_have_none() -> None:

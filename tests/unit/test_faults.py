@@ -168,7 +168,7 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("when", [1, 2, 7])
     def test_in_the_engines_backward_pass(self, losses: str, when: int) -> None:
-        """Where it assembles, where it looks for the samples, and afterwards."""
+        """Where it assembles, where it searches for the samples, and afterwards."""
         model, of = mlp(), LOSSES[losses]
         engine = Engine(model, batch_dim=0)
         Interrupting.left = when

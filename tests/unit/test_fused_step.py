@@ -42,7 +42,7 @@ def assert_step_is_exact(
     twin = copy.deepcopy(model)
     engine = Engine(model, batch_dim=objectives.batch_dim, **options)
     other = Engine(twin, batch_dim=objectives.batch_dim)
-    for step in range(steps):  # the first look for samples, and some free the graph
+    for step in range(steps):  # the first search for samples, and some free the graph
         inputs = x + step if x.is_floating_point() else (x + step) % 6
         weights = engine.backward(objectives.of(model(inputs)), weighting)
         losses = objectives.of(twin(inputs))

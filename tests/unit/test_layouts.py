@@ -173,7 +173,7 @@ def test_frames_of_videos(frames: int) -> None:
 
 @pytest.mark.parametrize("silent", [[0], [2], [4], [2, 4], [1, 2, 3], [0, 1, 2, 3]])
 def test_samples_without_a_gradient(silent: list[int]) -> None:
-    """Samples whose losses are constant, also the one in the middle, which is probed first."""
+    """Samples whose losses are constant, also the one in the middle, searched for first."""
 
     def losses(output: Tensor) -> Tensor:
         kept = torch.ones(len(output))

@@ -87,7 +87,7 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "found"), [(1, "probe"), (2, "remembered"), (3, "probe"), (4, "remembered")]
+    ("calls", "found"), [(1, "search"), (2, "remembered"), (3, "search"), (4, "remembered")]
 )
 def test_how_the_samples_were_found(calls: int, found: str) -> None:
     report = report_on(mlp(), batch(5, 3), calls=calls)

@@ -184,7 +184,7 @@ def test_a_remembered_layout_of_the_losses() -> None:
 @FUSED
 @BATCH_DIMS
 def test_checks_go_on_at_a_steady_pace(batch_dim: Any, fused: bool) -> None:
-    """Each 64th call is checked, and the one behind it looks for the samples again."""
+    """Each 64th call is checked, and the one behind it searches for the samples again."""
     layers = nn.Linear(3, 4), nn.Linear(4, 2)
     passes: list[int] = []
 

@@ -240,7 +240,7 @@ def test_several_objectives_at_once(device: str) -> None:
     """Memory that runs out is no reason to take cotangents for such that cannot be batched."""
     model = Greedy(SHORTAGES[device]())
     engine = Engine(model, memory_limit_bytes=FIRST, verify="never")
-    for _ in range(4):  # at the calls 1, 2 and 4, the samples are looked for
+    for _ in range(4):  # at the calls 1, 2 and 4, the samples are searched for
         engine.compute_gramian(model.run(batch(4, 3)))
     losses = model.run(batch(4, 3))
     model.is_due, model.passes = True, 0

@@ -96,7 +96,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_fused", [False, True], ids=["two passes", "fused"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_no_step_waits(problem: str, is_fused: bool) -> None:
-    """But those that are verified, and those behind these, which look for the samples again."""
+    """But those that are verified, and those behind these, which search for the samples again."""
     make_model, make_batch = PROBLEMS[problem]
     model = make_model()
     engine = Engine(model, batch_dim=0)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
-from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.contraction import unused_labels
 from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
@@ -40,8 +39,11 @@ class Bundles:
             bias of one layer together, and bundles that are full.
         """
         blocks = [columns.single for columns in found]
-        if len(found) == 2 and _share_factor(blocks[0], blocks[1], found[0].kernels):
-            return [list(found)]
+        if len(found) == 2:
+            kernels, (outer, rows) = found[0].kernels, blocks
+            is_large = outer is not None and outer.elements > kernels.tiny
+            if outer and rows and is_large and share_factor(outer, rows, kernels):
+                return [list(found)]
         ready = map(self._add, found, blocks)
         return [bundle for bundle in ready if bundle]
 
@@ -148,13 +150,6 @@ def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:
         assert block is not None
         blocks.append(block)
     return blocks
-
-
-def _share_factor(outer: Block | None, rows: Block | None, kernels: Kernels) -> bool:
-    """Whether the block of a weight is large, and has the rows of a bias as a factor."""
-    if outer is None or rows is None or outer.elements <= kernels.tiny:
-        return False
-    return share_factor(outer, rows, kernels)
 
 
 def _stack(blocks: Sequence[Block]) -> Block:

@@ -32,7 +32,7 @@ class Channel:
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to the anchor visits exactly the taps that the losses depend on.
         by_element: Uses, by their number and their function, whose samples once had no places along
-            any dimension. The owners of these uses are sought element by element.
+            any dimension. The owners of these uses are searched for element by element.
         told: The warnings that the user was given, each of which is given once.
         listener: Is shown the columns of each parameter as soon as they are complete, if not
             ``None``.

@@ -106,7 +106,7 @@ class Engine(Hooked):
             InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
             NotConnectedError: The losses do not depend on the engine's parameters.
             MixedSamplesError: ``batch_dim`` is an integer, and the losses are not per-sample.
-            NonFiniteError: The call looks for the samples, and no objective is finite, or a
+            NonFiniteError: The call searches for the samples, and no objective is finite, or a
                 cotangent is not finite whose objective is.
             VerificationError: The result was verified, and is wrong.
             UnseenUseError: ``unseen`` is ``"error"``, and a parameter is used unseen.

@@ -119,7 +119,7 @@ class Hooked:
 
         Call it behind eager steps that are those to be captured, on the stream of the capture. A
         replay gives, bit for bit, what an eager step would give for the values in the same tensors.
-        Captured steps are not verified, and look for no samples.
+        Captured steps are not verified, and search for no samples.
 
         Raises:
             UnsupportedError: It has to be found out in each step anew where the samples lie; or no

@@ -133,7 +133,7 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], set[
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes see no mixture, and take the first dimension for that of the samples."""
+    """The search sees no mixture, and take the first dimension for that of the samples."""
 
     def plain(use: Use, owners: object, is_finite: Tensor) -> tuple[Folded, ...]:
         del owners
@@ -159,7 +159,7 @@ def test_mixed_samples_that_probes_do_not_see(name: str, samples: int) -> None:
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("name", MIXED)
 def test_auto_is_exact_where_verification_finds_mixed_samples(name: str) -> None:
-    """With the warning that probes give, and without another look at the next call."""
+    """With the warning that the search gives, and without another look at the next call."""
     make_model, of, _ = MIXED[name]
     model = make_model()
     engine = Engine(model)

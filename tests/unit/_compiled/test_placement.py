@@ -29,7 +29,7 @@ from tests.unit.checks import trainable
 
 @contextmanager
 def counted_passes() -> Iterator[list[int]]:
-    """Counts the passes that look for samples inside of a block."""
+    """Counts the passes that search for samples inside of a block."""
     passes: list[int] = []
     show = owners.show_uses
 

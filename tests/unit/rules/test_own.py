@@ -318,7 +318,9 @@ def test_recipe_of_other_dimensions(equation: str) -> None:
         model = Call(Scale.apply, (3,))
         engine = Engine(model)
         losses = model(torch.randn(4, 3)).square().sum(1)
-        with pytest.raises(RuleError, match=r"rule of `Scale.apply` with `.*` gives a tensor \d dim"):
+        with pytest.raises(
+            RuleError, match=r"rule of `Scale.apply` with `.*` gives a tensor \d dim"
+        ):
             engine.compute_gramian(losses)
     finally:
         unregister_rule(Scale)

@@ -13,8 +13,6 @@ from autogram._blocks import (
     Columns,
     Factors,
     Folded,
-    Keep,
-    Limit,
     Placement,
     Region,
     gram_of_bundle,
@@ -85,13 +83,17 @@ class Assembly:
 
     In a pass that is verified, columns in a bundle are contracted twice: in the bundle, as in any
     pass, and one by one, to compare each parameter.
+
+    Attributes:
+        limit: How large one intermediate result may be.
+        form: Whether to keep factors or rows, or ``None`` to keep nothing.
     """
 
     def __init__(
         self, run: Run, layout_of: LayoutOf | None, known_of: KnownOf | None = None
     ) -> None:
         self._run = run
-        self._limit = run.devices.limit
+        self.limit, self.form = run.devices.limit, run.form
         self._layout_of = layout_of
         self._known_of = known_of
         self._accounts: dict[Tracked | Tensor, _Account] = {}
@@ -118,7 +120,7 @@ class Assembly:
         """Takes in one use.
 
         Raises:
-            UnknownLayoutError: The samples must be sought, and the pass made again.
+            UnknownLayoutError: The samples must be searched for, and the pass made again.
         """
         self._has_arrivals = True
         layout = self._layout_of(use, cotangent) if self._layout_of else None
@@ -129,11 +131,6 @@ class Assembly:
         for tracked in use.reads:
             self._count(self._account(tracked), complete)
         self._take(complete)
-
-    @property
-    def limit(self) -> Limit:
-        """How large one intermediate result may be."""
-        return self._limit
 
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
         """Those of some uses that a compiled part may contract itself, with their layouts.
@@ -155,11 +152,6 @@ class Assembly:
             if layout is not None and all(tracked.region is not None for tracked in use.reads)
         }
         return {use: layout for use in closed(reads) if (layout := layouts[use]) is not None}
-
-    @property
-    def form(self) -> Keep | None:
-        """Whether to keep factors or rows, or ``None`` to keep nothing."""
-        return self._run.form
 
     def room(self, parameter: Tensor) -> int:
         """How many more elements of rows that are larger than factors may be kept."""
@@ -215,7 +207,7 @@ class Assembly:
         if not run.is_summed:
             return
         for bundle in self._bundles.rest():
-            self._add_up(retried(self._limit, gram_of_bundle, bundle))
+            self._add_up(retried(self.limit, gram_of_bundle, bundle))
         total, losses = self._total, run.objectives.losses
         m = losses.numel()
         if total is None:
@@ -232,7 +224,7 @@ class Assembly:
         if run.check is not None:
             run.check.see_use(use, cotangent)
         for subset, within, part in pieces(layout, cotangent):
-            limit = self._limit
+            limit = self.limit
             for found in retried(limit, use.contributions, within, part, saved, limit):
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)
@@ -296,7 +288,7 @@ class Assembly:
         if account.has_blocks:
             subset = columns.narrow()
             channel = self._run.channel
-            found = retried(self._limit, pull_back, channel, owner, columns.dense(), self._limit)
+            found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
             for parameter, block in found:
                 of_parameter = self._account(parameter).columns
                 assert of_parameter is not None
@@ -311,19 +303,19 @@ class Assembly:
         for parameter, columns in complete:
             if run.form is not None:
                 memory = None if run.arena is None else run.arena.take
-                self._taken += retried(self._limit, columns.keep, run.form, self._taken, memory)
+                self._taken += retried(self.limit, columns.keep, run.form, self._taken, memory)
                 self._columns[parameter] = columns
             if run.check is not None:
                 see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None
-                parts[columns] = retried(self._limit, see, parameter, columns, are_kept=are_kept)
+                parts[columns] = retried(self.limit, see, parameter, columns, are_kept=are_kept)
             if run.sink is not None:
-                retried(self._limit, run.sink.take, parameter, columns)
+                retried(self.limit, run.sink.take, parameter, columns)
             if run.form is not None and run.channel.listener is not None:
                 run.channel.listener.take(parameter, columns)
         if run.is_summed:
             for bundle in self._bundles.add(*[columns for _, columns in complete]):
                 part = parts.get(bundle[0]) if len(bundle) == 1 else None
-                self._add_up(retried(self._limit, gram_of_bundle, bundle) if part is None else part)
+                self._add_up(retried(self.limit, gram_of_bundle, bundle) if part is None else part)
 
     def _add_up(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns, ``None`` where they are zero."""

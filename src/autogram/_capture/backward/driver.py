@@ -119,7 +119,7 @@ class Driver:
             form: Whether to keep factors or rows.
             arena: Where to put rows.
             retain_graph: Whether the graph is needed after the pass. If not, and there are no
-                other leaves, the pass frees the graph, unless samples may still have to be sought.
+                other leaves, the pass frees the graph, unless another search may follow.
             is_summed: Whether to add up the Gramian, which is empty if not.
         """
         with exact(losses.device):
@@ -197,7 +197,7 @@ class Driver:
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
             tell_of_compiled(self._channel, run.survey, self._on_unseen)
-        self.summary.has_sought = run.has_sought
+        self.summary.has_searched = run.has_searched
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 
@@ -222,8 +222,8 @@ class Driver:
     def _search(self, run: Run, search: Search) -> None:
         """Makes passes until every layout was known in one of them, and verifies that pass.
 
-        A check verifies the step with the layouts that are remembered. Only the next call looks for
-        the samples again.
+        A check verifies the step with the layouts that are remembered. Only the next call searches
+        for the samples again.
         """
         search.begin()
         while True:
@@ -234,17 +234,17 @@ class Driver:
                 search.finish()
                 break
             except UnknownLayoutError as unknown:
-                search.seek(unknown.use)
-        run.has_sought = search.has_sought
+                search.run(unknown.use)
+        run.has_searched = search.has_searched
         try:
             self._confirm(run)
         except VerificationError as error:
             search.forget()
-            if search.has_sought:
+            if search.has_searched:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls
             raise error.since(doubted) from None
-        if run.check is not None and not search.has_sought:
+        if run.check is not None and not search.has_searched:
             search.doubt()
 
     def _confirm(self, run: Run) -> None:

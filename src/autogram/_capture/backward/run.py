@@ -54,8 +54,8 @@ class Run:
     """Whether the graph is needed after the pass."""
     is_step: bool = False
     """Whether the pass stands for the user's own backward pass."""
-    has_sought: bool = False
-    """Whether the samples were sought in this call. If not, their layouts were remembered."""
+    has_searched: bool = False
+    """Whether this call searched for the samples. If not, their layouts were remembered."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that the recorder did not see, and the graph has shown."""
     columns: dict[Tensor, Columns] = field(default_factory=dict)

@@ -65,8 +65,8 @@ class Summary:
     blocks: list[BlockSummary] = field(default_factory=list)
     names: dict[str, bool | None] = field(default_factory=dict)
     """The parameters of the modules: whether they are trainable, ``None`` if they are left out."""
-    has_sought: bool = False
-    """Whether the samples were sought in the last call. If not, their layouts were remembered."""
+    has_searched: bool = False
+    """Whether the last call searched for the samples. If not, their layouts were remembered."""
 
     def restart(self, objectives: Objectives) -> None:
         """Forgets an earlier pass."""

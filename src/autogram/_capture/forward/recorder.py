@@ -16,7 +16,7 @@ from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import ModuleCall
 from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now, track_derived
-from autogram._containers import exchange, tensors_in
+from autogram._containers import replaced, tensors_in
 
 # The hooks that saved tensors go through, or `None`. A checkpoint sets hooks of its own.
 _hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -90,7 +90,7 @@ class Recorder(TorchFunctionMode):
             status = self._statuses.of(tensor) if tensor.requires_grad else None
             if isinstance(status, Tracked):
                 tapped[id(tensor)] = self.tapping.tap_result(tensor, as_of_now(tensor, status))
-        return exchange(output, tapped) if tapped else output
+        return replaced(output, tapped) if tapped else output
 
     def __torch_function__(
         self,

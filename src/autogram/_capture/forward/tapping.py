@@ -15,7 +15,7 @@ from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
-from autogram._containers import exchange, map_tensors
+from autogram._containers import map_tensors, replaced
 from autogram._errors import RuleError
 from autogram.rules import positions, product
 
@@ -59,7 +59,7 @@ class Tapping:
             known = number, kind.name, shape, reads, answer.recipes, decision.rule
             use = RuleUse(self.recording, *known)
             tapped[id(tensor)] = self.tap(use, tensor, saved[index], in_place=kind.is_in_place)
-        return exchange(output, tapped)
+        return replaced(output, tapped)
 
     def run_without_rule(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
@@ -93,7 +93,7 @@ class Tapping:
             if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, shown_by)):
                 use = FallbackUse.of(self.recording, kind.name, tensor, tuple(read), tuple(edges))
                 tapped[id(tensor)] = self.tap(use, tensor, (), in_place=kind.is_in_place)
-        return exchange(output, tapped)
+        return replaced(output, tapped)
 
     def tap_unseen(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> None:
         """Taps the result of a call that was not recorded, in which parameters met samples."""

@@ -1,6 +1,6 @@
 """Proofs: which values decide where the samples lie. Other values may change from step to step.
 
-While samples are sought by zeros, the engine looks at the cotangents of all nodes that a pass goes
+In a search by zeros, the engine looks at the cotangents of all nodes that a pass goes
 through. By definition, the samples lie along one dimension of the losses. A proof goes from there
 to the taps, node by node. It holds if
 
@@ -13,7 +13,7 @@ to the taps, node by node. It holds if
   diagonal of ones can make a dimension fit by accident.
 
 Where a node does not carry the dimension, the values that it saved decide. If they are constants,
-they are compared at each call; if not, the samples are sought at each call. A cotangent that is
+they are compared at each call; if not, each call searches for the samples. A cotangent that is
 zero shows no owners, and moves nothing as long as it is zero, which is watched in each call.
 """
 

@@ -40,7 +40,7 @@ class Known:
         layouts: The layouts of each use, in the order of the survey.
         constants: The constants that the layouts depend on, with their values at that time.
         silent: The spots whose cotangent was zero.
-        is_doubted: Whether to look for the samples again before the layouts are used.
+        is_doubted: Whether to search for the samples again before the layouts are used.
     """
 
     layouts: tuple[tuple[Placement, ...], ...]

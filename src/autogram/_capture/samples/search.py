@@ -1,4 +1,4 @@
-"""The search: layouts of one call, recalled where the graph is known, and otherwise sought."""
+"""The search: layouts of one call, recalled where the graph is known, and otherwise found."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnknownLayoutError(Exception):
 class Search:
     """The layouts of one call: those that are remembered, and those that are found in its passes.
 
-    Without a proof for graphs of this structure, the samples are sought by zeros. With a proof, and
+    Without a proof for graphs of this structure, the search is by zeros. With a proof, and
     new sizes or constants, passes by scales are made first, and are compared with the pass that
     asks for layouts (or with another pass, if samples have several objectives).
 
@@ -56,7 +56,7 @@ class Search:
             ``None``.
 
     Attributes:
-        has_sought: Whether samples were sought in this call.
+        has_searched: Whether samples were searched for in this call.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Search:
         self._key = survey.key, objectives.batch_dim
         self._needed: set[Use] = set()
         self._forget()
-        self.has_sought = False
+        self.has_searched = False
 
     def _forget(self) -> None:
         """Begins with nothing found."""
@@ -85,10 +85,10 @@ class Search:
         self._has_gaps = False
 
     def begin(self) -> None:
-        """Recalls where the samples were, or looks for them.
+        """Recalls where the samples were, or searches for them.
 
         Raises:
-            MixedSamplesError: As :meth:`seek`, or it is remembered that the samples are mixed.
+            MixedSamplesError: As :meth:`run`, or it is remembered that the samples are mixed.
         """
         reason = self._remembered.refusals.get(self._key)
         if reason is not None:
@@ -100,13 +100,13 @@ class Search:
             if not (self._has_changed.is_ready and self._has_changed.read()):
                 self._found, self._silent = known.of_uses(self._survey), known.silent
         if self._found is None and self._survey.uses:
-            self.seek()
+            self.run()
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero.
 
         Raises:
-            UnknownLayoutError: The layout must be sought first.
+            UnknownLayoutError: The layout must be searched for first.
         """
         if not cotangent.numel():
             return None  # an expert without tokens, say
@@ -166,7 +166,7 @@ class Search:
             self._remembered.layouts.pop(self._key, None)
             for key in self._proof_keys:
                 self._remembered.proofs.pop(key, None)
-            if not self.has_sought:
+            if not self.has_searched:
                 raise UnknownLayoutError
         if self._scales is not None and self._found is not None:
             for use in self._scales.uses:
@@ -192,8 +192,8 @@ class Search:
         if self._known is not None:
             self._known.is_doubted = True
 
-    def seek(self, use: Use | None = None) -> None:
-        """Looks for the samples, by passes of its own, where a use needs a layout that has none.
+    def run(self, use: Use | None = None) -> None:
+        """Searches for the samples, by passes of its own, where a use needs a layout that has none.
 
         Raises:
             MixedSamplesError: A use has elements that belong to several samples.
@@ -205,7 +205,7 @@ class Search:
                 "no eager step had such a graph of calls, with such shapes. Run the step that is "
                 "captured a few times as it is. Call `engine.prepare_capture()` then."
             )
-        self.has_sought = True
+        self.has_searched = True
         self._forget()
         if use in self._needed:
             raise MixedSamplesError(
@@ -217,15 +217,15 @@ class Search:
             self._needed.add(use)
             self._remembered.layouts.pop(self._key, None)
         try:
-            if use is not None or not self._seek_by_scales():
-                self._seek_by_zeros(use)
+            if use is not None or not self._search_by_scales():
+                self._search_by_zeros(use)
         except NonFiniteError:
             known = self._known
             if known is None or Flag(known.changes(self._survey)).read():
                 raise
             self._found = known.of_uses(self._survey)
 
-    def _seek_by_scales(self) -> bool:
+    def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
         channel, objectives, proof = self._remembered.channel, self._objectives, self._proof
         if proof is None or not objectives.are_finite:
@@ -243,12 +243,12 @@ class Search:
                     show_uses(channel, objectives, equal, self._measure)
                 self.finish()
             except UnknownLayoutError as unknown:
-                self.seek(unknown.use)
+                self.run(unknown.use)
             else:
                 self._scales, self._silent, self._heard = None, (), []
         return True
 
-    def _seek_by_zeros(self, wanted: Use | None) -> None:
+    def _search_by_zeros(self, wanted: Use | None) -> None:
         """Finds the layouts of all uses, and a proof of what the layouts depend on."""
         prover = Prover(self._survey)
         uses, spots = owners_by_zeros(self._remembered.channel, self._objectives, prover)

@@ -49,7 +49,7 @@ class Sizes:
         """Whether every size in something follows from the symbols."""
         seen: list[Any] = []
         try:
-            exchanged(item, lambda size: seen.append(_expression(size)))
+            map_sizes(item, lambda size: seen.append(_expression(size)))
         except TypeError:
             return False
         return all(x.free_symbols <= set(self._symbols) for x in seen)
@@ -59,37 +59,37 @@ class Sizes:
         if not numbers:
             return item
         values: Mapping[Any, int] = dict(zip(self._symbols, numbers, strict=True))
-        return exchanged(item, lambda size: int(_expression(size).subs(values)))
+        return map_sizes(item, lambda size: int(_expression(size).subs(values)))
 
 
-def exchanged(item: Any, exchange: Callable[[torch.SymInt], Any]) -> Any:
+def map_sizes(item: Any, number_of: Callable[[torch.SymInt], Any]) -> Any:
     """A copy of something with other values for symbolic sizes, or the same without any.
 
     Raises:
-        TypeError: It holds sizes that cannot be exchanged.
+        TypeError: It holds sizes that cannot be replaced.
     """
     if isinstance(item, torch.SymInt):
-        return exchange(item)
+        return number_of(item)
     if isinstance(item, partial):
-        arguments = exchanged((item.args, item.keywords), exchange)
-        function = exchanged(item.func, exchange)
+        arguments = map_sizes((item.args, item.keywords), number_of)
+        function = map_sizes(item.func, number_of)
         if function is item.func and arguments[0] is item.args and arguments[1] is item.keywords:
             return item
         return partial(function, *arguments[0], **arguments[1])
     if isinstance(item, dict):
-        values = {key: exchanged(value, exchange) for key, value in item.items()}
+        values = {key: map_sizes(value, number_of) for key, value in item.items()}
         return item if all(values[key] is item[key] for key in item) else values
     if isinstance(item, (tuple, list)):
-        parts = [exchanged(part, exchange) for part in item]
+        parts = [map_sizes(part, number_of) for part in item]
         if all(new is old for new, old in zip(parts, item, strict=True)):
             return item
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     if isinstance(item, MethodType):
-        owner = exchanged(item.__self__, exchange)
+        owner = map_sizes(item.__self__, number_of)
         return item if owner is item.__self__ else getattr(owner, item.__name__)
     if is_dataclass(item) and not isinstance(item, type):
         kept = {x.name: getattr(item, x.name) for x in fields(item)}
-        changed = exchanged(kept, exchange)
+        changed = map_sizes(kept, number_of)
         return item if changed is kept else replace(item, **changed)
     cells = [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
     if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in cells):

@@ -1,4 +1,4 @@
-"""When samples are sought, and when their places are remembered."""
+"""When samples are searched for, and when their places are remembered."""
 
 import itertools
 from collections.abc import Callable
@@ -18,13 +18,13 @@ ORDERS = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0])
 
 @pytest.fixture
 def calls_that_sought(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the searches, of which each call has one, that had to look for samples."""
+    """The numbers of the searches, of which each call has one, that had to search for samples."""
     begin, count, sought = Search.begin, itertools.count(), list[int]()
 
     def noted(self: Search) -> None:
         number = next(count)
         begin(self)
-        if self.has_sought:
+        if self.has_searched:
             sought.append(number)
 
     monkeypatch.setattr(Search, "begin", noted)
@@ -78,7 +78,7 @@ def test_rows_in_an_order_that_changes(name: str, is_inside: bool) -> None:
 def test_new_tokens_move_no_samples(
     table: Callable[[Tensor, Tensor], Tensor], calls_that_sought: list[int]
 ) -> None:
-    """Tokens of a table of parameters: the samples are sought at the first call alone."""
+    """Tokens of a table of parameters: the samples are searched for at the first call alone."""
 
     class Tokens(nn.Module):
         def __init__(self) -> None:
