@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from autogram import Engine
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import Block, compiled
-from tests.unit._compiled.test_inside import shown_uses
+from tests.unit._compiled.inside import shown_uses
 from tests.unit.checks import assert_close_to_reference, trainable
 
 
