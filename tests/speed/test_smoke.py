@@ -12,7 +12,9 @@ import torch
 import autogram
 from tests.speed import choices, limits
 from tests.speed.__main__ import main
+from tests.speed.gpu import counted
 from tests.speed.gpu.__main__ import main as gpu
+from tests.speed.gpu.models import TINY
 from tests.speed.host import measure
 from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
@@ -67,6 +69,15 @@ def test_choices_and_limits_are_timed(capsys: pytest.CaptureFixture[str]) -> Non
     assert pieces[0] == 1 < pieces[1]
     limits.main(["--tiny"])
     assert "pieces" in capsys.readouterr().out
+
+
+def test_steps_are_counted_without_a_gpu() -> None:
+    """As a step with data on the CPU: SGD's launches, and more with an engine."""
+    sgd, two_passes, fused = (counted.count(TINY["mlp"], x, "bf16 autocast") for x in counted.KINDS)
+    assert 0 < sgd.launches < fused.launches < two_passes.launches
+    assert 0 < sgd.moved < two_passes.moved
+    assert sgd.flops.total() == 6 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8  # inputs need no gradient
+    assert 0 < sgd.peak <= two_passes.peak
 
 
 def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,6 +197,12 @@ class Block(Kept):
         """The block of some samples."""
         return self.map("b", lambda x, dim: x.index_select(dim, samples))
 
+    def of(self, operands: tuple[Tensor, ...]) -> Block:
+        """The block with other operands in the place of its own."""
+        if operands is self.operands:
+            return self
+        return Block(self.equation, operands, self.adjoint)
+
     def reorder(self, order: tuple[int, ...]) -> Block:
         """The block with the tensor's dimensions in another order; it sums over those left out."""
         equation = reordered(self.equation, order)

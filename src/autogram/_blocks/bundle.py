@@ -91,27 +91,27 @@ def weighted_sums(
     Results own their memory, with strides as autograd would give them.
     """
     parameters = {id(columns): parameter for parameter, columns in found.items()}
+    # One tensor for all parameters, which is new: kernels may compute something from it once.
+    stack = weights.view(weights.shape) if weights.dim() == 3 else weights.unsqueeze(0)
     for bundle in bundled(found.values()):
-        moved = weights.to(parameters[id(bundle[0])].device)
+        moved = stack.to(parameters[id(bundle[0])].device)
         sums: Sequence[Tensor | None] = (
             [bundle[0].weighted_sum(moved)] if len(bundle) == 1 else _sums_of(bundle, moved)
         )
         taken: set[int] = set()
         for columns, total in zip(bundle, sums, strict=True):
-            owned = None if total is None else _owned(total, columns.parameter, taken)
-            yield parameters[id(columns)], owned
+            if total is None:
+                yield parameters[id(columns)], None
+                continue
+            owned = total if weights.dim() == 3 else total[0]
+            yield parameters[id(columns)], _owned(owned, columns.parameter, taken)
 
 
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
-    """The weighted sums of a bundle."""
-    stack = weights.view(-1, *weights.shape[-2:])
-    total = weighted_sum([_stack(_only_blocks(bundle))], stack, bundle[0].kernels)
-    found = []
-    for i, columns in enumerate(bundle):
-        part = total.select(1, i).reshape(len(stack), -1)
-        restored = from_storage(part, columns.parameter)
-        found.append(restored if weights.dim() == 3 else restored[0])
-    return found
+    """The weighted sums of a bundle, with weights ``(s, k, b)``."""
+    total = weighted_sum([_stack(_only_blocks(bundle))], weights, bundle[0].kernels)
+    parts = [total.select(1, i).reshape(len(weights), -1) for i in range(len(bundle))]
+    return [from_storage(part, x.parameter) for part, x in zip(parts, bundle, strict=True)]
 
 
 def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:

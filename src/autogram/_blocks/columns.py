@@ -58,7 +58,7 @@ class Columns:
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
-            block = block.reorder(region.order)
+            block = block.reorder(region.order).of(self.kernels.rounded(block.operands))
         if subset is not None:
             self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)
@@ -183,7 +183,8 @@ class Columns:
         if dtype is None:
             return None
         self._prepare()
-        stack = weights.to(dtype).view(-1, *weights.shape[-2:])
+        weights = weights.to(dtype)
+        stack = weights if weights.dim() == 3 else weights.unsqueeze(0)
         parts = [
             (region, weighted_sum(blocks, stack, self.kernels))
             for region, blocks in self._blocks.items()

@@ -230,7 +230,7 @@ def _view(
         return lambda _hardware, x, _purpose: x.permute(order).reshape(shape)
     try:
         strides = tensor.permute(order).view(shape).stride()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the second by a FakeTensorMode
         if repeats(tensor):  # patches of an image: copied before they are permuted, in long runs
             return lambda hardware, x, purpose: (
                 hardware.copy(x, purpose).permute(order).reshape(shape)

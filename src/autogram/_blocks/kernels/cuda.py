@@ -6,6 +6,7 @@ decide what is fast, and never what is right.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from autogram._blocks.kernels.base import Kernels, distinct_or_repeated
+from autogram._blocks.kernels.base import Kernels, Limit, distinct_or_repeated
 from autogram._blocks.kernels.contraction import Prices, carry_out, unused_labels
 from autogram._blocks.kernels.workspace import Memory
 
@@ -34,6 +35,10 @@ _LAUNCH = 2**22
 _FEWEST_COLUMNS = 512
 _PARTS_PER_PROCESSOR = 2
 
+# Rows that are larger than their factors may take half of the memory that is free, and a third of
+# what is taken with them: the step of a small model is not to need several times its memory.
+_SHARE_OF_FREE, _SHARE_OF_TAKEN = 2, 3
+
 # Rows of a convolution whose samples are groups cost three times as much an element as patches do.
 # With few channels, that kernel is slow whatever the size.
 _PATCHES_PER_ROW = 3
@@ -48,6 +53,10 @@ class CudaKernels(Kernels):
     TF32.
     """
 
+    def __init__(self, limit: Limit) -> None:
+        super().__init__(limit)
+        self._halves: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
+
     @override
     def prices(self, dtype: torch.dtype) -> Prices:
         memory = _PRICE_IN_FULL
@@ -59,7 +68,9 @@ class CudaKernels(Kernels):
 
     @override
     def room(self, device: torch.device) -> int:
-        return _free_bytes(device) // (2 * torch.float32.itemsize)
+        free, taken = _bytes(device)
+        allowed = min(free // _SHARE_OF_FREE, taken // _SHARE_OF_TAKEN)
+        return allowed // torch.float32.itemsize
 
     @override
     def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
@@ -69,6 +80,19 @@ class CudaKernels(Kernels):
     def multiplied(self, *dtypes: torch.dtype) -> torch.dtype:
         is_half = dtypes[0] in _HALVES and len(set(dtypes)) == 1
         return dtypes[0] if is_half else self.accumulating(*dtypes)
+
+    @override
+    def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """With the factors in half precision where the cotangent is.
+
+        The result of the call was in half precision, so that the call has rounded what it was given
+        (autocast does, behind a normalisation in float32). Factors that a rule computes are not
+        concerned: their cotangent is in float32.
+        """
+        half, *dtypes = [x.dtype for x in operands]
+        if half not in _HALVES or torch.float32 not in dtypes:
+            return operands
+        return tuple([x.to(half) if x.dtype == torch.float32 else x for x in operands])
 
     @override
     def einsum(
@@ -150,16 +174,27 @@ class CudaKernels(Kernels):
         return self.einsum(f"{terms}->{s}{output[2:]}", (weighed, *operands[1:]))
 
     def _weighted_rows(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
-        """Sums of rows in half precision, of which no wider copy is made.
-
-        Each weight is the sum of two numbers in half precision, which have all but its last bits.
-        """
-        scale = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
-        unit = weights / scale
-        upper = unit.to(operands[0].dtype)
-        both = torch.cat([upper, (unit - upper).to(upper.dtype)])  # (2 s, k, b)
+        """Sums of rows in half precision, of which no wider copy is made."""
+        both, scale = self._in_halves(weights, operands[0].dtype)
         found = super().weighted_sum(equation, operands, both)
         return (found[: len(weights)] + found[len(weights) :]) * scale
+
+    def _in_halves(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Each weight as the sum of two numbers in half precision, ``(2 s, k, b)``, and a scale.
+
+        The two numbers have all but the last bits of the weight. They are computed once where the
+        same tensor weighs the rows of one parameter after the other.
+        """
+        if self._halves is not None:
+            known, both, scale = self._halves
+            if known() is weights and both.dtype == dtype:
+                return both, scale
+        scale = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
+        unit = weights / scale
+        upper = unit.to(dtype)
+        both = torch.cat([upper, (unit - upper).to(dtype)])
+        self._halves = weakref.ref(weights), both, scale
+        return both, scale
 
     def _accumulated(self, x: Tensor, y: Tensor) -> Tensor:
         """The product of two matrices, or of two batches of them, in at least float32."""
@@ -192,10 +227,10 @@ def _is_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Memory of a device that this process has not taken, without asking the device."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    return int(total) - torch.cuda.memory_allocated(device)
+def _bytes(device: torch.device) -> tuple[int, int]:
+    """Memory of a device that this process has not taken, and has, without asking the device."""
+    taken = torch.cuda.memory_allocated(device)
+    return int(torch.cuda.get_device_properties(device).total_memory) - taken, taken
 
 
 @lru_cache(maxsize=64)

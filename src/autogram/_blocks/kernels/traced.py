@@ -46,6 +46,10 @@ class TracedKernels(Kernels):
         return self._own.multiplied(*dtypes)
 
     @override
+    def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._own.rounded(operands)
+
+    @override
     def einsum(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:

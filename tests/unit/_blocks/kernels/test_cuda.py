@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from autogram import Engine
-from autogram._blocks import Block, Columns, Devices, Limit
+from autogram._blocks import Block, Columns, Devices, Limit, weighted_sums
 from autogram._blocks.kernels import CudaKernels, cuda
 from autogram._blocks.products import directional, explicit, products, weighted_sum
 from autogram._blocks.region import Region
@@ -134,6 +134,63 @@ def test_factors_in_half_precision_are_not_copied_to_float32(
     assert "aten::mul.out" in operators.names  # cotangents and weights
 
 
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_factors_are_rounded_as_the_call_has_rounded_them(half: torch.dtype) -> None:
+    """Autocast rounds the result of a normalisation, which is in float32, for the next layer."""
+    region = Region.contiguous((64, 48))
+    cotangent, factor = torch.randn(1, 4, 40, 64), torch.randn(4, 40, 48).float()
+    for dtype, expected in ((half, half), (torch.float32, torch.float32)):
+        columns = Columns(region, kernels())
+        columns.add(region, Block("kbto,bti->kboi", (cotangent.to(dtype), factor)))
+        (found,) = columns.factors()
+        assert [x.dtype for x in found.operands] == [expected, expected]
+        assert_close(found.operands[1], factor.to(expected), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_steps_behind_a_normalisation_in_float32(half: torch.dtype) -> None:
+    """Gramians and gradients are as near to autograd's under autocast as its own rounding is."""
+    first, last = nn.LayerNorm(48).float(), nn.Linear(48, 56).float()
+    engine = Engine(last, batch_dim=0)
+    for _ in range(3):
+        x, weights = torch.randn(4, 70, 48).float(), torch.rand(4).float()
+        with torch.autocast(x.device.type, half):
+            inputs = first(x).float()  # as on a GPU, where autocast normalises in float32
+            losses = last(inputs).float().square().mean((1, 2))
+        rows = reference_jacobian(losses, last.parameters()).double()
+        roundoff = torch.finfo(half).eps
+        gramian = engine.compute_gramian(losses).double()
+        assert float((gramian - rows @ rows.T).norm()) < roundoff * float((rows @ rows.T).norm())
+        last.zero_grad()
+        engine.backward(losses, lambda _, w=weights: w)
+        expected = weights.double() @ rows
+        found = flat([p.grad for p in last.parameters()])
+        assert float((found - expected).norm()) < roundoff * float(expected.norm())
+
+
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_weights_are_halved_once_for_all_parameters(half: torch.dtype) -> None:
+    """And again in the next call, where the same tensor may have other values."""
+    regions = [Region.contiguous((n,)) for n in (300, 301, 302)]
+    rows = [torch.randn(1, 8, *region.shape).to(half) for region in regions]
+    shared = kernels()
+    found = {torch.empty(n): Columns(region, shared) for n, region in enumerate(regions)}
+    for columns, region, x in zip(found.values(), regions, rows, strict=True):
+        columns.add(region, Block("kbn->kbn", (x,)))
+    weights = torch.empty(1, 8).float()
+    for _ in range(3):
+        weights.uniform_()
+        with Operators() as operators:
+            sums = dict(weighted_sums(found, weights))
+        assert operators.names.count("aten::amax") == 1
+        for parameter, x in zip(found, rows, strict=True):
+            expected = torch.einsum("kb,kbn->n", weights.double(), x.double())
+            total = sums[parameter]
+            assert total is not None
+            assert_close(total.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": lambda: nn.Sequential(
         nn.Flatten(),
@@ -249,19 +306,25 @@ def test_samples_are_groups_where_images_are_large(size: int, has_groups: bool) 
 
 @pytest.mark.parametrize("half", HALF, ids=str)
 @pytest.mark.parametrize(
-    ("positions", "free", "is_kept"),
+    ("positions", "free", "used", "is_kept"),
     [
-        (200, 2**40, False),
-        (300, 2**40, True),
-        (300, 2 * 4 * 3 * 700 * 700 - 1, False),
-        (20, 0, False),
+        (200, 2**40, 2**40, False),
+        (300, 2**40, 2**40, True),
+        (300, 2 * 4 * 3 * 700 * 700 - 1, 2**40, False),
+        (300, 2**40, 3 * 4 * 3 * 700 * 700 - 1, False),
+        (20, 0, 0, False),
     ],
 )
 def test_larger_rows_are_kept_where_that_is_faster(
-    positions: int, free: int, is_kept: bool, half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    positions: int,
+    free: int,
+    used: int,
+    is_kept: bool,
+    half: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If half of the free memory is enough, and factors have many positions."""
-    monkeypatch.setattr(cuda, "_free_bytes", lambda _device: free)
+    """If half of the free memory and a third of the used memory do, and positions are many."""
+    monkeypatch.setattr(cuda, "_bytes", lambda _device: (free, used))
     columns = Columns(Region.contiguous((700, 700)), kernels())
     factors = torch.randn(1, 3, positions, 700).to(half), torch.randn(3, positions, 700).to(half)
     columns.add(Region.contiguous((700, 700)), Block("kbto,bti->kboi", factors))
