@@ -98,13 +98,9 @@ def weighted_sums(
         sums: Sequence[Tensor | None] = (
             [bundle[0].weighted_sum(moved)] if len(bundle) == 1 else _sums_of(bundle, moved)
         )
-        taken: set[int] = set()
-        for columns, total in zip(bundle, sums, strict=True):
-            if total is None:
-                yield parameters[id(columns)], None
-                continue
-            owned = total if weights.dim() == 3 else total[0]
-            yield parameters[id(columns)], _owned(owned, columns.parameter, taken)
+        totals = [x if x is None or weights.dim() == 3 else x[0] for x in sums]
+        owned = _owned(totals, [columns.parameter for columns in bundle])
+        yield from zip([parameters[id(columns)] for columns in bundle], owned, strict=True)
 
 
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
@@ -114,31 +110,41 @@ def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
     return [from_storage(part, x.parameter) for part, x in zip(parts, bundle, strict=True)]
 
 
-def _owned(total: Tensor, parameter: Region, taken: set[int]) -> Tensor:
-    """A weighted sum that is no view and shares its memory with nothing, copied where it must be.
+def _owned(
+    totals: Sequence[Tensor | None], parameters: Sequence[Region]
+) -> Sequence[Tensor | None]:
+    """Weighted sums that are no views and share their memory with nothing, copied where they must.
 
     Views share a counter of changes with all views of their base, cannot be detached in place, and
     are pickled with the whole of their storage.
-
-    Args:
-        total: The weighted sum.
-        parameter: All elements of the parameter.
-        taken: The addresses of memory that other results own, to which that of ``total`` is added.
     """
-    # (*parameter), or several of them, (s, *parameter)
-    strides = (parameter if parameter.is_gapless else Region.contiguous(parameter.shape)).strides
-    if total.dim() > len(strides):
-        strides = (total.numel() // max(1, len(total)), *strides)
-    if total.stride() != strides:
-        return total.new_empty_strided(total.shape, strides).copy_(total)
-    storage = total.untyped_storage()
-    place = storage.data_ptr()
-    if storage.nbytes() > total.nbytes or place in taken:
-        return total.clone()
-    taken.add(place)
-    if total._base is None:
-        return total
-    return total.new_empty(0).set_(storage, 0, total.shape, strides)
+    found: list[Tensor | None] = []
+    copies: list[Tensor] = []
+    originals: list[Tensor] = []
+    taken: set[int] = set()  # storages that belong to a sum
+    for total, parameter in zip(totals, parameters, strict=True):
+        if total is None:
+            found.append(None)
+            continue
+        # (*parameter), or several of them, (s, *parameter)
+        own = parameter if parameter.is_gapless else Region.contiguous(parameter.shape)
+        strides = own.strides
+        if total.dim() > len(strides):
+            strides = (total.numel() // max(1, len(total)), *strides)
+        storage = total.untyped_storage()
+        is_shared = storage.nbytes() > total.nbytes or storage._cdata in taken
+        if is_shared or total.stride() != strides:
+            originals.append(total)
+            total = total.new_empty_strided(total.shape, strides)
+            copies.append(total)
+        else:
+            taken.add(storage._cdata)
+            if total._base is not None:
+                total = total.new_empty(0).set_(storage, 0, total.shape, strides)
+        found.append(total)
+    if copies:
+        torch._foreach_copy_(copies, originals)  # on a GPU, in one launch
+    return found
 
 
 def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:

@@ -1,8 +1,10 @@
-"""What a step would do on a GPU, counted on a machine without one: ``python -m tests.speed.gpu.counted``.
+"""What a step would do on a GPU, counted on a machine without one.
 
-Steps run on tensors without data, with the kernels of a GPU, at the sizes that people train. Their
-operators are counted: launches, bytes that are read and written, multiply-adds by dtype, and the
-peak of memory. Times are not guessed.
+``python -m tests.speed.gpu.counted`` prints a table for each precision. Steps run on tensors
+without data, with the kernels of a GPU, at the sizes that people train. Their operators are
+counted: launches, bytes that are read and written, flops of products by dtype, and the peak of
+memory. Times are not guessed. Operators are those of the CPU otherwise: autocast, too, computes as
+it does there, with fewer functions in float32.
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use, pull_back
 from autogram._errors import NotConnectedError, UnsupportedError
 
+# Small parts of the Gramian are added up together, and larger ones as they come.
+_MOST_IN_PARTS = 2**17
+
 # The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
 LayoutOf = Callable[[Use, Tensor], Placement | None]
 # The regular layout of a use, if it is certain.
@@ -100,7 +103,7 @@ class Assembly:
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
         self._bundles = Bundles()
-        self._total: Tensor | None = None
+        self._parts: list[Tensor] = []  # of the Gramian
         for use in run.survey.uses:
             for tracked in use.reads:
                 self._account(tracked).expected += 1
@@ -208,9 +211,11 @@ class Assembly:
             return
         for bundle in self._bundles.rest():
             self._add_up(retried(self.limit, gram_of_bundle, bundle))
-        total, losses = self._total, run.objectives.losses
+        losses = run.objectives.losses
         m = losses.numel()
-        if total is None:
+        if self._parts:
+            total = _sum(self._parts)
+        else:
             total = losses.new_zeros(m, m, dtype=torch.promote_types(losses.dtype, torch.float32))
         run.gramian = run.objectives.in_order(total.reshape(m, m), 0, 1)
 
@@ -319,6 +324,16 @@ class Assembly:
 
     def _add_up(self, part: Tensor | None) -> None:
         """Adds the Gramian of some columns, ``None`` where they are zero."""
-        if part is not None:
-            total = self._total
-            self._total = part if total is None else total + part.to(total.device)
+        if part is None:
+            return
+        parts = self._parts
+        parts.append(part.to(parts[0].device) if parts else part)
+        if len(parts) * part.numel() > _MOST_IN_PARTS:
+            self._parts = [_sum(parts)]
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of some parts of the Gramian."""
+    if len(parts) > 2:
+        return torch.stack(tuple(parts)).sum(0)
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
