@@ -197,8 +197,9 @@ class Block(Kept):
         """The block of some samples."""
         return self.map("b", lambda x, dim: x.index_select(dim, samples))
 
-    def of(self, operands: tuple[Tensor, ...]) -> Block:
-        """The block with other operands in the place of its own."""
+    def rounded(self, kernels: Kernels) -> Block:
+        """The block with factors that have the digits that the call of the forward pass had."""
+        operands = kernels.rounded(self.operands)
         if operands is self.operands:
             return self
         return Block(self.equation, operands, self.adjoint)

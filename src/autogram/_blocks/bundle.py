@@ -126,12 +126,7 @@ def _owned(
         if total is None:
             found.append(None)
             continue
-        # (*parameter), or several of them, (s, *parameter)
-        own = parameter if parameter.is_gapless else Region.contiguous(parameter.shape)
-        strides = own.strides
-        if total.dim() > len(strides):
-            strides = (total.numel() // max(1, len(total)), *strides)
-        storage = total.untyped_storage()
+        strides, storage = _strides(total, parameter), total.untyped_storage()
         is_shared = storage.nbytes() > total.nbytes or storage._cdata in taken
         if is_shared or total.stride() != strides:
             originals.append(total)
@@ -145,6 +140,14 @@ def _owned(
     if copies:
         torch._foreach_copy_(copies, originals)  # on a GPU, in one launch
     return found
+
+
+def _strides(total: Tensor, parameter: Region) -> tuple[int, ...]:
+    """Those that autograd would give ``(*parameter)``, or several of them, ``(s, *parameter)``."""
+    strides = (parameter if parameter.is_gapless else Region.contiguous(parameter.shape)).strides
+    if total.dim() == len(strides):
+        return strides
+    return total.numel() // max(1, len(total)), *strides
 
 
 def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:

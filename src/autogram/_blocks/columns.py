@@ -58,7 +58,7 @@ class Columns:
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
-            block = block.reorder(region.order).of(self.kernels.rounded(block.operands))
+            block = block.rounded(self.kernels).reorder(region.order)
         if subset is not None:
             self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)

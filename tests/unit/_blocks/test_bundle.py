@@ -8,12 +8,14 @@ from autogram._blocks import (
     Block,
     Bundles,
     Columns,
+    Limit,
     Lookup,
     Region,
     bundled,
     gram_of_bundle,
     weighted_sums,
 )
+from autogram._blocks.kernels import CudaKernels
 from autogram._errors import ChangedTensorError
 from tests.unit._blocks.blocks import Operators, kernels
 from tests.unit.checks import assert_close_to_reference
@@ -190,3 +192,22 @@ def test_equal_rows_of_another_layer_share_no_products() -> None:
     cotangents, factor = torch.ones(2, K, 5, 90), torch.randn(5, 1700)
     (weight, _), (_, bias) = (layer("kbo,bi->kboi", x, factor) for x in cotangents)
     assert [weight] in Bundles().add(weight, bias)
+
+
+@pytest.mark.parametrize(("elements", "products"), [(2**17, 1), (2**21, 3)])
+def test_rows_are_weighed_together_where_a_launch_takes_longer(
+    elements: int, products: int
+) -> None:
+    """On a GPU, rows of adapters are copied side by side, and larger ones are not."""
+    region, shared = Region.contiguous((elements // 8,)), CudaKernels(Limit(2**40))
+    rows = [torch.randn(1, 8, elements // 8) for _ in range(3)]
+    found = {torch.empty(0): Columns(region, shared) for _ in rows}
+    for columns, x in zip(found.values(), rows, strict=True):
+        columns.add(region, Block("kbn->kbn", (x,)))
+    for _ in range(2):  # how to contract is found in the first call
+        weights = torch.rand(1, 8)
+        with Operators() as operators:
+            sums = dict(weighted_sums(found, weights))
+        for parameter, x in zip(found, rows, strict=True):
+            assert_close_to_reference(sums[parameter], (weights @ x[0]).squeeze(0))
+    assert operators.names.count("aten::mm") + operators.names.count("aten::bmm") == products

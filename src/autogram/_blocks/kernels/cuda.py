@@ -53,6 +53,8 @@ class CudaKernels(Kernels):
     TF32.
     """
 
+    tiny = 2**20  # copying so many elements takes a quarter of a launch
+
     def __init__(self, limit: Limit) -> None:
         super().__init__(limit)
         self._halves: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
