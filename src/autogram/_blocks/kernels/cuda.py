@@ -88,13 +88,14 @@ class CudaKernels(Kernels):
         """With the factors in half precision where the cotangent is.
 
         The result of the call was in half precision, so that the call has rounded what it was given
-        (autocast does, behind a normalisation in float32). Factors that a rule computes are not
-        concerned: their cotangent is in float32.
+        (autocast does, behind a normalisation in float32). Not so a single number, which does not
+        widen a result. Factors that a rule computes are not concerned: their cotangent is in
+        float32.
         """
         half, *dtypes = [x.dtype for x in operands]
         if half not in _HALVES or torch.float32 not in dtypes:
             return operands
-        return tuple([x.to(half) if x.dtype == torch.float32 else x for x in operands])
+        return tuple([x.to(half) if x.dtype == torch.float32 and x.dim() else x for x in operands])
 
     @override
     def einsum(

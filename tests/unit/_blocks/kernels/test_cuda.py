@@ -147,6 +147,16 @@ def test_factors_are_rounded_as_the_call_has_rounded_them(half: torch.dtype) -> 
         assert_close(found.operands[1], factor.to(expected), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_a_number_in_float32_keeps_its_digits(half: torch.dtype) -> None:
+    """It does not widen the product with a tensor in half precision, and is not rounded for it."""
+    number, x = torch.tensor(1.0001).float(), torch.ones(2).to(half)
+    assert (x * number).dtype == half
+    found = kernels().rounded((x.view(1, 2), torch.ones(2).float(), number))
+    assert [x.dtype for x in found] == [half, half, torch.float32]
+    assert found[2] == number
+
+
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("half", HALF, ids=str)
 def test_steps_behind_a_normalisation_in_float32(half: torch.dtype) -> None:
