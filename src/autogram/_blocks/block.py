@@ -197,13 +197,6 @@ class Block(Kept):
         """The block of some samples."""
         return self.map("b", lambda x, dim: x.index_select(dim, samples))
 
-    def rounded(self, kernels: Kernels) -> Block:
-        """The block with factors that have the digits that the call of the forward pass had."""
-        operands = kernels.rounded(self.operands)
-        if operands is self.operands:
-            return self
-        return Block(self.equation, operands, self.adjoint)
-
     def reorder(self, order: tuple[int, ...]) -> Block:
         """The block with the tensor's dimensions in another order; it sums over those left out."""
         equation = reordered(self.equation, order)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, parsed
+from autogram._blocks.block import Block, parsed, reordered
 from autogram._blocks.gather import Gathering
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.layout import Subset
@@ -58,7 +58,8 @@ class Columns:
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
-            block = block.rounded(self.kernels).reorder(region.order)
+            operands = self.kernels.rounded(block.operands)
+            block = Block(reordered(block.equation, region.order), operands, block.adjoint)
         if subset is not None:
             self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)
@@ -109,10 +110,9 @@ class Columns:
 
     def _may_keep(self, blocks: Sequence[Block], elements: int, taken: int) -> bool:
         """Whether rows may be kept that have more elements than their factors."""
-        positions = -(-contracted_again(blocks) // max(1, elements))
-        device, dtype = blocks[0].operands[0].device, blocks[0].operands[0].dtype
-        is_worth_it = self.kernels.are_rows_worth_memory(positions, dtype)
-        return is_worth_it and elements <= self.kernels.room(device) - taken
+        positions, first = -(-contracted_again(blocks) // max(1, elements)), blocks[0].operands[0]
+        is_worth_it = self.kernels.are_rows_worth_memory(positions, first.dtype)
+        return is_worth_it and elements <= self.kernels.room(first.device) - taken
 
     @property
     def single(self) -> Block | None:
@@ -130,7 +130,7 @@ class Columns:
     def dtype(self) -> torch.dtype | None:
         """The dtype of the rows, at least float32, or ``None`` if nothing was added."""
         self._complete()
-        dtypes = [x.dtype for block in self._all for x in block.tensors if x.is_floating_point()]
+        dtypes = [x.dtype for of in self._all for x in of.tensors if x.is_floating_point()]
         return self.kernels.accumulating(*dtypes) if dtypes else None
 
     def gram(self) -> Tensor | None:

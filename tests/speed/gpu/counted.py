@@ -45,6 +45,10 @@ _BYTES, _PROCESSORS = 80 * 2**30, 132
 _SILENT = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias", "aten::set_", "prof")
 _SILENT += ("aten::promote_types", "aten::_unsafe_view", "aten::lift", "prim::")
 
+# They write their first argument, or make a tensor like it, and read none of its elements.
+_WRITERS = ("aten::new_", "aten::copy_", "aten::fill_", "aten::zero_", "aten::zeros_like")
+_WRITERS += ("aten::ones_like", "aten::full_like", "aten::_foreach_copy_")
+
 # The flops of these are those of two matrices, whatever dtype the result has.
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm)
 
@@ -90,7 +94,9 @@ class Counts(TorchDispatchMode):
             self._hold(x.untyped_storage())
         if function.is_view or function.name().startswith(_SILENT):
             return result
-        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = args[function.name().startswith(_WRITERS) :]
+        given += tuple(x for name, x in kwargs.items() if name != "out")
+        operands = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
         read = {(x.untyped_storage()._cdata, x.storage_offset()): _bytes(x) for x in operands}
         self.launches += 1
         self.moved += sum(read.values()) + sum(map(_bytes, results))

@@ -54,6 +54,10 @@ class Hardware:
         """A contiguous copy in scratch memory."""
         return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
 
+    def permuted_patches(self, patches: Tensor, order: tuple[int, ...], purpose: Purpose) -> Tensor:
+        """A contiguous copy of the patches of an image, with their dimensions in another order."""
+        return self.copy(patches.permute(order), purpose)
+
     def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
         """A tensor summed over some dimensions."""
         return x.sum(summed)
@@ -228,17 +232,26 @@ def _view(
     """Makes a function that brings tensors like this one to another order and shape."""
     if suits_any:
         return lambda _hardware, x, _purpose: x.permute(order).reshape(shape)
-    try:
-        strides = tensor.permute(order).view(shape).stride()
-    except (RuntimeError, ValueError):  # the second by a FakeTensorMode
-        if repeats(tensor):  # patches of an image: copied before they are permuted, in long runs
-            return lambda hardware, x, purpose: (
-                hardware.copy(x, purpose).permute(order).reshape(shape)
-            )
+    strides = _strides_of_view(tensor, order, shape)
+    if strides is None and not repeats(tensor):
         return lambda hardware, x, purpose: hardware.copy(x.permute(order), purpose).view(shape)
+    if strides is None:  # patches of an image: copied before they are permuted, in long runs
+        if _strides_of_view(torch.empty(tensor.shape, device="meta"), order, shape):
+            return lambda hardware, x, purpose: hardware.copy(x, purpose).permute(order).view(shape)
+        return lambda hardware, x, purpose: hardware.permuted_patches(x, order, purpose).view(shape)
     if tensor.shape == shape and tensor.stride() == strides:
         return lambda _hardware, x, _purpose: x
     return lambda _hardware, x, _purpose: x.as_strided(shape, strides)
+
+
+def _strides_of_view(
+    tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The strides of a view in another order and shape, or ``None`` where a copy is needed."""
+    try:
+        return tensor.permute(order).view(shape).stride()
+    except (RuntimeError, ValueError):  # the second by a FakeTensorMode
+        return None
 
 
 def _elementwise(

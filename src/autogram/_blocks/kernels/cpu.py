@@ -52,6 +52,10 @@ class CpuKernels(Kernels):
             return like.new_empty(shape)
         return self.workspace.scratch(shape, like, purpose)
 
+    def permuted_patches(self, patches: Tensor, order: tuple[int, ...], purpose: Purpose) -> Tensor:
+        """By two copies: the first reads long runs of channels, which takes most of the time."""
+        return self.copy(patches, purpose).permute(order).contiguous()
+
     def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
         """The product of two tensors, summed, in parts of the result."""
         if not summed:

@@ -314,6 +314,26 @@ def test_samples_are_groups_where_images_are_large(size: int, has_groups: bool) 
     assert has_groups == ("aten::convolution_backward" in operators.names)
 
 
+COPIES = ("aten::copy_", "aten::clone", "aten::_to_copy")
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_patches_are_copied_once(groups: int) -> None:
+    """Also where samples and groups of channels are the batch of a product."""
+    model = nn.Conv2d(8, 8, 3, bias=False, groups=groups)
+    engine = Engine(model, batch_dim=0, verify="never")
+    x = torch.randn(3, 8, 6, 6)
+    for _ in range(2):
+        losses = model(x).square().sum((1, 2, 3))
+        jacobian = reference_jacobian(losses, model.parameters())
+        with Operators() as operators:
+            gramian = engine.compute_gramian(losses)
+        assert_close(gramian, jacobian @ jacobian.T)
+    copies = [name for name in operators.names if name.startswith(COPIES)]
+    assert len(copies) == 2, copies  # channels last, and patches
+
+
 @pytest.mark.parametrize("half", HALF, ids=str)
 @pytest.mark.parametrize(
     ("positions", "free", "used", "is_kept"),
