@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from struct import Struct
 
 from autogram._distributed.group import Group
 from autogram._distributed.share import Share
@@ -15,6 +16,7 @@ from autogram._errors import RankError, listed
 _DONE, _PASS, _FAILED = range(3)
 _UNKNOWN = (-2, -2)
 _MOST = 64  # steps of different shapes that are remembered
+_NUMBER, _INTEGER = Struct("=d"), Struct("=q")  # of the same bits
 
 Digests = tuple[tuple[int, ...], ...]
 
@@ -90,15 +92,22 @@ class Agreement:
             self._raise(error)
         return [0] not in found
 
-    def confirm(self, error: BaseException | None = None) -> None:
+    def confirm(self, error: BaseException | None = None, scale: float = 0.0) -> None:
         """Waits until all ranks have come here.
 
+        Args:
+            error: Why this rank has failed.
+            scale: That of this rank's losses, or zero without a gradient scaler.
+
         Raises:
-            RankError: One of them has failed.
+            RankError: A rank has failed, or the ranks have different scales.
         """
         self.calls += 1
-        if any(flag for (flag,) in self._group.gather_numbers(int(error is not None))):
+        (bits,) = _INTEGER.unpack(_NUMBER.pack(scale))
+        found = self._group.gather_numbers(int(error is not None), bits)
+        if any(flag for flag, _ in found):
             self._raise(error)
+        _compare_scales([bits for _, bits in found])
 
     def _raise(self, error: BaseException | None) -> None:
         """Tells all ranks what has happened on some of them."""
@@ -200,3 +209,18 @@ def _compare(shares: Sequence[Share]) -> None:
                     "on all ranks.",
                     ranks=[rank],
                 )
+
+
+def _compare_scales(bits: Sequence[int]) -> None:
+    """Refuses ranks whose losses have different scales, which are given by their bits."""
+    ranks = [rank for rank, of_rank in enumerate(bits) if of_rank != bits[0]]
+    if ranks:
+        numbers = [_NUMBER.unpack(_INTEGER.pack(of_rank))[0] for of_rank in bits]
+        scales = [f"the scale {number:g}" if number else "no scale" for number in numbers]
+        raise RankError(
+            f"The losses have {scales[0]} on rank 0, and {scales[ranks[0]]} on rank {ranks[0]}. "
+            "Give a gradient scaler to the engine on all ranks, made with the same options or from "
+            "the same `state_dict`, and call its `step` and `update` on all ranks in the same "
+            "steps.",
+            ranks=ranks,
+        )

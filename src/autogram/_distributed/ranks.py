@@ -88,21 +88,32 @@ class Ranks:
         return total
 
     def weights(
-        self, compute: Callable[[], Jacobian], weighting: Weighting
+        self,
+        compute: Callable[[], Jacobian],
+        weighting: Weighting,
+        scale: Callable[[], float],
     ) -> tuple[Tensor, Tensor]:
         """The weights of all objectives, by a function that the first rank calls; and the Gramian.
 
+        Args:
+            compute: As for :meth:`gramian`.
+            weighting: Gives the weights.
+            scale: Gives the scale of this rank's losses, or zero without a gradient scaler.
+
         Raises:
-            RankError: A rank has failed, or the ranks have different parameters.
+            RankError: A rank has failed, or the ranks have different parameters or scales.
         """
         exchange, gramian = self._exchanged(compute)
         error, weights = exchange.failure, torch.empty_like(gramian[:, :0].sum(1))
-        if self.group.rank == 0 and error is None:
+        own = 0.0
+        if error is None:
             try:
-                weights = self._weights_by(weighting, gramian)
+                own = scale()
+                if self.group.rank == 0:
+                    weights = self._weights_by(weighting, gramian)
             except Exception as raised:
                 error = raised
-        self.agreement.confirm(error)
+        self.agreement.confirm(error, own)
         self.group.broadcast(weights)
         return weights, gramian
 

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from autogram._arguments import Weighting
 from autogram._capture import BatchDim
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
@@ -30,13 +29,11 @@ class Accumulation:
     def __init__(
         self,
         step: Step,
-        weighting: Weighting,
         checked: Callable[[Losses], Tensor],
         batch_dim: BatchDim,
     ) -> None:
         self._step: Step | None = step
         self._is_open = False
-        self._weighting = weighting
         self._checked = checked
         self._batch_dim = batch_dim
         self._forms: list[tuple[Any, int]] = []
@@ -62,18 +59,10 @@ class Accumulation:
         with self._step.passing(losses):
             given, losses = losses, self._checked(losses)
             if losses.numel():
-                self._take(self._step, losses, retain_graph=retain_graph)
+                self._step.add(losses, retain_graph=retain_graph)
         # The graph is to go, and shapes are needed alone.
         shapes = in_form([part.detach() for part in parts_of(given)], given)
         self._forms.append((shapes, losses.numel()))
-
-    def _take(self, step: Step, losses: Tensor, *, retain_graph: bool) -> None:
-        """Takes in some losses, one at least."""
-        step.add(losses, retain_graph=retain_graph)
-
-    def _finish(self, step: Step) -> tuple[Tensor, Tensor]:
-        """The Gramian and the weights of all objectives, behind the gradients."""
-        return step.finish(self._weighting)
 
     @property
     def gramian(self) -> Tensor:
@@ -116,7 +105,7 @@ class Accumulation:
             step.error = error  # raised behind the block, on all ranks
         elif kind is not None or not any(size for _, size in self._forms):
             return
-        gramian, weights = self._finish(step)
+        gramian, weights = step.finish()
         parts = weights.flatten().split([size for _, size in self._forms])
         each = zip(parts, self._forms, strict=True)
         self._found = gramian, [shaped(part, form, self._batch_dim) for part, (form, _) in each]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autogram._arguments import Weighting, check_weighting
+from autogram._arguments import Weighting
 from autogram._distributed import Ranks, Wrappers, together
-from autogram._engine.scaled import is_scaling
-from autogram._errors import InvalidOperandError, RankError, UnsupportedError
+from autogram._engine.scale import Scale
+from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import L, Losses, in_form, parts_of, shaped
 
@@ -29,14 +29,14 @@ def weights_of_ranks(
     engine: Engine, ranks: Ranks, losses: L, weighting: Weighting, scaler: Any
 ) -> L:
     """``engine.weights``: of this rank's objectives, by the Gramian of all."""
+    scale = Scale(weighting, scaler)
 
     def compute() -> Jacobian:
         with together(ranks, engine._channel, losses):
-            refuse_scaler(scaler)
-            check_weighting(weighting)
-            return _jacobian(engine, ranks, losses)
+            scale.check()
+            return _jacobian(engine, ranks, losses, scale)
 
-    weights, _ = ranks.weights(compute, weighting)
+    weights, _ = ranks.weights(compute, scale.weighting, scale.number)
     _note_form(engine, ranks, losses)
     own = ranks.own(weights)
     return shaped(own, losses, engine._batch_dim)  # type: ignore[no-any-return]  # their form
@@ -48,11 +48,10 @@ def backward_of_ranks(
     """``engine.backward``: the sum over the ranks is added to ``.grad``."""
     ranks = engine._ranks
     assert ranks is not None
-    step = engine._step("engine.backward", "rows")
+    step = engine._step("engine.backward", "rows", Scale(weighting, scaler))
     try:
         with ranks.listening(engine._channel, "step"), step.passing(losses):
-            refuse_scaler(scaler)
-            check_weighting(weighting)
+            step.scale.check()
             total = engine._checked(losses)
             if total.numel():
                 step.add(total, retain_graph=retain_graph, is_only=True)
@@ -60,13 +59,13 @@ def backward_of_ranks(
         raise  # by all ranks
     except Exception as error:
         step.error = error
-    gramian, weights = step.finish(weighting)
+    gramian, weights = step.finish()
     _note_form(engine, ranks, losses)
     return shaped(weights, losses, engine._batch_dim), gramian
 
 
-def _jacobian(engine: Engine, ranks: Ranks, losses: Losses) -> Jacobian:
-    """The Jacobian of the losses of this rank."""
+def _jacobian(engine: Engine, ranks: Ranks, losses: Losses, scale: Scale | None = None) -> Jacobian:
+    """The Jacobian of the losses of this rank, times the scale if there is one."""
     channel = engine._channel
     wrappers = Wrappers(ranks.group)
     with (
@@ -74,7 +73,10 @@ def _jacobian(engine: Engine, ranks: Ranks, losses: Losses) -> Jacobian:
         together(ranks, channel, losses),
         wrappers.passing(channel, parts_of(losses)),
     ):
-        return engine.jacobian(losses)
+        if scale is None:
+            return engine.jacobian(losses)
+        with scale.passing():
+            return engine.jacobian(scale.of(engine._checked(losses)))
 
 
 def own_part(ranks: Ranks | None, weights: Tensor) -> Any:
@@ -86,15 +88,6 @@ def own_part(ranks: Ranks | None, weights: Tensor) -> Any:
         )
     own = ranks.own(weights)
     return own if ranks.form is None else ranks.form(own)
-
-
-def refuse_scaler(scaler: Any) -> None:
-    """Refuses a gradient scaler, which would have to skip a step on all ranks."""
-    if is_scaling(scaler):
-        raise UnsupportedError(
-            "A scaler is given to an engine of several ranks. Use bfloat16, which needs none, and "
-            "pass `scaler=None`."
-        )
 
 
 def _note_form(engine: Engine, ranks: Ranks, losses: Losses) -> None:

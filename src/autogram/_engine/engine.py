@@ -6,20 +6,14 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from autogram._arguments import Weighting, check_weighting, weights_by, weights_of
+from autogram._arguments import Weighting, weights_by, weights_of
 from autogram._blocks import Keep
 from autogram._capture import Objectives, is_exchanged
 from autogram._distributed import together
 from autogram._engine import distributed as others
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.hooked import Hooked
-from autogram._engine.scaled import (
-    ScaledAccumulation,
-    Scaler,
-    backward_scaled,
-    is_scaling,
-    weights_scaled,
-)
+from autogram._engine.scale import Scale, Scaler
 from autogram._jacobian import Jacobian, Part, Sketch, Sketching
 from autogram._losses import L, Losses, shaped
 
@@ -198,8 +192,8 @@ class Engine(Hooked):
                 losses: any function, or a weighting of torchjd. It is called outside of autocast.
             scaler: A `torch.amp.GradScaler`, which is given the losses without its scale. The
                 gradients have it, as ``scaler.step`` expects. Where something overflows, weights
-                and gradients are not a number, so that the scaler skips the step; the weighting is
-                not called. Reading whether it did waits for the device.
+                and gradients are not a number, so that the scaler skips the step, on all ranks; the
+                weighting is not called. Reading whether it did waits for the device.
             retain_graph: Whether to keep the graph. If not, the pass frees it, or, where another
                 pass might be needed, it goes when the losses go.
             return_gramian: Whether to return the Gramian as well.
@@ -223,20 +217,22 @@ class Engine(Hooked):
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
-        if self._ranks is not None or is_scaling(scaler):
-            step_of = backward_scaled if self._ranks is None else others.backward_of_ranks
-            both = step_of(self, losses, weighting, scaler, retain_graph=retain_graph)
+        if self._ranks is not None:
+            both = others.backward_of_ranks(
+                self, losses, weighting, scaler, retain_graph=retain_graph
+            )
             return both if return_gramian else both[0]
         given, losses = losses, self._checked(losses)
-        check_weighting(weighting)
+        scale = Scale(weighting, scaler)
+        scale.check()
         if not losses.numel():
             gramian = self.compute_gramian(losses)
             found = shaped(gramian.new_zeros(0), given, self._batch_dim)
             return (found, gramian) if return_gramian else found
         with self._devices.step() as arena:
-            step = self._step("engine.backward", "rows", arena)
+            step = self._step("engine.backward", "rows", scale, arena)
             gramian = step.add(losses, retain_graph=retain_graph, is_only=True)
-            gramian, weights = step.finish(weighting, gramian)
+            gramian, weights = step.finish(gramian)
             # The rows are gone before another step may write where they are.
         found = shaped(weights, given, self._batch_dim)
         return (found, gramian) if return_gramian else found
@@ -280,13 +276,10 @@ class Engine(Hooked):
             >>> batch.gramian.shape
             torch.Size([6, 6])
         """
-        check_weighting(weighting)
-        step = self._step("engine.accumulate", keep)
-        if self._ranks is not None:
-            others.refuse_scaler(scaler)
-        if is_scaling(scaler):
-            return ScaledAccumulation(scaler, step, weighting, self._checked, self._batch_dim)
-        return Accumulation(step, weighting, self._checked, self._batch_dim)
+        scale = Scale(weighting, scaler)
+        scale.check()
+        step = self._step("engine.accumulate", keep, scale)
+        return Accumulation(step, self._checked, self._batch_dim)
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
@@ -309,12 +302,12 @@ class Engine(Hooked):
         """
         if self._ranks is not None:
             return others.weights_of_ranks(self, self._ranks, losses, weighting, scaler)
-        if is_scaling(scaler):
-            return weights_scaled(self, losses, weighting, scaler)  # type: ignore[no-any-return]
-        check_weighting(weighting)
+        scale = Scale(weighting, scaler)
+        scale.check()
         total = self._checked(losses)
-        gramian = self.compute_gramian(total)
-        weights = weights_by(weighting, gramian) if len(gramian) else gramian.new_zeros(0)
+        with scale.passing():
+            gramian = self.compute_gramian(scale.of(total))
+        weights = weights_by(scale.weighting, gramian) if len(gramian) else gramian.new_zeros(0)
         weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return shaped(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 

@@ -30,6 +30,7 @@ from autogram._capture import (
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._distributed import Ranks, together
 from autogram._engine.distributed import own_part
+from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._errors import RemovedEngineError, UnsupportedError
 from autogram._jacobian import Projections
@@ -193,9 +194,10 @@ class Hooked:
         self._remove()
         self._devices.free()
 
-    def _step(self, call: str, keep: Keep, arena: Arena | None = None) -> Step:
+    def _step(self, call: str, keep: Keep, scale: Scale, arena: Arena | None = None) -> Step:
         """A step that a method of the engine makes."""
-        return Step(self._drivers, self._channel, self._limit, call, keep, arena, self._ranks)
+        channel, limit = self._channel, self._limit
+        return Step(self._drivers, channel, limit, call, keep, scale, arena, self._ranks)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""

@@ -9,10 +9,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from autogram._arguments import Weighting, weights_by
+from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep, Limit
 from autogram._capture import Channel, Drivers, Objectives, is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
+from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, Part
 from autogram._losses import Losses, parts_of
 
@@ -26,10 +27,12 @@ class Step:
         limit: That of the engine.
         call: What the user has called.
         keep: As for the Jacobian.
+        scale: What the losses are multiplied by, and how they are weighed.
         arena: Where to put rows, if losses are added once.
         ranks: The processes whose losses make one step, or ``None`` for this one alone.
 
     Attributes:
+        scale: What the losses are multiplied by, and how they are weighed.
         error: What has failed on this rank, to be told to the others.
     """
 
@@ -40,6 +43,7 @@ class Step:
         limit: Limit,
         call: str,
         keep: Keep,
+        scale: Scale,
         arena: Arena | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -50,6 +54,7 @@ class Step:
         self._keep = keep
         self._arena = arena
         self._ranks = ranks
+        self.scale = scale
         self.error: BaseException | None = None
         self._wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[Part] = []
@@ -94,11 +99,12 @@ class Step:
             is_only: Whether there are no others, so that the Gramian is added up on the way.
 
         Returns:
-            Their Gramian ``(m, m)``, empty if it was not added up.
+            The Gramian ``(m, m)`` of the scaled losses, empty if it was not added up.
         """
         if self._wrappers is None and is_exchanged(self._channel, losses):
             refuse_gradients(self._call)
-        with self._drivers.one() as driver:
+        losses = self.scale.of(losses)
+        with self.scale.passing(), self._drivers.one() as driver:
             (objectives, columns, names), gramian, outside = driver.step(
                 losses,
                 self._keep,
@@ -114,12 +120,11 @@ class Step:
         self._names.update({p: name for p, name in names.items() if p not in self._names})
         return gramian
 
-    def finish(self, weighting: Weighting, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weighs what was added, and adds Jᵀ w to ``.grad`` of all leaves.
+    def finish(self, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
 
         Args:
-            weighting: Gives the weights of all objectives.
-            gramian: Their Gramian, if it is known.
+            gramian: The Gramian of the scaled losses, if it is known.
 
         Returns:
             The Gramian ``(m, m)``, and the weights of all objectives, one by one or in the shape
@@ -127,17 +132,17 @@ class Step:
             of all, and the weights of this one's.
         """
         if self._ranks is not None:
-            gramian, weights = self._finish_with_others(self._ranks, weighting)
+            gramian, weights = self._finish_with_others(self._ranks)
             self._differentiate_rest(weights)
-            return gramian, weights
+            return self.scale.unscaled(gramian), weights
         jacobian = Jacobian(self._parts, self._names, self._limit)
         gramian = jacobian.gramian() if gramian is None else gramian
-        weights = weights_by(weighting, gramian)
+        weights = weights_by(self.scale.weighting, gramian)
         gradients = jacobian._gradients_of(weights)
         # A hook on a parameter may take a step of it, which neither factors nor graph would bear.
         self._differentiate_rest(weights)
         jacobian._add(gradients)
-        return gramian, weights
+        return self.scale.unscaled(gramian), weights
 
     def _differentiate_rest(self, weights: Tensor) -> None:
         """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
@@ -157,7 +162,7 @@ class Step:
             if outside:
                 torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
 
-    def _finish_with_others(self, ranks: Ranks, weighting: Weighting) -> tuple[Tensor, Tensor]:
+    def _finish_with_others(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
         found: list[Jacobian] = []
 
@@ -173,7 +178,7 @@ class Step:
             found.append(Jacobian(parts, names, self._limit))
             return found[0]
 
-        weights, gramian = ranks.weights(jacobian, weighting)
+        weights, gramian = ranks.weights(jacobian, self.scale.weighting, self.scale.number)
         own = ranks.own(weights)
         accumulate(ranks.group, found[0], own, ranks.reached, self.wrappers, ranks.shards)
         return gramian, own

@@ -7,7 +7,7 @@ from typing import Any
 from autogram import Engine
 from autogram._arguments import Weighting, check_weighting
 from autogram._engine.accumulation import Accumulation
-from autogram._engine.scaled import Scaler
+from autogram._engine.scale import Scaler
 from autogram._losses import Losses
 
 

@@ -4,12 +4,21 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from autogram import Engine, InvalidOperandError, InvalidOptionError, RankError, UnsupportedError
+from autogram import (
+    Engine,
+    InvalidOperandError,
+    InvalidOptionError,
+    NonFiniteError,
+    RankError,
+    UnsupportedError,
+)
+from autogram._arguments import Weighting
 from autogram._blocks import Columns
 from tests.unit._distributed.worlds import World, assert_step, mlp, weighting
 from tests.unit.engines import batch, per_sample
@@ -229,10 +238,79 @@ def wrong_arguments(rank: int) -> None:
         engine.own(torch.ones(3))
     losses = per_sample(model(batch(4, 6)))
     for call in (engine.backward, engine.weights):
-        with raises(0, r"A scaler is given to an engine of several ranks.*Use bfloat16"):
-            call(losses, weighting, scaler=torch.amp.GradScaler("cpu"))
+        with raises(1, r"`scaler` is a float\. Pass the `torch\.amp\.GradScaler`"):
+            call(losses, weighting, scaler=2.0 if rank else None)
         with raises(0, "The weighting is a Tensor"):
             call(losses, torch.ones(3))
+
+
+def scalers_that_differ(rank: int) -> None:
+    """In their scale, or there is none on some rank. Nothing is written, and the next step works.
+
+    An overflow at the same time does not hide it.
+    """
+    world = World()
+    model, twin = world.model(), world.model()
+    engine = Engine(model, distributed=True)
+
+    def accumulate(losses: Tensor, weighting: Weighting, scaler: Any) -> None:
+        with engine.accumulate(weighting, scaler=scaler) as batches:
+            batches.add(losses)
+
+    small, large = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (0.75, 2.0**16))
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    for step, call in enumerate((engine.backward, engine.weights, accumulate)):
+        model.zero_grad()
+        for scalers, text in (
+            ((small, large), r"the scale 0\.75 on rank 0, and the scale 65536 on rank 1"),
+            ((small, None), r"the scale 0\.75 on rank 0, and no scale on rank 1"),
+            ((disabled, large), "no scale on rank 0, and the scale 65536 on rank 1"),
+        ):
+            for factor in (1.0, torch.inf if rank and scalers[1] else 1.0):
+                losses = world.losses(model(world.batch(rank, 0))) * factor
+                with pytest.raises(RankError, match=f"{text}.*on all ranks") as raised:
+                    call(losses, weighting, scaler=scalers[rank])
+                assert raised.value.ranks == [1]
+        assert all(p.grad is None for p in model.parameters())
+        assert_step(engine, world, model, twin, step)
+
+
+def errors_of_steps_with_a_scaler(rank: int) -> None:
+    """Not taken for overflows: errors of the weighting, of the losses, and of a scale."""
+    world = World()
+    model, twin = world.model(), world.model()
+    engine = Engine(model, distributed=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def fail(gramian: Tensor) -> Tensor:
+        raise NonFiniteError(f"of the user, for {len(gramian)}")
+
+    for step, call in enumerate((engine.backward, engine.weights)):
+        model.zero_grad()
+        with raises(0, "NonFiniteError: of the user, for 8"):
+            call(world.losses(model(world.batch(rank, 0))), fail, scaler=scaler)
+        losses = world.losses(model(world.batch(rank, 0))) * (torch.inf if rank == 0 else 1.0)
+        with raises(1, "do not require a gradient"):
+            call(losses.detach() if rank else losses, weighting, scaler=scaler)
+        with raises(1, "NonFiniteError: "):  # there is nobody who would skip a step
+            losses = world.losses(model(world.batch(rank, 7))) * (torch.inf if rank else 1.0)
+            call(losses, fail_if_infinite, scaler=None if rank else scaler)
+        assert all(p.grad is None for p in model.parameters())
+        assert_step(engine, world, model, twin, step)
+    model.zero_grad()
+    block = engine.accumulate(weighting, scaler=scaler)
+    with raises(1, "scale has changed between the micro-batches"), block:
+        for i in range(2):
+            block.add(world.losses(model(world.batch(rank, 0))))
+            if rank == 1 and i == 0:
+                scaler.update(4.0)
+    assert all(p.grad is None for p in model.parameters())
+    assert_step(engine, world, model, twin, 3)
+
+
+def fail_if_infinite(gramian: Tensor) -> Tensor:
+    assert gramian.isfinite().all()
+    return gramian[0]
 
 
 def tensor_parallelism(rank: int) -> None:
@@ -258,6 +336,8 @@ def scenarios() -> Mapping[str, Scenario]:
         objectives_that_depend_on_other_ranks,
         parameters_of_others,
         wrong_arguments,
+        scalers_that_differ,
+        errors_of_steps_with_a_scaler,
         tensor_parallelism,
     )
     return {scenario.__name__: scenario for scenario in found}

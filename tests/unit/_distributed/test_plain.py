@@ -10,6 +10,7 @@ from torch import Tensor, distributed, nn
 from autogram import Engine
 from autogram._distributed.plan import Way
 from autogram.testing import reference_jacobian
+from tests.unit._distributed import test_scaler
 from tests.unit._distributed.worlds import (
     Gappy,
     Routed,
@@ -232,6 +233,9 @@ def scenarios() -> Mapping[str, Scenario]:
     for way in WAYS[1:]:
         for name in ("two losses each", "tied embedding", "images"):
             found[f"{name}, {way}, little memory"] = partial(series, WORLDS[name], way, 256)
+    for take in ("fused", "two passes", "second micro-batch"):
+        scaled = partial(test_scaler.series, World(), test_scaler.plain, take, test_scaler.of_all)
+        found[f"a gradient scaler, {take}"] = scaled
     for alone in (
         in_two_passes,
         gradients_add_up,

@@ -1,4 +1,7 @@
-"""Trainers in two processes: each step is that of one process with all samples."""
+"""Trainers in two processes: each step is that of one process with all samples.
+
+With a gradient scaler, the first step overflows on one rank alone, and all of them skip it.
+"""
 
 import os
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ from autogram.testing import reference_jacobian
 from tests.unit.processes import RANKS, Scenario, run_in_two_processes
 
 STEPS, EACH = 4, 3
+SCALE = 2.0**10
 
 
 def weighting(gramian: Tensor) -> Tensor:
@@ -34,6 +38,19 @@ def data(rank: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(STEPS, EACH, 4, generator=generator)
     return list(zip(x, torch.randint(3, (STEPS, EACH), generator=generator), strict=True))
+
+
+def data_after_overflow(rank: int, each: int) -> list[tuple[Tensor, Tensor]]:
+    """The same behind a step with one batch that is infinite, on one rank."""
+    further = [(x.clone(), y) for x, y in data(rank)[:each]]
+    if rank == 1:
+        further[-1][0][0] = torch.inf
+    return further + data(rank)
+
+
+def scaler_of() -> torch.amp.GradScaler:
+    """What trainers refuse to make on a CPU. Autocast leaves numbers in float64 as they are."""
+    return torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
 
 
 def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -70,9 +87,10 @@ def pretend_to_be_started_by_torchrun(rank: int) -> None:
     os.environ.update({"NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
 
 
-def in_lightning(rank: int, *, each: int, folder: Path) -> None:
+def in_lightning(rank: int, *, each: int, is_scaled: bool, folder: Path) -> None:
     del folder
     import lightning
+    from lightning.pytorch.plugins.precision import MixedPrecision
     from torch.utils.data import DataLoader
 
     from autogram.integrations.lightning import JacobianDescent
@@ -91,8 +109,10 @@ def in_lightning(rank: int, *, each: int, folder: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.3)
 
     pretend_to_be_started_by_torchrun(rank)
-    net = Net()
+    net, scaler = Net(), scaler_of()
+    batches = data_after_overflow(rank, each) if is_scaled else data(rank)
     trainer = lightning.Trainer(
+        plugins=MixedPrecision("16-mixed", "cpu", scaler) if is_scaled else None,
         accelerator="cpu",
         devices=RANKS,
         strategy="ddp",
@@ -103,12 +123,13 @@ def in_lightning(rank: int, *, each: int, folder: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(net, DataLoader(data(rank), batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(net, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     assert trainer.world_size == RANKS
+    assert not is_scaled or scaler.get_scale() == SCALE / 2
     assert_same_parameters(net.layers, expected(each))
 
 
-def in_accelerate(rank: int, *, each: int, folder: Path) -> None:
+def in_accelerate(rank: int, *, each: int, is_scaled: bool, folder: Path) -> None:
     del folder
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
@@ -117,30 +138,39 @@ def in_accelerate(rank: int, *, each: int, folder: Path) -> None:
 
     pretend_to_be_started_by_torchrun(rank)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=each)
+    accelerator.scaler = scaler = scaler_of() if is_scaled else None
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     assert isinstance(wrapped, DistributedDataParallel)
     steps = Accelerated(Engine(model, distributed=True), weighting, accelerator)
-    for batch in data(rank):
+    for batch in data_after_overflow(rank, each) if is_scaled else data(rank):
         with accelerator.accumulate(wrapped):
             steps.backward(losses_of(wrapped, *batch))
             optimizer.step()
             optimizer.zero_grad()
+    assert scaler is None or scaler.get_scale() == SCALE / 2
     assert_same_parameters(model, expected(each))
 
 
-def in_transformers(rank: int, *, each: int, folder: Path) -> None:
+def in_transformers(rank: int, *, each: int, is_scaled: bool, folder: Path) -> None:
     from transformers import TrainingArguments
 
     from autogram.integrations.transformers import JacobianTrainer
 
+    batches = data_after_overflow(rank, each) if is_scaled else data(rank)
+    scaler = scaler_of() if is_scaled else None
+
     class Own(JacobianTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = scaler
+
         def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
             return losses_of(model, inputs["x"], inputs["y"])
 
         def get_train_dataloader(self) -> Any:
-            return [{"x": x, "y": y} for x, y in data(rank)]
+            return [{"x": x, "y": y} for x, y in batches]
 
     pretend_to_be_started_by_torchrun(rank)
     model = make()
@@ -157,9 +187,10 @@ def in_transformers(rank: int, *, each: int, folder: Path) -> None:
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = Own(model, arguments, train_dataset=data(rank), weighting=weighting)
+    trainer = Own(model, arguments, train_dataset=batches, weighting=weighting)
     trainer.train()
     assert trainer.accelerator.num_processes == RANKS
+    assert scaler is None or scaler.get_scale() == SCALE / 2
     assert_same_parameters(model, expected(each))
 
 
@@ -171,14 +202,20 @@ TRAINERS = {
 
 
 def scenarios(name: str, folder: Path) -> Mapping[str, Scenario]:
-    """With and without accumulation."""
-    return {str(each): partial(TRAINERS[name], each=each, folder=folder) for each in (1, 2)}
+    """With and without accumulation and a gradient scaler."""
+    return {
+        f"{each}, scaled: {is_scaled}": partial(
+            TRAINERS[name], each=each, is_scaled=is_scaled, folder=folder
+        )
+        for each in (1, 2)
+        for is_scaled in (False, True)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_steps_of_two_processes(name: str, tmp_path: Path) -> None:
     said = run_in_two_processes(partial(scenarios, name, tmp_path), tmp_path)
-    assert len(said) == 2
+    assert len(said) == 4
     for each, problems in said.items():
         assert problems == ["", ""], f"{each} batches to a step: {' '.join(problems)}"

@@ -13,7 +13,7 @@ from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
-from autogram._capture.backward.overflow import is_overflow_expected
+from autogram._capture.backward.overflow import fill_with_nan, is_overflow_expected
 from autogram._capture.backward.run import Run, Sink
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
@@ -181,6 +181,16 @@ class Driver:
 
     def _collect(self, run: Run) -> None:
         """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
+        try:
+            self._make_passes(run)
+        except NonFiniteError:
+            if not is_overflow_expected():
+                raise
+            self._is_repeatable = False
+            fill_with_nan(run)
+
+    def _make_passes(self, run: Run) -> None:
+        """The same, but for overflows that are expected."""
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)

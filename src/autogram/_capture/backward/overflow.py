@@ -1,10 +1,18 @@
-"""Whether gradients that are not finite are expected, as by a gradient scaler."""
+"""Overflows that a gradient scaler deals with: results that are not a number, and no errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from string import ascii_uppercase
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block, Columns, Devices, Region
+from autogram._capture.backward.run import Run
+from autogram._capture.samples.objectives import Objectives
 
 _IS_EXPECTED = ContextVar("_IS_EXPECTED", default=False)
 
@@ -15,10 +23,43 @@ def is_overflow_expected() -> bool:
 
 
 @contextmanager
-def expecting_overflow() -> Iterator[None]:
-    """Lets calls in a block, in this thread, not warn where an overflow prevents a verification."""
-    token = _IS_EXPECTED.set(True)
+def expecting_overflow(is_expected: bool = True) -> Iterator[None]:
+    """Lets calls in a block, in this thread, neither raise nor warn where something overflows.
+
+    Args:
+        is_expected: Whether they may raise and warn as ever, if not.
+    """
+    token = _IS_EXPECTED.set(is_expected)
     try:
         yield
     finally:
         _IS_EXPECTED.reset(token)
+
+
+def fill_with_nan(run: Run) -> None:
+    """Gives a run the results of losses whose gradients are not a number, in whatever they reach.
+
+    They take the place of those that an overflow has kept a run from finding.
+    """
+    survey = run.survey
+    run.objectives = Objectives(survey.losses, None)
+    m, inside = survey.losses.numel(), run.channel.parameters(survey.leaves)
+    reached = [leaf for leaf in survey.leaves if leaf in inside and leaf not in survey.left_out]
+    run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in reached}
+    if run.is_summed:
+        dtype = torch.promote_types(survey.losses.dtype, torch.float32)
+        run.gramian = survey.losses.new_full((m, m), torch.nan, dtype=dtype)
+
+
+def _columns(parameter: Tensor, m: int, devices: Devices) -> Columns:
+    """Rows of a parameter for m objectives, each of whose elements is not a number.
+
+    They are the product of two factors, one of which repeats one element.
+    """
+    dtype, device = parameter.dtype, parameter.device
+    nans = torch.full((m, 1, 1), torch.nan, dtype=dtype, device=device)  # (k, b, t)
+    ones = torch.ones((), dtype=dtype, device=device).expand(1, *parameter.shape)
+    dims = ascii_uppercase[: parameter.dim()]
+    columns = Columns(Region.of_parameter(parameter), devices.on(parameter.device))
+    columns.add(columns.parameter, Block(f"kbt,t{dims}->kb{dims}", (nans, ones)))
+    return columns

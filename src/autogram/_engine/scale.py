@@ -1,0 +1,120 @@
+"""The scale of a gradient scaler: losses have it, and the Gramian that the weighting sees has not.
+
+Where something overflows, weights and gradients are no numbers, so that the scaler skips the step.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from autogram._arguments import Weighting, check_weighting
+from autogram._capture import expecting_overflow
+from autogram._errors import InvalidOperandError, InvalidOptionError
+
+
+class Scaler(Protocol):
+    """What is needed of a `torch.amp.GradScaler`."""
+
+    def scale(self, outputs: Any) -> Any:
+        """Outputs times the scale."""
+
+    def get_scale(self) -> float:
+        """The scale."""
+
+    def is_enabled(self) -> bool:
+        """Whether it scales at all."""
+
+
+class Scale:
+    """The scale of one step, and the weighting of its Gramian. Without a scaler, it is one.
+
+    Args:
+        weighting: The user's function of the Gramian of the losses.
+        scaler: What knows the scale, which stays on the device.
+    """
+
+    def __init__(self, weighting: Weighting, scaler: Scaler | None = None) -> None:
+        self._weighting = weighting
+        self._scaler = scaler
+        self._scales: list[Tensor] = []
+        """That of each call of :meth:`of`."""
+
+    def check(self) -> None:
+        """Refuses what is no weighting, and what is no scaler.
+
+        Raises:
+            InvalidOperandError: The weighting is no function of a Gramian.
+            InvalidOptionError: The scaler is none.
+        """
+        check_weighting(self._weighting)
+        _is_scaling(self._scaler)
+
+    def of(self, losses: Tensor) -> Tensor:
+        """Losses times the scale."""
+        if not _is_scaling(self._scaler):
+            return losses
+        # Public, and it does not wait for the device, as `get_scale` does.
+        self._scales.append(self._scaler.scale(torch.ones((), device=losses.device)))
+        scaled: Tensor = self._scaler.scale(losses)
+        return scaled
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Lets passes for the losses overflow."""
+        return expecting_overflow(_is_scaling(self._scaler))
+
+    def weighting(self, gramian: Tensor) -> Tensor:
+        """The weights by the Gramian of the losses, from that of the scaled ones.
+
+        They are not a number where it is not finite: the user's function is not asked then.
+        """
+        if _is_scaling(self._scaler):
+            gramian = self.unscaled(gramian)
+            if not bool(gramian.isfinite().all()):
+                return gramian.new_full((len(gramian),), torch.nan)
+            if len(self._scales) > 1:
+                self.number()
+        return self._weighting(gramian)
+
+    def unscaled(self, gramian: Tensor) -> Tensor:
+        """The Gramian of the losses: exactly, as scales are powers of two unless told otherwise."""
+        if not _is_scaling(self._scaler):
+            return gramian
+        if not self._scales:  # other ranks have losses, and the scaler waits for its first call
+            self._scales.append(self._scaler.scale(torch.ones((), device=gramian.device)))
+        return gramian / self._scales[0] / self._scales[0]
+
+    def number(self) -> float:
+        """The scale of all losses, or zero without a scaler. Waits for the device.
+
+        Raises:
+            InvalidOperandError: The scale was not the same for all of them.
+        """
+        if not _is_scaling(self._scaler):
+            return 0.0
+        numbers = {float(scale) for scale in self._scales} or {self._scaler.get_scale()}
+        if len(numbers) > 1:
+            raise InvalidOperandError(
+                "The scale has changed between the micro-batches of one step, whose losses have "
+                "different factors now. Call `scaler.update()` behind the block."
+            )
+        return numbers.pop()
+
+
+def _is_scaling(scaler: Scaler | None) -> TypeGuard[Scaler]:
+    """Whether there is a scaler, and it is enabled.
+
+    Raises:
+        InvalidOptionError: It is none.
+    """
+    if scaler is None:
+        return False
+    if not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
+        raise InvalidOptionError(
+            f"`scaler` is a {type(scaler).__name__}. Pass the `torch.amp.GradScaler` whose `step` "
+            "and `update` the training loop calls, or `None`."
+        )
+    return scaler.is_enabled()
