@@ -127,9 +127,9 @@ class Step:
             gramian: The Gramian of the scaled losses, if it is known.
 
         Returns:
-            The Gramian ``(m, m)``, and the weights of all objectives, one by one or in the shape
-            of the losses if these were added once. Of several ranks, the Gramian of the objectives
-            of all, and the weights of this one's.
+            The Gramian ``(m, m)`` of the losses, and the weights of all objectives, one by one or
+            in the shape of the losses if these were added once. Of several ranks, the Gramian of
+            the objectives of all, and the weights of this one's.
         """
         if self._ranks is not None:
             gramian, weights = self._finish_with_others(self._ranks)

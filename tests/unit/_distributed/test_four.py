@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from autogram import Engine, RankError
-from tests.unit._distributed import test_ddp, test_fsdp, test_plain
+from tests.unit._distributed import test_ddp, test_fsdp, test_plain, test_scaler
 from tests.unit._distributed.worlds import (
     Routed,
     Tied,
@@ -104,6 +104,10 @@ def scenarios() -> Mapping[str, Scenario]:
     found["DDP, static"] = test_ddp.static_graph_and_a_gramian_alone
     always = partial(test_fsdp.nested, reshard_after_forward=True)
     found["fully_shard"] = partial(test_fsdp.series, World(), always, "first")
+    of_all = test_scaler.of_all
+    for how, wrap in test_scaler.WRAPS.items():
+        scaled = partial(test_scaler.series, World(), wrap, "second micro-batch", of_all)
+        found[f"a gradient scaler, {how}"] = scaled
     for alone in (a_mesh_that_replicates_and_shards, a_rank_that_raises, groups_of_two):
         found[alone.__name__] = alone
     return found

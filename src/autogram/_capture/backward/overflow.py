@@ -1,4 +1,4 @@
-"""Overflows that a gradient scaler deals with: results that are not a number, and no errors."""
+"""Overflows that a gradient scaler expects: results that are not a number, and no errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ def is_overflow_expected() -> bool:
 
 
 @contextmanager
-def expecting_overflow(is_expected: bool = True) -> Iterator[None]:
-    """Lets calls in a block, in this thread, neither raise nor warn where something overflows.
-
-    Args:
-        is_expected: Whether they may raise and warn as ever, if not.
-    """
+def expecting_overflow(is_expected: bool) -> Iterator[None]:
+    """Says whether calls in a block, in this thread, may overflow without an error or a warning."""
     token = _IS_EXPECTED.set(is_expected)
     try:
         yield
@@ -37,15 +33,18 @@ def expecting_overflow(is_expected: bool = True) -> Iterator[None]:
 
 
 def fill_with_nan(run: Run) -> None:
-    """Gives a run the results of losses whose gradients are not a number, in whatever they reach.
+    """Gives a run results that are not a number, for each objective and whatever the losses reach.
 
-    They take the place of those that an overflow has kept a run from finding.
+    These stand for what was not found because of an overflow, so that gradients and, with several
+    ranks, Gramians of all ranks are not a number either.
     """
     survey = run.survey
     run.objectives = Objectives(survey.losses, None)
     m, inside = survey.losses.numel(), run.channel.parameters(survey.leaves)
     reached = [leaf for leaf in survey.leaves if leaf in inside and leaf not in survey.left_out]
     run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in reached}
+    if run.channel.listener is not None:  # what it has taken is not what there is
+        run.channel.listener.restart(run.objectives)
     if run.is_summed:
         dtype = torch.promote_types(survey.losses.dtype, torch.float32)
         run.gramian = survey.losses.new_full((m, m), torch.nan, dtype=dtype)
