@@ -105,15 +105,15 @@ class Ranks:
         """
         exchange, gramian = self._exchanged(compute)
         error, weights = exchange.failure, torch.empty_like(gramian[:, :0].sum(1))
-        own = 0.0
+        number = 0.0
         if error is None:
             try:
-                own = scale()
+                number = scale()
                 if self.group.rank == 0:
                     weights = self._weights_by(weighting, gramian)
             except Exception as raised:
                 error = raised
-        self.agreement.confirm(error, own)
+        self.agreement.confirm(error, number)
         self.group.broadcast(weights)
         return weights, gramian
 

@@ -63,7 +63,7 @@ class Scale:
         return scaled
 
     def passing(self) -> AbstractContextManager[None]:
-        """Lets passes for the losses overflow."""
+        """Lets passes for the losses overflow, if there is a scaler."""
         return expecting_overflow(_is_scaling(self._scaler))
 
     def weighting(self, gramian: Tensor) -> Tensor:
