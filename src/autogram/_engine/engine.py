@@ -117,7 +117,7 @@ class Engine(Hooked):
         if not (losses := self._checked(losses)).numel():
             return self.jacobian(losses).gramian()
         with self._drivers.one() as driver:
-            return driver.gramian(losses)
+            return driver.run(losses).gramian
 
     def jacobian(self, losses: Losses, *, keep: Keep = "auto") -> Jacobian:
         """The Jacobian of the losses, as an operator that keeps factors and not rows.
@@ -142,10 +142,10 @@ class Engine(Hooked):
                 names = self._channel.names({}, self._channel.left_out_now())
                 return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
             with self._drivers.one() as driver:
-                objectives, columns, reached = driver.columns(losses, keep)
-        exchanged = is_exchanged(self._channel, losses)
-        part = Part.of(objectives, columns, reached)
-        return Jacobian([part], reached, self._limit, is_exchanged=exchanged)
+                run = driver.run(losses, form=keep, is_summed=False)
+        exchanged, names = is_exchanged(self._channel, losses), run.names
+        part = Part.of(run.objectives, run.columns, names)
+        return Jacobian([part], names, self._limit, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -340,4 +340,5 @@ class Engine(Hooked):
         if not losses.numel():
             return Sketch(sketching.rows(Objectives(losses, None)), seed)
         with self._drivers.one() as driver:
-            return Sketch(sketching.rows(driver.feed(losses, sketching)), seed)
+            run = driver.run(losses, sink=sketching, is_summed=False)
+            return Sketch(sketching.rows(run.objectives), seed)

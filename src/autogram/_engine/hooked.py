@@ -103,7 +103,7 @@ class Hooked:
             losses = self._checked(losses)
             if losses.numel():
                 with self._drivers.one() as driver:
-                    driver.gramian(losses, verify=True)
+                    driver.run(losses, must_verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.

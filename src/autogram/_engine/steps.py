@@ -105,20 +105,22 @@ class Step:
             refuse_gradients(self._call)
         losses = self.scale.of(losses)
         with self.scale.passing(), self._drivers.one() as driver:
-            (objectives, columns, names), gramian, outside = driver.step(
+            run = driver.run(
                 losses,
-                self._keep,
-                self._arena,
+                form=self._keep,
+                arena=self._arena,
+                is_step=True,
                 retain_graph=retain_graph or self._channel.before_pass is not None,
                 is_summed=is_only and self._ranks is None,
             )
+        outside, names = run.outside, run.names
         if self._wrappers is not None:
             self._wrappers.check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
-        self._parts.append(Part.of(objectives, columns, names))
+        self._parts.append(Part.of(run.objectives, run.columns, names))
         self._names.update({p: name for p, name in names.items() if p not in self._names})
-        return gramian
+        return run.gramian
 
     def finish(self, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from autogram._capture.backward.inside import closed
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.limit import retried
+from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use, pull_back
 from autogram._errors import NotConnectedError, UnsupportedError
@@ -30,24 +31,14 @@ from autogram._errors import NotConnectedError, UnsupportedError
 # Small parts of the Gramian are added up together, and larger ones as they come.
 _MOST_IN_PARTS = 2**17
 
-# The layout of a use, from its cotangent (k, *output), or `None` where that is zero.
-LayoutOf = Callable[[Use, Tensor], Placement | None]
-# The regular layout of a use, if it is certain.
-KnownOf = Callable[[Use], Folded | None]
 # Parameters, with all of their columns.
 Complete = list[tuple[Tensor, Columns]]
 
 
-def assemble(
-    run: Run, layout_of: LayoutOf | None, *, retain_graph: bool, known_of: KnownOf | None = None
-) -> None:
-    """Makes one pass past the taps, which gives the columns of all parameters.
+def assemble(run: Run, search: Search | None = None) -> None:
+    """Makes one pass past the taps, which gives a run the columns of all parameters.
 
-    Args:
-        run: The call of the engine, which is given the columns.
-        layout_of: Where the samples lie, or ``None`` if all is one sample.
-        retain_graph: Whether another pass may follow.
-        known_of: Where they lie whatever the cotangent is, if that is known.
+    Without a search, all is one sample.
 
     Raises:
         NotConnectedError: The losses depend on no use of a parameter.
@@ -56,8 +47,8 @@ def assemble(
         run.channel,
         run.objectives.losses,
         run.objectives.cotangents(),
-        lambda: Assembly(run, layout_of, known_of),
-        retain_graph=retain_graph,
+        lambda: Assembly(run, search),
+        retain_graph=run.retain_graph or not (search is None or search.knows_all),
         is_step=run.is_step,
     )
     assembly.complete()
@@ -92,13 +83,9 @@ class Assembly:
         form: Whether to keep factors or rows, or ``None`` to keep nothing.
     """
 
-    def __init__(
-        self, run: Run, layout_of: LayoutOf | None, known_of: KnownOf | None = None
-    ) -> None:
-        self._run = run
+    def __init__(self, run: Run, search: Search | None) -> None:
+        self._run, self._search = run, search
         self.limit, self.form = run.devices.limit, run.form
-        self._layout_of = layout_of
-        self._known_of = known_of
         self._accounts: dict[Tracked | Tensor, _Account] = {}
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
@@ -126,9 +113,9 @@ class Assembly:
             UnknownLayoutError: The samples must be searched for, and the pass made again.
         """
         self._has_arrivals = True
-        layout = self._layout_of(use, cotangent) if self._layout_of else None
+        layout = self._search.layout(use, cotangent) if self._search else None
         is_empty = not cotangent.numel()  # of no sample, or of no position
-        if (layout is not None or self._layout_of is None) and not is_empty:
+        if (layout is not None or self._search is None) and not is_empty:
             self._add(use, layout, saved, cotangent)
         complete: Complete = []
         for tracked in use.reads:
@@ -144,11 +131,11 @@ class Assembly:
         run = self._run
         listener = None if run.form is None else run.channel.listener
         others = (run.check, run.summary, run.sink, listener)
-        if self._known_of is None or not (run.is_summed and self._is_complete):
+        if self._search is None or not (run.is_summed and self._is_complete):
             return {}
         if run.objectives.per_sample > 1 or any(other is not None for other in others):
             return {}
-        layouts = {use: self._known_of(use) for use in uses}
+        layouts = {use: self._search.known(use) for use in uses}
         reads = {
             use: [self._account(tracked) for tracked in use.reads]
             for use, layout in layouts.items()

@@ -81,7 +81,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
     of_total = Run(run.channel, run.devices, survey, Objectives(total, None), whole)
-    assemble(of_total, None, retain_graph=True)
+    assemble(of_total)
     return whole.differing(whole.compare(run.channel))
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from autogram._blocks import Arena, Columns, Devices, Keep
+from autogram._blocks import Devices
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.overflow import fill_with_nan, is_overflow_expected
-from autogram._capture.backward.run import Run, Sink
+from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Schedule, Verify
@@ -38,9 +38,6 @@ BatchDim = int | Literal["auto"] | None
 
 # Of so many graphs, the summaries are kept: of as many sizes of batches, for instance.
 _MOST_SUMMARIES = 16
-
-Kept = tuple[Objectives, Mapping[Tensor, Columns], Mapping[Tensor, str]]
-"""The objectives, the columns of each parameter that they reach, and the names of all."""
 
 
 class Driver:
@@ -80,79 +77,21 @@ class Driver:
         self._summaries: dict[bytes, Summary] = {}  # by graph, those used last at the end
 
     @retried_with_less
-    def gramian(self, losses: Tensor, *, verify: bool = False) -> Tensor:
-        """The Gramian of the losses, ``(m, m)``.
-
-        Args:
-            losses: The objectives.
-            verify: Whether to verify this call in any case, and to raise an error where that cannot
-                be done.
-        """
+    def run(self, losses: Tensor, **asked: Any) -> Run:
+        """Makes one call. What is asked for are fields of the run, which has the results, too."""
         with exact(losses.device):
-            run = self._begin(losses, must_verify=verify)
+            run = self._begin(losses, **asked)
+            # A search or a check needs the graph again, and so do leaves that are no part of J.
+            run.retain_graph = run.retain_graph or bool(run.outside) or run.check is not None
             self._collect(run)
-            return run.gramian
-
-    @retried_with_less
-    def columns(self, losses: Tensor, form: Keep) -> Kept:
-        """The columns of J, kept, the objectives of their rows, and the names of the parameters."""
-        with exact(losses.device):
-            run = self._begin(losses)
-            run.form, run.is_summed = form, False
-            self._collect(run)
-            return self._kept(run)
-
-    @retried_with_less
-    def step(
-        self,
-        losses: Tensor,
-        form: Keep,
-        arena: Arena | None,
-        *,
-        retain_graph: bool,
-        is_summed: bool = True,
-    ) -> tuple[Kept, Tensor, list[Tensor]]:
-        """The same as :meth:`columns`, the Gramian, and the leaves that are no part of J.
-
-        Args:
-            losses: The losses.
-            form: Whether to keep factors or rows.
-            arena: Where to put rows.
-            retain_graph: Whether the graph is needed after the pass. If not, and there are no
-                other leaves, the pass frees the graph, unless another search may follow.
-            is_summed: Whether to add up the Gramian, which is empty if not.
-        """
-        with exact(losses.device):
-            run = self._begin(losses)
-            run.form, run.arena, run.is_step = form, arena, True
-            run.is_summed = is_summed
-            leaves = run.survey.leaves
-            inside, left_out = self._channel.parameters(leaves), run.survey.left_out
-            outside = [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
-            run.retain_graph = retain_graph or bool(outside) or run.check is not None
-            self._collect(run)
-            return self._kept(run), run.gramian, outside
-
-    @retried_with_less
-    def feed(self, losses: Tensor, sink: Sink) -> Objectives:
-        """Gives the columns of each parameter to a sink, and returns the objectives."""
-        with exact(losses.device):
-            run = self._begin(losses)
-            run.sink, run.is_summed = sink, False
-            self._collect(run)
-            return run.objectives
-
-    def _kept(self, run: Run) -> Kept:
-        """The results of a run that a Jacobian is made of."""
-        columns = run.columns
-        return run.objectives, columns, self._channel.names(columns, run.survey.left_out)
+            return run
 
     @property
     def is_settled(self) -> bool:
         """Whether a call equal to the last one needs no search, and some result was confirmed."""
         return self._is_repeatable and self._schedule.is_confirmed
 
-    def _begin(self, losses: Tensor, *, must_verify: bool = False) -> Run:
+    def _begin(self, losses: Tensor, *, must_verify: bool = False, **asked: Any) -> Run:
         """Begins a call: its survey, its objectives, and its check if one is due."""
         with explaining_freed_graphs():
             survey = Survey(self._channel, losses)
@@ -177,6 +116,7 @@ class Driver:
             check,
             summary=None if survey.key in self._summaries else Summary(self._limit, survey.key),
             must_verify=must_verify,
+            **asked,
         )
 
     def _collect(self, run: Run) -> None:
@@ -194,7 +134,7 @@ class Driver:
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
-            assemble(run, None, retain_graph=run.retain_graph)
+            assemble(run)
             self._confirm(run)
         self.summary = run.summary or self._summaries.pop(run.survey.key)
         self._summaries[run.survey.key] = self.summary
@@ -238,9 +178,8 @@ class Driver:
         search.begin()
         while True:
             try:
-                must_retain = run.retain_graph or not search.knows_all
                 with search.watched():
-                    assemble(run, search.layout, retain_graph=must_retain, known_of=search.known)
+                    assemble(run, search)
                 search.finish()
                 break
             except UnknownLayoutError as unknown:

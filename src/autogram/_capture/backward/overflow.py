@@ -40,8 +40,8 @@ def fill_with_nan(run: Run) -> None:
     """
     survey = run.survey
     run.objectives = Objectives(survey.losses, None)
-    m, inside = survey.losses.numel(), run.channel.parameters(survey.leaves)
-    reached = [leaf for leaf in survey.leaves if leaf in inside and leaf not in survey.left_out]
+    m, outside = survey.losses.numel(), set(run.outside)
+    reached = [leaf for leaf in survey.leaves if leaf not in outside]
     run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in reached}
     if run.channel.listener is not None:  # what it has taken is not what there is
         run.channel.listener.restart(run.objectives)

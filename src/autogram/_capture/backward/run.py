@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -62,3 +63,15 @@ class Run:
     """The columns of each parameter that the losses reach, if they are kept."""
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
+
+    @cached_property
+    def outside(self) -> list[Tensor]:
+        """The leaves behind the losses that are no part of J."""
+        leaves, left_out = self.survey.leaves, self.survey.left_out
+        inside = self.channel.parameters(leaves)
+        return [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """The parameters that have columns, and all others that could have, with their names."""
+        return self.channel.names(self.columns, self.survey.left_out)
