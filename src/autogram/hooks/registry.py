@@ -9,48 +9,8 @@ from typing import Any, Self
 from torch import nn
 
 from autogram._errors import HookError
+from autogram.hooks.handle import Handle, Kind
 from autogram.hooks.selection import Modules, Where, check_function, check_kind, name_of, select
-from autogram.hooks.switch import Kind, Switch
-
-
-class Handle:
-    """One function on one module. It holds the module weakly.
-
-    Attributes:
-        id: The names of the function and of the module, as in ``"my_hook[encoder.layer.0]"``.
-        name: The name that was given when the function was registered, or the function's own.
-        function: The function.
-        kind: When it is called.
-    """
-
-    def __init__(
-        self, id: str, name: str, function: Any, kind: Kind, switch: Switch, manager: HookManager
-    ) -> None:
-        self.id = id
-        self.name = name
-        self.function = function
-        self.kind: Kind = kind
-        self._switch = switch
-        self._manager = manager
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module, or ``None`` if nobody else holds it any more."""
-        return self._switch.module()
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the function is called."""
-        return self._switch.is_on
-
-    def remove(self) -> None:
-        """Takes the function off the module for good."""
-        self._switch.set(is_on=False)
-        self._manager._forget(self)
-
-    def __repr__(self) -> str:
-        state = "active" if self.is_active else "inactive"
-        return f"Handle({self.id!r}, kind={self.kind!r}, {state})"
 
 
 class HookManager:
@@ -146,9 +106,9 @@ class HookManager:
                 )
         made = []
         for label, module in chosen.items():
-            switch = Switch(function, module, kind, with_kwargs=with_kwargs)
-            label = label or type(module).__name__
-            handle = Handle(self._free_id(f"{name}[{label}]"), name, function, kind, switch, self)
+            free = self._free_id(f"{name}[{label or type(module).__name__}]")
+            of = free, name, function, module, kind, self._forget
+            handle = Handle(*of, with_kwargs=with_kwargs)
             self._handles[handle.id] = handle
             made.append(handle)
         self._switch(made, is_on=active)
@@ -217,7 +177,7 @@ class HookManager:
         self._are_active = None
         for handle in handles:
             if self._handles.get(handle.id) is handle:
-                handle._switch.set(is_on=is_on)
+                handle._set(is_on=is_on)
 
     def _forget(self, handle: Handle) -> None:
         """Takes a handle out of the registry."""

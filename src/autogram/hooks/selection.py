@@ -12,7 +12,7 @@ from torch import nn
 
 from autogram._errors import HookError, InvalidModulesError
 from autogram.hooks.backward import Gates
-from autogram.hooks.switch import Kind
+from autogram.hooks.handle import Kind
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Where = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]

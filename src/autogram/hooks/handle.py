@@ -17,25 +17,35 @@ from autogram.hooks.backward import Gates, gates_of
 Kind = Literal["forward_pre", "forward", "backward", "around"]
 
 
-class Switch:
-    """One function on one module, which is on or off. It holds the module weakly.
+class Handle:
+    """One function on one module. It holds the module weakly.
 
-    While it is off, the function is not registered with PyTorch. When it is on again, the function
-    has the place among the hooks of the module that it had at first.
+    While it is inactive, the function is not registered with PyTorch.
 
-    Args:
-        function: The function, with the signature of its kind.
-        module: The module.
-        kind: When the function is called.
-        with_kwargs: Whether the function is given keyword arguments.
+    Attributes:
+        id: The names of the function and of the module, as in ``"my_hook[encoder.layer.0]"``.
+        name: The name that was given when the function was registered, or the function's own.
+        function: The function.
+        kind: When it is called.
     """
 
     def __init__(
-        self, function: Any, module: nn.Module, kind: Kind, *, with_kwargs: bool = False
+        self,
+        id: str,
+        name: str,
+        function: Any,
+        module: nn.Module,
+        kind: Kind,
+        forget: Callable[[Handle], None],
+        *,
+        with_kwargs: bool,
     ) -> None:
-        self.module = weakref.ref(module)
-        self._kind = kind
-        self._function = function
+        self.id = id
+        self.name = name
+        self.function = function
+        self.kind: Kind = kind
+        self._module = weakref.ref(module)
+        self._forget = forget
         self._options = {"with_kwargs": with_kwargs}
         self._gates: Gates | None = None
         if kind == "backward":
@@ -44,26 +54,40 @@ class Switch:
         self._off: list[Callable[[], None]] = []
 
     @property
-    def is_on(self) -> bool:
-        """Whether the function is on the module."""
+    def module(self) -> nn.Module | None:
+        """The module, or ``None`` if nobody else holds it any more."""
+        return self._module()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the function is called."""
         return bool(self._off)
 
-    def set(self, *, is_on: bool) -> None:
+    def remove(self) -> None:
+        """Takes the function off the module for good."""
+        self._set(is_on=False)
+        self._forget(self)
+
+    def __repr__(self) -> str:
+        state = "active" if self.is_active else "inactive"
+        return f"Handle({self.id!r}, kind={self.kind!r}, {state})"
+
+    def _set(self, *, is_on: bool) -> None:
         """Puts the function on the module, or takes it off."""
         if not is_on:
             while self._off:
                 self._off.pop()()
-        elif not self._off and (module := self.module()) is not None:
+        elif not self._off and (module := self.module) is not None:
             self._off = self._put_on(module)
 
     def _put_on(self, module: nn.Module) -> list[Callable[[], None]]:
         """Puts the function on the module, and returns what takes it off."""
-        if self._kind == "around":
-            return [put_around(module, self._function, self._order)]
+        if self.kind == "around":
+            return [put_around(module, self.function, self._order)]
         put_pre, put = module.register_forward_pre_hook, module.register_forward_hook
         if self._gates is None:
-            register = put_pre if self._kind == "forward_pre" else put
-            return [self._registered(register, self._function, **self._options)]
+            register = put_pre if self.kind == "forward_pre" else put
+            return [self._registered(register, self.function, **self._options)]
         before = self._registered(put_pre, self._gates.before, with_kwargs=True)
         options = {"with_kwargs": True, "always_call": True}
         return [before, self._registered(put, self._gates.after, **options)]
