@@ -23,7 +23,7 @@ from autogram._blocks.layout import (
     candidates,
     pieces,
 )
-from autogram._blocks.lookup import Factors, Lookup
+from autogram._blocks.lookup import Factors, Lookup, block_of
 from autogram._blocks.plan import cost_of_products, cost_of_rows
 from autogram._blocks.region import Region
 from autogram._blocks.sketch import Projection, projected
@@ -52,6 +52,7 @@ __all__ = [
     "TracedKernels",
     "agree",
     "assemble",
+    "block_of",
     "bundled",
     "candidates",
     "cost_of_products",

@@ -228,7 +228,7 @@ class Columns:
             some.add(region, block.at(samples))
         return some
 
-    def found(self) -> Iterator[tuple[Region, Block | Lookup]]:
+    def found(self) -> Iterator[Factors]:
         """Everything that was added, of all samples, and the region that it covers."""
         self._prepare()
         for region, blocks in self._blocks.items():
@@ -253,25 +253,15 @@ class Columns:
         parts += [x.within(start, stop).block((count, *inner)) for x in self._lookups]
         return rows(parts, self.kernels).flatten(2)
 
-    def factors(self) -> list[Factors]:
-        """Everything that was added, in a form in which it can be sent to other processes."""
-        return [
-            Factors(region, block.equation, block.operands)
-            if isinstance(block, Block)
-            else Factors(region, "", block.tensors)
-            for region, block in self.found()
-        ]
-
     @classmethod
     def of(cls, parameter: Region, kernels: Kernels, found: Iterable[Factors]) -> Columns:
-        """Columns from :meth:`factors` of other columns, which another process may have sent."""
+        """Columns from what :meth:`found` gave elsewhere: another process may have sent it."""
         columns = cls(parameter, kernels)
-        for factors in found:
-            if factors.equation:
-                blocks = columns._blocks.setdefault(factors.region, [])
-                blocks.append(Block(factors.equation, factors.operands))
+        for region, block in found:
+            if isinstance(block, Block):
+                columns._blocks.setdefault(region, []).append(block)
             else:
-                columns._lookups.append(Lookup(*factors.operands))
+                columns._lookups.append(block)
         return columns
 
     def narrow(self) -> Subset | None:

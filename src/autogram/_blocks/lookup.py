@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Kept, parsed
+from autogram._blocks.block import Block, Kept
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.plan import Kind, cross, mirrored
 from autogram._blocks.products import products
@@ -28,10 +29,18 @@ class Lookup(Kept):
     cotangents: Tensor
     """``(k, b, t, d)``, where ``d`` runs over all further dimensions of the table."""
 
+    equation: ClassVar = ""
+    inputs: ClassVar = "bt", "kbtd"
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Both tensors."""
+        return self.indices, self.cotangents
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Both tensors."""
-        return self.indices, self.cotangents
+        return self.operands
 
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
@@ -73,19 +82,13 @@ class Lookup(Kept):
         return self.cotangents.to(torch.promote_types(self.cotangents.dtype, torch.float32))
 
 
-@dataclass(frozen=True)
-class Factors:
-    """A block or a lookup of one parameter, in a form that can be sent to other processes."""
+Factors = tuple[Region, Block | Lookup]
+"""The region of a parameter that a block covers, and the block."""
 
-    region: Region
-    equation: str
-    """Empty for a lookup."""
-    operands: tuple[Tensor, ...]
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The indices of each operand, of which ``b`` counts the samples."""
-        return parsed(self.equation).inputs if self.equation else ("bt", "kbtd")
+def block_of(equation: str, operands: tuple[Tensor, ...]) -> Block | Lookup:
+    """The block with an equation, which is empty for a lookup."""
+    return Block(equation, operands) if equation else Lookup(*operands)
 
 
 def concatenate(lookups: Sequence[Lookup]) -> Lookup:

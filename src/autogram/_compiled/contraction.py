@@ -27,6 +27,7 @@ from autogram._blocks import (
     Limit,
     Region,
     TracedKernels,
+    block_of,
     gram_of_bundle,
 )
 from autogram._capture.uses import RuleUse
@@ -106,7 +107,7 @@ class Contracted(NamedTuple):
             (parameter,) = use.reads[block.read].sources
             region = block.region.shifted(Region.of_parameter(parameter).offset)
             operands = tuple(islice(rest, block.operands))
-            found.setdefault(parameter, []).append(Factors(region, block.equation, operands))
+            found.setdefault(parameter, []).append((region, block_of(block.equation, operands)))
         return found
 
 
@@ -215,8 +216,8 @@ def _contract(
             read.append(columns)
             if asked.form is not None:
                 taken += columns.keep(asked.form, taken)
-                for of in columns.factors():
-                    region = of.region.shifted(-columns.parameter.offset)
+                for whole, of in columns.found():
+                    region = whole.shifted(-columns.parameter.offset)
                     kept.append(KeptBlock(number, i, region, of.equation, len(of.operands)))
                     factors += of.operands
         ready += bundles.add(*read)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Factors
+from autogram._blocks import Columns, Factors, block_of
 from autogram._distributed.group import Group
 from autogram._distributed.plan import Packet, Plan, Slice
 from autogram._distributed.share import Data, Share, cut, flat, shaped
@@ -278,8 +278,8 @@ class Exchange:
                 start, count, dtype = places[operand.slot, operand.sample]
                 elements = buffer[start : start + count * dtype.itemsize].view(dtype)
                 operands.append(shaped(elements, operand, samples).to(device))
-            factors = Factors(piece.region, piece.equation, tuple(operands))
-            found.setdefault(piece.part, []).append(factors)
+            block = block_of(piece.equation, tuple(operands))
+            found.setdefault(piece.part, []).append((piece.region, block))
         return {part: Columns.of(like.parameter, like.kernels, x) for part, x in found.items()}
 
     def _add_own(self, data: Data, names: Sequence[str]) -> None:

@@ -141,15 +141,10 @@ def describe(jacobian: Jacobian) -> Data:
         for parameter, columns in part.columns.items():
             name = jacobian._names[parameter]
             reached.add(name)
-            for factors in columns.factors():
-                operands = tuple(
-                    [
-                        _operand(x, of, slots, tensors)
-                        for x, of in zip(factors.operands, factors.inputs, strict=True)
-                    ]
-                )
-                piece = Piece(number, factors.region, factors.equation, operands)
-                pieces.setdefault(name, []).append(piece)
+            for region, block in columns.found():
+                pairs = zip(block.operands, block.inputs, strict=True)
+                operands = tuple([_operand(x, of, slots, tensors) for x, of in pairs])
+                pieces.setdefault(name, []).append(Piece(number, region, block.equation, operands))
     objectives = [part.objectives for part in jacobian._parts.each]
     names = jacobian._names.items()
     share = Share(

@@ -142,7 +142,7 @@ def test_factors_are_rounded_as_the_call_has_rounded_them(half: torch.dtype) -> 
     for dtype, expected in ((half, half), (torch.float32, torch.float32)):
         columns = Columns(region, kernels())
         columns.add(region, Block("kbto,bti->kboi", (cotangent.to(dtype), factor)))
-        (found,) = columns.factors()
+        ((_, found),) = columns.found()
         assert [x.dtype for x in found.operands] == [expected, expected]
         assert_close(found.operands[1], factor.to(expected), rtol=0, atol=0)
 
