@@ -1,4 +1,4 @@
-"""Finds tensors inside of arguments and outputs, and replaces them by others."""
+"""Finds tensors inside of arguments and outputs, and replaces them; a dict of limited size."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ import copy
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+K = TypeVar("K")
+T = TypeVar("T")
+
 _OPAQUE = (str, bytes, int, float, bool, complex, type(None), nn.Module, type, types.FunctionType)
+
+
+class Latest(dict[K, T]):
+    """A dict of limited size: the oldest entry is dropped where there would be too many.
+
+    Each length of batches has a graph of its own. A graph that is forgotten costs a pass.
+    """
+
+    def __init__(self, most: int = 512) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: T) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -79,10 +79,7 @@ class Equation:
         self.positions = "".join(sorted(common - set(output)))
 
 
-@lru_cache(maxsize=4096)
-def parsed(equation: str) -> Equation:
-    """The indices of a block's einsum."""
-    return Equation(equation)
+parsed = lru_cache(maxsize=4096)(Equation)
 
 
 @lru_cache(maxsize=4096)

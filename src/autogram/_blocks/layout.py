@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +17,6 @@ class Subset:
     samples: tuple[int, ...]
     batch: int
     """B."""
-
-
-class Piece(NamedTuple):
-    """A part of a use that a rule can make blocks of.
-
-    Attributes:
-        subset: The samples that its rows belong to, or ``None`` for all of them in order.
-        layout: Where these samples lie, or ``None`` if there is one sample.
-        cotangent: The cotangent ``(k, *output)``, with zeros where it is of other samples.
-    """
-
-    subset: Subset | None
-    layout: Layout | None
-    cotangent: Tensor
 
 
 @dataclass(frozen=True)
@@ -162,19 +147,25 @@ Placement = Folded | Routed | Partial | Scattered
 """Which sample each place of a use's output belongs to."""
 
 
-def pieces(layout: Placement | None, cotangent: Tensor) -> Iterator[Piece]:
-    """The parts of a use that a rule can make blocks of. In most layouts, all of it is one part."""
+def pieces(
+    layout: Placement | None, cotangent: Tensor
+) -> Iterator[tuple[Subset | None, Layout | None, Tensor]]:
+    """The parts of a use that a rule can make blocks of. In most layouts, all of it is one part.
+
+    Each part is its samples, ``None`` for all in order; where these lie, ``None`` if there is one;
+    and the cotangent ``(k, *output)``, with zeros where it is of other samples.
+    """
     if isinstance(layout, Partial):
         within = layout.layout if len(layout.subset.samples) > 1 else None
-        yield Piece(layout.subset, within, cotangent)
+        yield layout.subset, within, cotangent
     elif isinstance(layout, Scattered):
         owners = layout.owners(cotangent[0])
         for sample in layout.samples[layout.samples >= 0].unique().tolist():
             # A selection and not a product, which would spread infinities to other samples.
             own = torch.where(owners == sample, cotangent, 0)
-            yield Piece(Subset((sample,), layout.batch), None, own)
+            yield Subset((sample,), layout.batch), None, own
     else:
-        yield Piece(None, layout, cotangent)
+        yield None, layout, cotangent
 
 
 def agree(layouts: Sequence[Placement], places: Tensor) -> bool:

@@ -110,10 +110,8 @@ class Region:
         )
 
 
-@lru_cache(maxsize=4096)
-def _region(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
-    """One object for equal regions, so that what is derived from them is computed once."""
-    return Region(offset, shape, strides)
+# One object for equal regions, so that what is derived from them is computed once.
+_region = lru_cache(maxsize=4096)(Region)
 
 
 @lru_cache(maxsize=4096)

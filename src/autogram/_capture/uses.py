@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ Contribution = tuple[Tracked, Region, Block | Lookup]
 @dataclass(eq=False, slots=True)
 class Use(ABC):
     """One call in which parameters meet samples. The tap on its result keeps this object."""
-
-    needs_graph: ClassVar[bool] = False
-    """Whether blocks come from the graph, which a pass may free on its way."""
 
     recording: Recording
     index: int
@@ -106,8 +103,6 @@ class FallbackUse(Use):
 
     The call does not run again, so that randomness inside of the call does not matter.
     """
-
-    needs_graph: ClassVar[bool] = True
 
     dtype: torch.dtype
     """The dtype of the output."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from struct import Struct
 
+from autogram._containers import Latest
 from autogram._distributed.group import Group
 from autogram._distributed.share import Share
 from autogram._errors import RankError, listed
@@ -34,7 +35,7 @@ class Agreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._known: dict[Digests, list[Share]] = {}
+        self._known = Latest[Digests, list[Share]](_MOST)
         self.calls = 0
         self.exchanged = 0
 
@@ -53,14 +54,12 @@ class Agreement:
         digests = tuple(tuple(found) for found in self._group.gather_numbers(*digest))
         if (-1, -1) in digests:
             self._raise(error)
-        found = self._known.pop(digests, None)
+        found = self._known.get(digests)
         if found is None:
             self.exchanged += 1
             found = self._group.gather_objects(own)
             _compare(found)
         self._known[digests] = found
-        if len(self._known) > _MOST:
-            del self._known[next(iter(self._known))]
         return found
 
     def foreseen(self, own: Share | None, error: BaseException | None) -> list[Share] | None:

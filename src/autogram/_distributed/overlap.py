@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autogram._blocks import Columns
 from autogram._capture import Channel
+from autogram._containers import Latest
 from autogram._distributed.agreement import Agreement
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.share import Data, Share
@@ -25,7 +26,7 @@ class Foresight:
     """What this rank had behind the graphs that it has seen."""
 
     def __init__(self) -> None:
-        self._shares: dict[Hashable, tuple[Share, int]] = {}
+        self._shares = Latest[Hashable, tuple[Share, int]](_MOST)
 
     def of(self, key: Hashable) -> Share | None:
         """What this rank will have, or ``None`` if nobody knows."""
@@ -34,10 +35,8 @@ class Foresight:
 
     def learn(self, key: Hashable, share: Share) -> None:
         """Notes what this rank had. What differs from time to time is not foreseen any more."""
-        known, errors = self._shares.pop(key, (share, 0))
+        known, errors = self._shares.get(key, (share, 0))
         self._shares[key] = share, errors + (known.digest != share.digest)
-        if len(self._shares) > _MOST:
-            del self._shares[next(iter(self._shares))]
 
 
 class Overlap:

@@ -25,6 +25,7 @@ from autogram._capture.samples.remembered import Remembered
 from autogram._capture.samples.replays import Replays, is_captured
 from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
+from autogram._containers import Latest
 from autogram._errors import (
     MixedSamplesError,
     NonFiniteError,
@@ -74,7 +75,7 @@ class Driver:
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
         self.summary = Summary(devices.limit)
-        self._summaries: dict[bytes, Summary] = {}  # by graph, those used last at the end
+        self._summaries = Latest[bytes, Summary](_MOST_SUMMARIES)  # by graph
 
     @retried_with_less
     def run(self, losses: Tensor, **asked: Any) -> Run:
@@ -136,11 +137,9 @@ class Driver:
             run.objectives = Objectives(run.survey.losses, None)
             assemble(run)
             self._confirm(run)
-        self.summary = run.summary or self._summaries.pop(run.survey.key)
+        self.summary = run.summary or self._summaries[run.survey.key]
         self._summaries[run.survey.key] = self.summary
         if run.summary is not None:
-            if len(self._summaries) > _MOST_SUMMARIES:
-                del self._summaries[next(iter(self._summaries))]
             for recording in self._channel.recordings:
                 for parameter, name in recording.names.items():
                     self.summary.names[name] = parameter.requires_grad

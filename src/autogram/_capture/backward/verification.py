@@ -18,9 +18,9 @@ from autogram._capture.autograd.graph import dtypes_of
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.remembered import Latest
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
+from autogram._containers import Latest
 
 Verify = Literal["first", "always", "never"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,23 +12,7 @@ from autogram._capture.recording import Channel
 from autogram._capture.samples.layouts import Layouts
 from autogram._capture.samples.proof import Constant, Proof, Spot
 from autogram._capture.samples.survey import Survey
-
-K = TypeVar("K")
-T = TypeVar("T")
-
-# How many graphs to remember layouts for. Each length of batches has a graph of its own; a graph
-# that is forgotten costs a backward pass through the activations.
-REMEMBERED = 512
-
-
-class Latest(dict[K, T]):
-    """A dict of limited size: the oldest entry is dropped where there would be too many."""
-
-    def __setitem__(self, key: K, value: T) -> None:
-        self.pop(key, None)
-        super().__setitem__(key, value)
-        if len(self) > REMEMBERED:
-            del self[next(iter(self))]
+from autogram._containers import Latest
 
 
 @dataclass
