@@ -10,7 +10,7 @@ from autogram._blocks.bundle import (
     weighted_sums,
 )
 from autogram._blocks.columns import Columns, Keep
-from autogram._blocks.kernels import Arena, Devices, Kernels, Limit, TracedKernels
+from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
 from autogram._blocks.layout import (
     Folded,
     Layout,
@@ -49,7 +49,6 @@ __all__ = [
     "Routed",
     "Scattered",
     "Subset",
-    "TracedKernels",
     "agree",
     "assemble",
     "block_of",

@@ -26,7 +26,6 @@ from autogram._blocks import (
     Keep,
     Limit,
     Region,
-    TracedKernels,
     block_of,
     gram_of_bundle,
 )
@@ -231,7 +230,7 @@ def _columns(
     inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], limit: Limit
 ) -> dict[int, Columns]:
     """The columns of all parameters that some uses read, by the `id` of the parameter."""
-    devices = Devices(limit)
+    devices = Devices(limit, is_traced=True)
     found: dict[int, Columns] = {}
     regions: dict[int, Region] = {}
     for (number, use, layout), (cotangent, *saved) in zip(inside, tensors, strict=True):
@@ -246,7 +245,7 @@ def _columns(
                 raise UntraceableError(number)  # parts of a parameter are put together by strides
             columns = found.get(id(parameter))
             if columns is None:
-                kernels = TracedKernels(devices.on(parameter.device))
+                kernels = devices.on(parameter.device)
                 columns = found[id(parameter)] = Columns(Region.of_parameter(parameter), kernels)
             columns.add(region, block)
     return found

@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autogram import Engine
-from autogram._blocks import Limit, TracedKernels
-from autogram._blocks.kernels import CpuKernels, CudaKernels
+from autogram._blocks import Limit
+from autogram._blocks.kernels import CpuKernels, TracedCudaKernels
 from autogram._capture.backward.assembly import Assembly
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
@@ -35,7 +35,7 @@ from tests.unit.checks import trainable
 def test_products_on_a_gpu(dtype: torch.dtype) -> None:
     """Products in half precision have results in float32, and no operand is copied into it."""
     equation, shapes = "kbto,bti->kboi", ((1, 4, 8, 6), (4, 8, 5))
-    kernels = TracedKernels(CudaKernels(Limit(2**20)))
+    kernels = TracedCudaKernels(Limit(2**20))
     with FakeTensorMode():
         operands = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
 

@@ -4,7 +4,7 @@ from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.devices import Devices
-from autogram._blocks.kernels.traced import TracedKernels
+from autogram._blocks.kernels.traced import TracedCudaKernels
 from autogram._blocks.kernels.workspace import Arena, Memory
 
 __all__ = [
@@ -15,5 +15,5 @@ __all__ = [
     "Kernels",
     "Limit",
     "Memory",
-    "TracedKernels",
+    "TracedCudaKernels",
 ]

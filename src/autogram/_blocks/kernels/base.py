@@ -88,9 +88,12 @@ class Kernels(Hardware):
         The contractions of the einsum are found once for each set of shapes and strides.
         """
         dtypes = {x.dtype for x in operands}
-        dtype = self.accumulating(*dtypes)
-        wide = operands if dtypes == {dtype} else [x.to(dtype) for x in operands]
-        return carry_out(self, equation, wide, memory)
+        dtype = self.multiplied(*dtypes)
+        if dtypes != {dtype}:
+            operands = [x.to(dtype) for x in operands]
+        wide = self.accumulating(dtype)
+        found = carry_out(self, equation, operands, memory if dtype == wide else None)
+        return found if found.dtype == wide else found.to(wide)
 
     def rows(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None

@@ -98,19 +98,11 @@ class CudaKernels(Kernels):
         return tuple([x.to(half) if x.dtype == torch.float32 and x.dim() else x for x in operands])
 
     @override
-    def einsum(
-        self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
-    ) -> Tensor:
-        if not _are_half(operands):
-            return super().einsum(equation, operands, memory)
-        return carry_out(self, equation, operands).to(self.accumulating(operands[0].dtype))
-
-    @override
     def rows(
         self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
     ) -> Tensor:
         if not _are_half(operands):
-            return super().einsum(equation, operands, memory)
+            return self.einsum(equation, operands, memory)
         return carry_out(self, equation, operands, memory or self.scratch)
 
     @override

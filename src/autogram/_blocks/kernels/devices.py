@@ -9,6 +9,7 @@ import torch
 from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
+from autogram._blocks.kernels.traced import TracedCpuKernels, TracedCudaKernels, TracedKernels
 from autogram._blocks.kernels.workspace import Arena, Workspace
 
 
@@ -17,16 +18,17 @@ class Devices:
 
     Args:
         limit: The number of elements that one intermediate result may have.
+        is_traced: Whether a compiler takes their calls.
 
     Attributes:
         limit: The same object.
     """
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, *, is_traced: bool = False) -> None:
         self.limit = limit
-        self._cpu = CpuKernels(limit)
-        self.cuda = CudaKernels(limit)
-        self._other = Kernels(limit)
+        self._cpu = (TracedCpuKernels if is_traced else CpuKernels)(limit)
+        self.cuda = (TracedCudaKernels if is_traced else CudaKernels)(limit)
+        self._other = (TracedKernels if is_traced else Kernels)(limit)
 
     def on(self, device: torch.device | str) -> Kernels:
         """The kernels for a device."""
