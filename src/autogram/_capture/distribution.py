@@ -25,13 +25,15 @@ from autogram._capture.autograd.graph import (
 )
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tap import is_tap_of
-from autogram._capture.units import is_dtensor, is_unit, sharded_units
 from autogram._errors import UnsupportedError
 
 _TWO_PASSES = (
     "`engine.compute_gramian(losses)`, and then an ordinary backward pass of the losses with the "
     "weights"
 )
+
+
+_SHARDED = "FSDPModule", "FullyShardedDataParallel"
 
 
 def wrapper_now() -> Any:
@@ -113,11 +115,11 @@ def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) ->
                     "which runs copies of the module in threads. Give it one device, or use "
                     f"`DistributedDataParallel` with two passes: {_TWO_PASSES}."
                 )
-            if _is_fully_sharded(inner.__class__) and not (with_others and is_unit(inner)):
+            if _is_of(inner.__class__, *_SHARDED) and not (with_others and is_unit(inner)):
                 raise _refusal(f"{subject} is fully sharded")
         allowed = {
             id(parameter)
-            for unit in (sharded_units(module) if with_others else ())
+            for unit in (filter(is_unit, module.modules()) if with_others else ())
             for parameter in unit.parameters()
         }
         for name, parameter in module.named_parameters():
@@ -130,7 +132,7 @@ def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) ->
         if id(outer) in inside and with_others:
             continue
         is_around = any(id(inner) in inside for inner in outer.modules())
-        if is_around and _is_fully_sharded(outer.__class__):
+        if is_around and _is_of(outer.__class__, *_SHARDED):
             raise _refusal(f"A {type(outer).__name__} around the engine's modules is sharded")
 
 
@@ -204,10 +206,20 @@ def _refusal(found: str) -> UnsupportedError:
     )
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module was given to `fully_shard`."""
+    return _is_of(module.__class__, "FSDPModule")
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is spread over processes."""
+    module = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 @lru_cache(maxsize=1024)
-def _is_fully_sharded(kind: type) -> bool:
-    """Whether modules of a class are sharded. Known by name, as PyTorch may lack the class."""
-    names = {"FSDPModule", "FullyShardedDataParallel"}
+def _is_of(kind: type, *names: str) -> bool:
+    """Whether a class is one of `torch.distributed`. Known by name, as PyTorch may lack it."""
     return any(
         of.__name__ in names and of.__module__.startswith("torch.distributed.")
         for of in kind.__mro__

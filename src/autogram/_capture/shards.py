@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autogram._capture.distribution import is_dtensor, is_unit
 from autogram._capture.forward.session import Session
-from autogram._capture.units import is_dtensor, is_unit
 from autogram._errors import UnsupportedError
 
 _Owner = tuple[weakref.ref[nn.Module], str, str]

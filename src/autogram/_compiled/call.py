@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._blocks import Folded
-from autogram._capture.autograd.entry import entry, entry_of
+from autogram._capture.autograd.graph import entry, entry_of
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.session import recorders_of
 from autogram._capture.recording import Recording

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from autogram._capture.autograd.entry import calls_of
+from autogram._capture.autograd.graph import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.uses import RuleUse
 from autogram._compiled.call import Call

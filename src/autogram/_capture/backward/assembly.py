@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,6 @@ from autogram._blocks import (
     pieces,
 )
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.backward.inside import closed
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.limit import retried
@@ -141,7 +141,7 @@ class Assembly:
             for use, layout in layouts.items()
             if layout is not None and all(tracked.region is not None for tracked in use.reads)
         }
-        return {use: layout for use in closed(reads) if (layout := layouts[use]) is not None}
+        return {use: layout for use in _closed(reads) if (layout := layouts[use]) is not None}
 
     def room(self, parameter: Tensor) -> int:
         """How many more elements of rows that are larger than factors may be kept."""
@@ -317,6 +317,22 @@ class Assembly:
         parts.append(part.to(parts[0].device) if parts else part)
         if len(parts) * part.numel() > _MOST_IN_PARTS:
             self._parts = [_sum(parts)]
+
+
+def _closed(reads: Mapping[Use, Sequence[_Account]]) -> list[Use]:
+    """Those of some uses that read nothing which other uses read, too, by accounts of each."""
+    found = dict(reads)
+    while True:
+        counts = Counter(account for accounts in found.values() for account in accounts)
+        others = [
+            use
+            for use, accounts in found.items()
+            if any(x.is_reached or counts[x] != x.expected for x in accounts)
+        ]
+        if not others:
+            return list(found)
+        for use in others:
+            del found[use]
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Literal
 
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.entry import is_compiled
-from autogram._capture.autograd.graph import shown_by
+from autogram._capture.autograd.graph import is_compiled, shown_by
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import track_parameter

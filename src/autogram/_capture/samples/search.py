@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Placement, agree
-from autogram._capture.samples.flag import Flag
 from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import (
@@ -22,7 +21,7 @@ from autogram._capture.samples.owners import (
 )
 from autogram._capture.samples.proof import Proof, Prover, Spot, shown
 from autogram._capture.samples.remembered import Known, Remembered
-from autogram._capture.samples.replays import Replays
+from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
 from autogram._errors import MixedSamplesError, NonFiniteError, UnsupportedError

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.entry import calls_of
-from autogram._capture.autograd.graph import use_of
+from autogram._capture.autograd.graph import calls_of, use_of
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._capture.samples.flag import Flag
+from autogram._capture.samples.replays import Flag
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
