@@ -208,7 +208,8 @@ def _refusal(found: str) -> UnsupportedError:
 
 def is_unit(module: nn.Module) -> bool:
     """Whether a module was given to `fully_shard`."""
-    return _is_of(module.__class__, "FSDPModule")
+    kind: type = type(module)
+    return _is_of(kind, "FSDPModule")
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Shards:
         for prefix, root in roots.items():
             for module, owners in _units(root, prefix).items():
                 self._known.add(id(module))
-                note = _Note(session, owners)
+                note = partial(_note, session, owners)
                 self._handles.append(module.register_forward_pre_hook(note))
             for name, parameter in root.named_parameters(prefix=prefix, remove_duplicate=False):
                 if is_dtensor(parameter):
@@ -73,22 +74,15 @@ class Shards:
             self._handles.pop().remove()
 
 
-class _Note:
-    """Tells a recording of the whole tensors of one module."""
-
-    def __init__(self, session: Session, owners: list[_Owner]) -> None:
-        self._session = session
-        self._owners = owners
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        del module, args
-        found: dict[str, Tensor] = {}
-        for reference, attribute, name in self._owners:
-            owner = reference()
-            parameter = None if owner is None else owner._parameters.get(attribute)
-            if parameter is not None and parameter.requires_grad:
-                found.setdefault(name, parameter)
-        self._session.note_parameters(found)
+def _note(session: Session, owners: list[_Owner], *_: object) -> None:
+    """Tells a recording of the whole tensors of one module: a forward pre-hook."""
+    found: dict[str, Tensor] = {}
+    for reference, attribute, name in owners:
+        owner = reference()
+        parameter = None if owner is None else owner._parameters.get(attribute)
+        if parameter is not None and parameter.requires_grad:
+            found.setdefault(name, parameter)
+    session.note_parameters(found)
 
 
 def _units(root: nn.Module, prefix: str) -> dict[nn.Module, list[_Owner]]:

@@ -42,14 +42,6 @@ def is_tap_of(channel: Channel, node: Any) -> bool:
     return any(shown.recording.channel is channel for shown in shown_by(node))
 
 
-def covers_all(channel: Channel, node: Any) -> bool:
-    """Whether a node is a tap of this engine, and all paths through the node go through the tap.
-
-    The tap of an in-place call may cover only a slice of the tensor.
-    """
-    return is_tap_of(channel, node) and not getattr(node, "in_place", False)
-
-
 class _Tap(torch.autograd.Function):
     """Identity. Tensors are kept by autograd, to be freed and off-loaded with the graph.
 

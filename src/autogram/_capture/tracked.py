@@ -48,11 +48,6 @@ class Tracked:
         shape, dtype, version = tuple(tensor.shape), tensor.dtype, tensor._version
         return cls(sources, region, shape, dtype, version, place=place)
 
-    @property
-    def block_region(self) -> Region:
-        """The region that blocks are for: of the source, or all elements of the tensor itself."""
-        return self.region or Region.contiguous(self.shape)
-
 
 class Batched(Enum):
     """The status of a tensor that depends on the inputs of the modules."""

@@ -83,7 +83,7 @@ class RuleUse(Use):
             blocks = formula.blocks(layout, cotangent, *saved[own])
             for tracked, block in zip(operands, blocks, strict=True):
                 if tracked is not None:
-                    region = tracked.block_region
+                    region = tracked.region or Region.contiguous(tracked.shape)
                     if formula.groups is not None:
                         region = region.split_first(formula.groups)
                     if isinstance(block, Block) and len(block.parameter) != len(region.shape):
@@ -138,7 +138,11 @@ class FallbackUse(Use):
         channel = self.recording.channel
         found = _rows_through(channel, self.edge, self.inputs, cotangents)
         pairs = zip(self.reads, found, strict=True)
-        return [(x, x.block_region, block) for x, block in pairs if block is not None]
+        return [
+            (x, x.region or Region.contiguous(x.shape), block)
+            for x, block in pairs
+            if block is not None
+        ]
 
 
 def describe(use: Use) -> str:

@@ -116,8 +116,7 @@ class Engine(Hooked):
             return others.gramian_of_ranks(self, self._ranks, losses)
         if not (losses := self._checked(losses)).numel():
             return self.jacobian(losses).gramian()
-        with self._drivers.one() as driver:
-            return driver.run(losses).gramian
+        return self._drivers.run(losses).gramian
 
     def jacobian(self, losses: Losses, *, keep: Keep = "auto") -> Jacobian:
         """The Jacobian of the losses, as an operator that keeps factors and not rows.
@@ -141,8 +140,7 @@ class Engine(Hooked):
             if not losses.numel():
                 names = self._channel.names({}, self._channel.left_out_now())
                 return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
-            with self._drivers.one() as driver:
-                run = driver.run(losses, form=keep, is_summed=False)
+            run = self._drivers.run(losses, form=keep, is_summed=False)
         exchanged, names = is_exchanged(self._channel, losses), run.names
         part = Part.of(run.objectives, run.columns, names)
         return Jacobian([part], names, self._limit, is_exchanged=exchanged)
@@ -339,6 +337,5 @@ class Engine(Hooked):
         sketching = Sketching(self._channel, dimensions, seed, self._projections)
         if not losses.numel():
             return Sketch(sketching.rows(Objectives(losses, None)), seed)
-        with self._drivers.one() as driver:
-            run = driver.run(losses, sink=sketching, is_summed=False)
-            return Sketch(sketching.rows(run.objectives), seed)
+        run = self._drivers.run(losses, sink=sketching, is_summed=False)
+        return Sketch(sketching.rows(run.objectives), seed)

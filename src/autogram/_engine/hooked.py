@@ -102,8 +102,7 @@ class Hooked:
         with together(self._ranks, self._channel, losses):
             losses = self._checked(losses)
             if losses.numel():
-                with self._drivers.one() as driver:
-                    driver.run(losses, must_verify=True)
+                self._drivers.run(losses, must_verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.

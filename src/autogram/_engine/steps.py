@@ -104,8 +104,8 @@ class Step:
         if self._wrappers is None and is_exchanged(self._channel, losses):
             refuse_gradients(self._call)
         losses = self.scale.of(losses)
-        with self.scale.passing(), self._drivers.one() as driver:
-            run = driver.run(
+        with self.scale.passing():
+            run = self._drivers.run(
                 losses,
                 form=self._keep,
                 arena=self._arena,

@@ -192,6 +192,7 @@ class Jacobian:
             refuse_gradients("accumulate_grad")
         self._add(self._gradients_of(w))
 
+    @retried_with_less
     def _gradients_of(self, w: Tensor) -> dict[Tensor, Tensor]:
         """What :meth:`accumulate_grad` adds, from the last parameter to the first."""
         if running_pass() is not None:
@@ -201,21 +202,14 @@ class Jacobian:
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
         with self._exact():
-            return self._gradients(self._parts.weights_of(w))
+            sums = self._parts.weighted_sums(self._parts.weights_of(w))
+            return {p: torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in sums}
 
     def _add(self, gradients: dict[Tensor, Tensor]) -> None:
         """Adds gradients to ``.grad``, and lets go of each."""
         with exact(self.device):
             while gradients:
                 add_to_grad(*gradients.popitem())
-
-    @retried_with_less
-    def _gradients(self, weights: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """What :meth:`_gradients_of` gives, for weights by part."""
-        return {
-            parameter: torch.zeros_like(parameter) if total is None else total.to(parameter.dtype)
-            for parameter, total in self._parts.weighted_sums(weights)
-        }
 
     @retried_with_less
     def jvp(self, direction: Direction) -> Tensor:

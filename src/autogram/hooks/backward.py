@@ -28,7 +28,7 @@ BackwardHook = Callable[[nn.Module, Gradients, Gradients], Any]
 _Form = tuple[int, tuple[int, ...]]
 """How many leaves a value has, and which of them go through a gate."""
 
-SILENT_PASSES: set[int] = set()
+SILENT_PASSES: dict[int, Any] = {}
 """Backward passes in which no hook is called, by the number that PyTorch gives to each."""
 
 

@@ -18,13 +18,10 @@ from autogram._capture.recording import Channel, Receiver, Recording
 from autogram._errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
 
-# The passes of engines that run now, by the number that PyTorch gives to each pass.
-_RUNNING: dict[int, Pass] = {}
-
 
 def running_pass() -> Pass | None:
     """The pass of an engine that the autograd node which runs now belongs to, if it is one."""
-    return _RUNNING.get(torch._C._current_graph_task_id()) if _RUNNING else None
+    return SILENT_PASSES.get(torch._C._current_graph_task_id()) if SILENT_PASSES else None
 
 
 class Pass:
@@ -103,8 +100,7 @@ class Pass:
         finally:
             handle.remove()
             if self._number is not None:
-                del _RUNNING[self._number]
-                SILENT_PASSES.discard(self._number)
+                del SILENT_PASSES[self._number]
             self._error = None  # its traceback leads back to here
             self._put_back()
             for recording, tensor, gradient in retained:
@@ -174,8 +170,7 @@ class Pass:
         del cotangents
         if self._number is None:
             self._number = torch._C._current_graph_task_id()
-            _RUNNING[self._number] = self
-            SILENT_PASSES.add(self._number)
+            SILENT_PASSES[self._number] = self
 
     def _finish(self) -> None:
         """Raises an error that was found during the pass."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -230,15 +229,14 @@ class Drivers:
         self.last = make()
         self._idle = [self.last]
 
-    @contextmanager
-    def one(self) -> Iterator[Driver]:
-        """A driver for one call."""
+    def run(self, losses: Tensor, **asked: Any) -> Run:
+        """One call of an engine, by a driver that serves no other: as :meth:`Driver.run`."""
         try:
             driver = self._idle.pop()
         except IndexError:
             driver = self._make()
         try:
-            yield driver
+            return driver.run(losses, **asked)
         finally:
             self.last = driver
             self._idle.append(driver)

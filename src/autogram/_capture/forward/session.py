@@ -116,11 +116,7 @@ class Session(threading.local):
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
-        elif (
-            torch.is_grad_enabled()
-            and not torch._C._are_functorch_transforms_active()
-            and torch._C._get_tracing_state() is None
-        ):
+        elif _can_record():
             recorder = Recorder(Tapping(self._channel.begin()))
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
@@ -194,13 +190,18 @@ class Session(threading.local):
         return _roots(self._modules)
 
 
+def _can_record() -> bool:
+    """Whether a recording may begin."""
+    return (
+        torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+    )
+
+
 def recorders_of(parameters: Collection[Tensor]) -> list[Recorder]:
     """The recorders of all engines that see a compiled call which reads some parameters."""
-    if (
-        not torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    ):
+    if not _can_record():
         return []
     found = [session.recorder_of(parameters) for session in list(_SESSIONS)]
     return [recorder for recorder in found if recorder is not None]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from autogram._capture.autograd.graph import nodes_behind
 from autogram._capture.forward.tapping import Tapping
-from autogram._capture.tap import covers_all, is_tap_of
+from autogram._capture.tap import is_tap_of
 from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter
 from autogram._errors import UnsupportedError
 
@@ -86,9 +86,13 @@ class Statuses:
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
         """The parameters behind a tensor on paths without a tap, and whether a tap is behind it."""
         channel = self._tapping.recording.channel
+
+        def covers_all(node: Any) -> bool:  # the tap of an in-place call may cover only a slice
+            return is_tap_of(channel, node) and not getattr(node, "in_place", False)
+
         sources: dict[Tensor, Tracked] = {}
         reaches_tap = False
-        for node in nodes_behind(tensor, partial(covers_all, channel)):
+        for node in nodes_behind(tensor, covers_all):
             if node.name() == "CheckpointFunctionBackward":
                 raise UnsupportedError(
                     "A part of the model is checkpointed with `use_reentrant=True`, which hides "

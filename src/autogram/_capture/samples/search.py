@@ -136,11 +136,9 @@ class Search:
     @property
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
-        if self._found is None or self._scales is not None or self._silent:
+        if self._found is None or self._silent or self._survey.may_hide_taps:
             return False
-        each = [self._found.get(use, ()) for use in self._survey.uses]
-        is_known = all(len(x) == 1 and isinstance(x[0], Folded) for x in each)
-        return is_known and self._has_changed.is_ready and not self._survey.may_hide_taps
+        return all(map(self.known, self._survey.uses)) and self._has_changed.is_ready
 
     def watched(self) -> AbstractContextManager[None]:
         """Watches, in the pass inside of a block, spots whose cotangent was zero in the proof."""
