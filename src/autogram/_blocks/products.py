@@ -25,7 +25,7 @@ def products(
 
     Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
     """
-    first, second = merge(first), merge(second)
+    first, second = merge(first), merge(second) if second else ()
     return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 

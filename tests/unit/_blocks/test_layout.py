@@ -96,6 +96,6 @@ def test_pieces_of_scattered_samples() -> None:
     samples = torch.tensor([[0, 2], [2, -1]])
     cotangent = torch.randn(3, 2, 2)
     found = list(pieces(Scattered(4, samples), cotangent))
-    assert [piece.subset for piece in found] == [Subset((0,), 4), Subset((2,), 4)]
-    for piece, sample in zip(found, (0, 2), strict=True):
-        assert torch.equal(piece.cotangent, cotangent * (samples == sample))
+    assert [subset for subset, *_ in found] == [Subset((0,), 4), Subset((2,), 4)]
+    for (*_, own), sample in zip(found, (0, 2), strict=True):
+        assert torch.equal(own, cotangent * (samples == sample))

@@ -68,6 +68,40 @@ class _Account:
     has_blocks: bool = False
 
 
+class _Accounts(dict["Tensor | Tracked", _Account]):
+    """The accounts of parameters and derived tensors, opened when first asked for.
+
+    A region of a parameter has the account of the parameter.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __missing__(self, owner: Tensor | Tracked) -> _Account:
+        if isinstance(owner, Tracked) and owner.region is not None:
+            (parameter,) = owner.sources
+            account = self[owner] = self[parameter]
+            assert account.columns is not None
+            if owner.place not in (None, account.columns.parameter):
+                name = self._run.channel.parameters([parameter]).get(parameter)
+                # The region tells where the elements were.
+                raise UnsupportedError(
+                    f"`{name}` was moved in memory after the forward pass, into another memory "
+                    "format or a buffer. Compute the losses again, with the parameter where it is "
+                    "now."
+                )
+            return account
+        if isinstance(owner, Tracked):
+            region, device = Region.contiguous(owner.shape), owner.sources[0].device
+            for parameter in owner.sources:
+                self[parameter].expected += 1
+        else:
+            region, device = Region.of_parameter(owner), owner.device
+        account = self[owner] = _Account(owner, Columns(region, self._run.devices.on(device)))
+        return account
+
+
 class Assembly:
     """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
 
@@ -86,14 +120,14 @@ class Assembly:
     def __init__(self, run: Run, search: Search | None) -> None:
         self._run, self._search = run, search
         self.limit, self.form = run.devices.limit, run.form
-        self._accounts: dict[Tracked | Tensor, _Account] = {}
+        self._accounts = _Accounts(run)
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
         self._bundles = Bundles()
         self._parts: list[Tensor] = []  # of the Gramian
         for use in run.survey.uses:
             for tracked in use.reads:
-                self._account(tracked).expected += 1
+                self._accounts[tracked].expected += 1
         self._is_complete = not run.survey.may_hide_taps
         run.unseen.clear()
         for listener in (run.check, run.summary, run.sink, run.channel.listener):
@@ -119,7 +153,7 @@ class Assembly:
             self._add(use, layout, saved, cotangent)
         complete: Complete = []
         for tracked in use.reads:
-            self._count(self._account(tracked), complete)
+            self._count(self._accounts[tracked], complete)
         self._take(complete)
 
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
@@ -137,7 +171,7 @@ class Assembly:
             return {}
         layouts = {use: self._search.known(use) for use in uses}
         reads = {
-            use: [self._account(tracked) for tracked in use.reads]
+            use: [self._accounts[tracked] for tracked in use.reads]
             for use, layout in layouts.items()
             if layout is not None and all(tracked.region is not None for tracked in use.reads)
         }
@@ -166,7 +200,7 @@ class Assembly:
         self._has_arrivals = True
         for use in uses:
             for tracked in use.reads:
-                account = self._account(tracked)
+                account = self._accounts[tracked]
                 account.expected, account.is_reached, account.columns = 0, True, None
         for parameter, factors in kept.items():
             kernels = self._run.devices.on(parameter.device)
@@ -215,48 +249,18 @@ class Assembly:
             run.unseen.append(use)
         if run.check is not None:
             run.check.see_use(use, cotangent)
-        for subset, within, part in pieces(layout, cotangent):
+        is_plain = layout is None or isinstance(layout, Folded)
+        parts = ((None, layout, cotangent),) if is_plain else pieces(layout, cotangent)
+        for subset, within, part in parts:
             limit = self.limit
             for found in retried(limit, use.contributions, within, part, saved, limit):
                 if run.summary is not None:
                     run.summary.add(use, layout, subset, found)
                 tracked, region, block = found
-                account = self._account(tracked)
+                account = self._accounts[tracked]
                 account.is_reached = account.has_blocks = True
                 assert account.columns is not None
                 account.columns.add(region, block, subset)
-
-    def _account(self, owner: Tensor | Tracked) -> _Account:
-        """The account of a parameter or a derived tensor, opened when first asked for.
-
-        A region of a parameter has the account of the parameter.
-        """
-        account = self._accounts.get(owner)
-        if account is None:
-            if isinstance(owner, Tracked) and owner.region is not None:
-                account = self._accounts[owner] = self._account(owner.sources[0])
-                assert account.columns is not None
-                if owner.place not in (None, account.columns.parameter):
-                    self._refuse_moved(owner)
-                return account
-            if isinstance(owner, Tracked):
-                region, device = Region.contiguous(owner.shape), owner.sources[0].device
-                for parameter in owner.sources:
-                    self._account(parameter).expected += 1
-            else:
-                region, device = Region.of_parameter(owner), owner.device
-            columns = Columns(region, self._run.devices.on(device))
-            account = self._accounts[owner] = _Account(owner, columns)
-        return account
-
-    def _refuse_moved(self, owner: Tracked) -> None:
-        """Refuses a region of a parameter that was moved: it tells where the elements were."""
-        (parameter,) = owner.sources
-        name = self._run.channel.parameters([parameter]).get(parameter)
-        raise UnsupportedError(
-            f"`{name}` was moved in memory after the forward pass, into another memory format "
-            "or a buffer. Compute the losses again, with the parameter where it is now."
-        )
 
     def _count(self, account: _Account, complete: Complete) -> None:
         """Counts an arrival, and finishes the account if no other is expected."""
@@ -282,11 +286,11 @@ class Assembly:
             channel = self._run.channel
             found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
             for parameter, block in found:
-                of_parameter = self._account(parameter).columns
+                of_parameter = self._accounts[parameter].columns
                 assert of_parameter is not None
                 of_parameter.add(Region.of_parameter(parameter), block, subset)
         for parameter in owner.sources:
-            self._count(self._account(parameter), complete)
+            self._count(self._accounts[parameter], complete)
 
     def _take(self, complete: Complete) -> None:
         """Takes all columns of some parameters, which come once in a pass."""

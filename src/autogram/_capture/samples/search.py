@@ -159,7 +159,7 @@ class Search:
         """
         if self._has_changed.read():
             raise UnknownLayoutError
-        if self._flag(self._heard).read():
+        if self._heard and self._flag(self._heard).read():
             self._remembered.layouts.pop(self._key, None)
             for key in self._proof_keys:
                 self._remembered.proofs.pop(key, None)

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from autogram import Engine
-from autogram._capture.samples import remembered
+from autogram._containers import Latest
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 
 
 def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "REMEMBERED", 4)
+    monkeypatch.setattr(Latest.__init__, "__defaults__", (4,))
     model = nn.Linear(3, 4)
     engine = Engine(model)
     parts = [model(torch.randn(2, n, 3)).square().mean((1, 2)) for n in range(1, 12)]
