@@ -24,9 +24,6 @@ def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
         losses: A tensor, which is returned as it is, or several.
         batch_dim: As for the engine.
         told: The warnings that the user was given, to which those that are not needed are added.
-
-    Raises:
-        InvalidLossesError: The losses have no common dimension of samples.
     """
     if isinstance(losses, Tensor):
         return losses

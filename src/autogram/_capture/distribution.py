@@ -79,11 +79,7 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
 
 
 def refuse_gradients(call: str) -> None:
-    """Refuses a call that writes gradients of this process, where gradients are exchanged.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Refuses a call that writes gradients of this process, where gradients are exchanged."""
     raise UnsupportedError(
         f"`{call}` writes gradients of this process alone, and `DistributedDataParallel` or "
         "`fully_shard` exchanges those of ordinary backward passes: the processes would have "
@@ -100,10 +96,6 @@ def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) ->
         modules: The modules of an engine.
         with_others: Whether the engine works with engines of other processes, so that parameters
             may be sharded by `fully_shard`.
-
-    Raises:
-        UnsupportedError: Parameters are spread by FullyShardedDataParallel, `fully_shard`, tensor
-            parallelism, or DataParallel on several devices.
     """
     modules = list(modules)
     for module in modules:
@@ -140,12 +132,6 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
     """Refuses losses where a pass of an engine would be taken for the ordinary backward pass.
 
     Without a group of processes, nothing is checked.
-
-    Raises:
-        UnsupportedError: The modules are sharded by now. Or between the losses and a use there is a
-            part that is fully sharded, a DistributedDataParallel with a static graph in its first
-            step, or an exchange of tensors between processes. Or there are no uses, and parameters
-            are sharded.
     """
     if not _is_distributed():
         return
@@ -173,11 +159,7 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
 
 
 def _refuse_exchange(node: Any) -> None:
-    """Refuses a node that exchanges tensors with other processes in its backward pass.
-
-    Raises:
-        UnsupportedError: The node is of `SyncBatchNorm`, or a collective of `torch.distributed.nn`.
-    """
+    """Refuses a node that exchanges tensors with other processes in its backward pass."""
     function = getattr(type(node), "_forward_cls", None)
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
     is_collective = module.startswith("torch.distributed.nn.")

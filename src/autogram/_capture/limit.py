@@ -38,9 +38,6 @@ def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any)
 
     The smaller limit stays, unless it is not enough either. A function that is retried may call
     another that is retried: if the inner one has failed twice, the outer one is not called again.
-
-    Raises:
-        MemoryLimitError: Memory ran out twice, or the first attempt has freed the graph.
     """
     try:
         return function(*args, **kwargs)

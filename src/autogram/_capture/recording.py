@@ -56,11 +56,7 @@ class Channel:
         self.before_pass: Callable[[], None] | None = None
 
     def begin(self) -> Recording:
-        """Begins a recording, of the parameters as they are now.
-
-        Raises:
-            UnsupportedError: A parameter is complex.
-        """
+        """Begins a recording, of the parameters as they are now."""
         names, left_out = self.parameters_now(), self.left_out_now()
         if left_out:
             names = {p: name for p, name in names.items() if p not in left_out}

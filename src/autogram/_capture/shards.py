@@ -55,11 +55,7 @@ class Shards:
         return None if reference is None else reference()
 
     def check(self, roots: Mapping[str, nn.Module]) -> None:
-        """Refuses modules that were sharded after this object was made.
-
-        Raises:
-            UnsupportedError: A module was.
-        """
+        """Refuses modules that were sharded after this object was made."""
         for root in roots.values():
             for module in root.modules():
                 if is_unit(module) and id(module) not in self._known:

@@ -73,11 +73,7 @@ class Call:
         return f"Call({self.name!r}, index={self.index}, {', '.join(self._values) or 'empty'})"
 
     def _get(self, field: str) -> Any:
-        """A field, after waiting for copies to the CPU.
-
-        Raises:
-            ChangedTensorError: A tensor in it was changed in place.
-        """
+        """A field, after waiting for copies to the CPU."""
         value = self._values.get(field)
         if value is None:
             return None

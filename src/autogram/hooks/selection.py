@@ -26,11 +26,7 @@ _SIGNATURES = {
 
 
 def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
-    """The chosen modules, by name.
-
-    Raises:
-        InvalidModulesError: There is none, or something that is no module, or a scripted one.
-    """
+    """The chosen modules, by name."""
     found: dict[str, Any]
     if isinstance(modules, nn.Module):
         named = modules.named_modules()

@@ -76,10 +76,6 @@ class Pass:
 
         Returns:
             The gradient of each input, or ``None`` where the output does not depend on it.
-
-        Raises:
-            FreedGraphError: An earlier pass has freed the graph.
-            UnsupportedError: A pass inside of this one adds to the gradients of parameters.
         """
         if isinstance(output, Tensor):
             with torch.enable_grad():

@@ -39,9 +39,6 @@ def assemble(run: Run, search: Search | None = None) -> None:
     """Makes one pass past the taps, which gives a run the columns of all parameters.
 
     Without a search, all is one sample.
-
-    Raises:
-        NotConnectedError: The losses depend on no use of a parameter.
     """
     assembly = visit(
         run.channel,
@@ -141,11 +138,7 @@ class Assembly:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())
 
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Takes in one use.
-
-        Raises:
-            UnknownLayoutError: The samples must be searched for, and the pass made again.
-        """
+        """Takes in one use."""
         self._has_arrivals = True
         layout = self._search.layout(use, cotangent) if self._search else None
         is_empty = not cotangent.numel()  # of no sample, or of no position
@@ -209,11 +202,7 @@ class Assembly:
         self._add_up(gramian)
 
     def complete(self) -> None:
-        """Takes columns that wait for other uses or for a bundle, and gives the run its results.
-
-        Raises:
-            NotConnectedError: No use has arrived.
-        """
+        """Takes columns that wait for other uses or for a bundle, and gives the run its results."""
         if not self._has_arrivals:
             raise NotConnectedError(
                 "The losses do not depend on any parameter of the engine's modules that requires a "

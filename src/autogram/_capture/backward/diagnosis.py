@@ -28,12 +28,7 @@ _MOST_NAMED = 8
 
 
 def confirm(run: Run, check: Check) -> None:
-    """Raises if a check shows that the result of a run is wrong.
-
-    Raises:
-        VerificationError: The result does not agree with an ordinary backward pass.
-        NonFiniteError: A gradient is infinite or not a number.
-    """
+    """Raises if a check shows that the result of a run is wrong."""
     compared = check.compare(run.channel)
     _refuse_non_finite(run.gramian, compared)
     differing = check.differing(compared)

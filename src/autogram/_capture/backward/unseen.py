@@ -56,11 +56,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
 
 
 def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy: Unseen) -> None:
-    """Tells the user, once, which parameters are used unseen, and what that costs.
-
-    Raises:
-        UnseenUseError: The user does not want to pay it.
-    """
+    """Tells the user, once, which parameters are used unseen, and what that costs."""
     if "unseen" in channel.told and policy == "rows":
         return
     channel.told.add("unseen")
@@ -85,11 +81,7 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy
 
 
 def tell_of_compiled(channel: Channel, survey: Survey, policy: Unseen) -> None:
-    """Tells the user, once, which parameters are read in compiled parts that hide what they do.
-
-    Raises:
-        UnseenUseError: The user does not want the explicit rows that these parameters get.
-    """
+    """Tells the user, once, which parameters are read in compiled parts that hide what they do."""
     hidden = [node for node in survey.nodes if is_compiled(node) and not shown_by(node)]
     if not hidden or ("compiled" in channel.told and policy == "rows"):
         return

@@ -81,9 +81,6 @@ def decide(
     tensors and constants derives a tensor. A call in which tracked tensors meet batched tensors is
     a use. A call that ``is_bare`` may run again where nothing is recorded, so that its tap must
     save nothing.
-
-    Raises:
-        UnsupportedError: A nested tensor meets a tracked one.
     """
     is_batched = False
     tracked: Reads = []

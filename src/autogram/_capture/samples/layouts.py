@@ -18,10 +18,6 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
 
     Several layouts may fit; these agree on all places that have a cotangent now. Where nothing has
     a cotangent, the result is empty.
-
-    Raises:
-        MixedSamplesError: The use has elements that belong to several samples.
-        NonFiniteError: Hidden places may belong to several samples.
     """
     if not owners:
         raise MixedSamplesError(

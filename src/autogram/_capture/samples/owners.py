@@ -65,10 +65,6 @@ def owners_by_zeros(
 
     The places of a sample whose objectives are not finite are hidden: zero times infinity is not
     zero, so that they have a cotangent in every pass. The other samples show the layout.
-
-    Raises:
-        NonFiniteError: A cotangent is infinite or not a number, and every objective is finite or
-            none is.
     """
     zeros = _Zeros(objectives)
     samples = torch.arange(objectives.samples, device="cpu")
@@ -153,9 +149,6 @@ class Scales:
 
     Attributes:
         uses: The uses that have a cotangent.
-
-    Raises:
-        NonFiniteError: A cotangent is infinite or not a number.
     """
 
     def __init__(self, channel: Channel, objectives: Objectives) -> None:

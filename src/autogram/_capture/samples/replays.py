@@ -53,11 +53,7 @@ class Replays:
         return [value for value in values if value.device not in self._is_wrong]
 
     def check(self) -> None:
-        """Raises if a replay was not right, and begins anew. Waits for the device.
-
-        Raises:
-            StaleCaptureError: A boolean was true.
-        """
+        """Raises if a replay was not right, and begins anew. Waits for the device."""
         found = [bool(is_wrong) for is_wrong in self._is_wrong.values()]
         for is_wrong in self._is_wrong.values():
             is_wrong.zero_()

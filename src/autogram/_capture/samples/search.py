@@ -84,11 +84,7 @@ class Search:
         self._has_gaps = False
 
     def begin(self) -> None:
-        """Recalls where the samples were, or searches for them.
-
-        Raises:
-            MixedSamplesError: As :meth:`run`, or it is remembered that the samples are mixed.
-        """
+        """Recalls where the samples were, or searches for them."""
         reason = self._remembered.refusals.get(self._key)
         if reason is not None:
             raise MixedSamplesError(reason)
@@ -102,11 +98,7 @@ class Search:
             self.run()
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
-        """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero.
-
-        Raises:
-            UnknownLayoutError: The layout must be searched for first.
-        """
+        """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero."""
         if not cotangent.numel():
             return None  # an expert without tokens, say
         if self._found is None:
@@ -152,11 +144,7 @@ class Search:
         return Flag(self._replays.add(values))
 
     def finish(self) -> None:
-        """Ends a pass, and remembers the layouts that it has shown.
-
-        Raises:
-            UnknownLayoutError: The pass relied on layouts that no longer hold, or is missing some.
-        """
+        """Ends a pass, and remembers the layouts that it has shown."""
         if self._has_changed.read():
             raise UnknownLayoutError
         if self._heard and self._flag(self._heard).read():
@@ -190,12 +178,7 @@ class Search:
             self._known.is_doubted = True
 
     def run(self, use: Use | None = None) -> None:
-        """Searches for the samples, by passes of its own, where a use needs a layout that has none.
-
-        Raises:
-            MixedSamplesError: A use has elements that belong to several samples.
-            NonFiniteError: A cotangent is infinite or not a number.
-        """
+        """Searches for the samples by passes of its own, for a use that needs a layout if given."""
         if self._replays is not None:
             raise UnsupportedError(
                 "A step is captured into a CUDA graph, and it is not known where its samples lie: "

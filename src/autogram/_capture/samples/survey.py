@@ -127,11 +127,7 @@ class Survey:
         return _digest([rooms, self._inside])
 
     def _find_left_out(self) -> dict[Tensor, str]:
-        """The parameters that are no part of J.
-
-        Raises:
-            UnsupportedError: A parameter is part of J in another forward pass behind the losses.
-        """
+        """The parameters that are no part of J."""
         recordings = {use.recording for use in self.uses}
         if not recordings:
             return self._channel.left_out_now()
