@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
 
-from autogram._capture import BatchDim
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
 from autogram._losses import Losses, in_form, parts_of, shaped
@@ -26,16 +24,9 @@ class Accumulation:
     ``.data``, or a NumPy array that shares the memory.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        checked: Callable[[Losses], Tensor],
-        batch_dim: BatchDim,
-    ) -> None:
+    def __init__(self, step: Step) -> None:
         self._step: Step | None = step
         self._is_open = False
-        self._checked = checked
-        self._batch_dim = batch_dim
         self._forms: list[tuple[Any, int]] = []
         self._found: tuple[Tensor, list[Any]] | None = None
 
@@ -57,7 +48,7 @@ class Accumulation:
                 "`with engine.accumulate(weighting) as batch: batch.add(losses)`."
             )
         with self._step.passing(losses):
-            given, losses = losses, self._checked(losses)
+            given, losses = losses, self._step.engine._checked(losses)
             if losses.numel():
                 self._step.add(losses, retain_graph=retain_graph)
         # The graph is to go, and shapes are needed alone.
@@ -101,11 +92,12 @@ class Accumulation:
         step, self._step = self._step, None
         if step is None:
             return
-        if step.has_others and (error is None or isinstance(error, Exception)):
+        if step.wrappers is not None and (error is None or isinstance(error, Exception)):
             step.error = error  # raised behind the block, on all ranks
         elif kind is not None or not any(size for _, size in self._forms):
             return
         gramian, weights = step.finish()
         parts = weights.flatten().split([size for _, size in self._forms])
         each = zip(parts, self._forms, strict=True)
-        self._found = gramian, [shaped(part, form, self._batch_dim) for part, (form, _) in each]
+        batch_dim = step.engine._batch_dim
+        self._found = gramian, [shaped(part, form, batch_dim) for part, (form, _) in each]

@@ -10,6 +10,7 @@ from torch import Tensor
 from autogram._arguments import Weighting
 from autogram._distributed import Ranks, Wrappers, together
 from autogram._engine.scale import Scale
+from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import L, Losses, in_form, parts_of, shaped
@@ -48,7 +49,7 @@ def backward_of_ranks(
     """``engine.backward``: the sum over the ranks is added to ``.grad``."""
     ranks = engine._ranks
     assert ranks is not None
-    step = engine._step("engine.backward", "rows", Scale(weighting, scaler))
+    step = Step(engine, "engine.backward", "rows", Scale(weighting, scaler))
     try:
         with ranks.listening(engine._channel, "step"), step.passing(losses):
             step.scale.check()

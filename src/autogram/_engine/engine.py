@@ -14,6 +14,7 @@ from autogram._engine import distributed as others
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale, Scaler
+from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, Part, Sketch, Sketching
 from autogram._losses import L, Losses, shaped
 
@@ -138,8 +139,7 @@ class Engine(Hooked):
         with together(self._ranks, self._channel, losses):
             losses = self._checked(losses)
             if not losses.numel():
-                names = self._channel.names({}, self._channel.left_out_now())
-                return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
+                return self._without_objectives(losses)
             run = self._drivers.run(losses, form=keep, is_summed=False)
         exchanged, names = is_exchanged(self._channel, losses), run.names
         part = Part.of(run.objectives, run.columns, names)
@@ -228,7 +228,7 @@ class Engine(Hooked):
             found = shaped(gramian.new_zeros(0), given, self._batch_dim)
             return (found, gramian) if return_gramian else found
         with self._devices.step() as arena:
-            step = self._step("engine.backward", "rows", scale, arena)
+            step = Step(self, "engine.backward", "rows", scale, arena)
             gramian = step.add(losses, retain_graph=retain_graph, is_only=True)
             gramian, weights = step.finish(gramian)
             # The rows are gone before another step may write where they are.
@@ -276,8 +276,7 @@ class Engine(Hooked):
         """
         scale = Scale(weighting, scaler)
         scale.check()
-        step = self._step("engine.accumulate", keep, scale)
-        return Accumulation(step, self._checked, self._batch_dim)
+        return Accumulation(Step(self, "engine.accumulate", keep, scale))
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.

@@ -8,15 +8,17 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from autogram._arguments import check_losses, check_modules, check_options
-from autogram._blocks import Arena, Devices, Keep
+from autogram._blocks import Devices
 from autogram._capture import (
     BatchDim,
     Channel,
     Driver,
     Drivers,
+    Objectives,
     Parameters,
     Replays,
     Session,
@@ -30,10 +32,8 @@ from autogram._capture import (
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._distributed import Ranks, together
 from autogram._engine.distributed import own_part
-from autogram._engine.scale import Scale
-from autogram._engine.steps import Step
 from autogram._errors import RemovedEngineError, UnsupportedError
-from autogram._jacobian import Projections
+from autogram._jacobian import Jacobian, Part, Projections
 from autogram._losses import Losses, joined
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
@@ -193,10 +193,13 @@ class Hooked:
         self._remove()
         self._devices.free()
 
-    def _step(self, call: str, keep: Keep, scale: Scale, arena: Arena | None = None) -> Step:
-        """A step that a method of the engine makes."""
-        channel, limit = self._channel, self._limit
-        return Step(self._drivers, channel, limit, call, keep, scale, arena, self._ranks)
+    def _without_objectives(self, losses: Tensor | None = None) -> Jacobian:
+        """The Jacobian of losses without elements."""
+        names = self._channel.names({}, self._channel.left_out_now())
+        if losses is None:
+            device = next((parameter.device for parameter in names), torch.device("cpu"))
+            losses = torch.zeros(0, device=device)
+        return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""

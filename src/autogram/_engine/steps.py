@@ -4,90 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autogram._arguments import weights_by
-from autogram._blocks import Arena, Keep, Limit
-from autogram._capture import Channel, Drivers, Objectives, is_exchanged, refuse_gradients
+from autogram._blocks import Arena, Keep
+from autogram._capture import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, Part
 from autogram._losses import Losses, parts_of
+
+if TYPE_CHECKING:
+    from autogram._engine.hooked import Hooked
 
 
 class Step:
     """The backward pass of a step, in which losses are added one after the other.
 
     Args:
-        drivers: Those of the engine.
-        channel: That of the engine.
-        limit: That of the engine.
+        engine: The engine.
         call: What the user has called.
         keep: As for the Jacobian.
         scale: What the losses are multiplied by, and how they are weighed.
         arena: Where to put rows, if losses are added once.
-        ranks: The processes whose losses make one step, or ``None`` for this one alone.
 
     Attributes:
+        engine: The engine.
         scale: What the losses are multiplied by, and how they are weighed.
         error: What has failed on this rank, to be told to the others.
+        wrappers: What runs the forward passes of a step of several ranks, or ``None`` where no
+            other rank waits for this one.
     """
 
     def __init__(
-        self,
-        drivers: Drivers,
-        channel: Channel,
-        limit: Limit,
-        call: str,
-        keep: Keep,
-        scale: Scale,
-        arena: Arena | None = None,
-        ranks: Ranks | None = None,
+        self, engine: Hooked, call: str, keep: Keep, scale: Scale, arena: Arena | None = None
     ) -> None:
-        self._drivers = drivers
-        self._channel = channel
-        self._limit = limit
+        self.engine = engine
         self._call = call
         self._keep = keep
         self._arena = arena
-        self._ranks = ranks
         self.scale = scale
         self.error: BaseException | None = None
-        self._wrappers = None if ranks is None else Wrappers(ranks.group)
+        ranks = engine._ranks
+        self.wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[Part] = []
         self._names: dict[Tensor, str] = {}
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
 
-    @property
-    def wrappers(self) -> Wrappers:
-        """What runs the forward passes of a step of several ranks."""
-        assert self._wrappers is not None
-        return self._wrappers
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What gets a gradient from the losses that were added."""
-        inside = [parameter for part in self._parts for parameter in part.columns]
-        return [*inside, *chain.from_iterable(outside for _, outside, _ in self._rest.values())]
-
     @contextmanager
     def passing(self, losses: Losses) -> Iterator[None]:
         """Lets passes go through what wraps the model around some losses of the step."""
-        if self._wrappers is None:
+        if self.wrappers is None:
             yield
             return
-        channel, wrappers = self._channel, self._wrappers
-        with together(self._ranks, channel, losses), wrappers.passing(channel, parts_of(losses)):
+        ranks, channel = self.engine._ranks, self.engine._channel
+        with together(ranks, channel, losses), self.wrappers.passing(channel, parts_of(losses)):
             yield
-
-    @property
-    def has_others(self) -> bool:
-        """Whether other ranks wait for this one, whatever happens here."""
-        return self._ranks is not None
 
     def add(self, losses: Tensor, *, retain_graph: bool, is_only: bool = False) -> Tensor:
         """Takes in the rows of some losses, one at least.
@@ -101,21 +77,22 @@ class Step:
         Returns:
             The Gramian ``(m, m)`` of the scaled losses, empty if it was not added up.
         """
-        if self._wrappers is None and is_exchanged(self._channel, losses):
+        engine = self.engine
+        if self.wrappers is None and is_exchanged(engine._channel, losses):
             refuse_gradients(self._call)
         losses = self.scale.of(losses)
         with self.scale.passing():
-            run = self._drivers.run(
+            run = engine._drivers.run(
                 losses,
                 form=self._keep,
                 arena=self._arena,
                 is_step=True,
-                retain_graph=retain_graph or self._channel.before_pass is not None,
-                is_summed=is_only and self._ranks is None,
+                retain_graph=retain_graph or engine._channel.before_pass is not None,
+                is_summed=is_only and self.wrappers is None,
             )
         outside, names = run.outside, run.names
-        if self._wrappers is not None:
-            self._wrappers.check_outside(outside)
+        if self.wrappers is not None:
+            self.wrappers.check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
         self._parts.append(Part.of(run.objectives, run.columns, names))
@@ -133,11 +110,11 @@ class Step:
             in the shape of the losses if these were added once. Of several ranks, the Gramian of
             the objectives of all, and the weights of this one's.
         """
-        if self._ranks is not None:
-            gramian, weights = self._finish_with_others(self._ranks)
+        if self.engine._ranks is not None and self.wrappers is not None:
+            gramian, weights = self._finish_with_others(self.engine._ranks, self.wrappers)
             self._differentiate_rest(weights)
             return self.scale.unscaled(gramian), weights
-        jacobian = Jacobian(self._parts, self._names, self._limit)
+        jacobian = Jacobian(self._parts, self._names, self.engine._limit)
         gramian = jacobian.gramian() if gramian is None else gramian
         weights = weights_by(self.scale.weighting, gramian)
         gradients = jacobian._gradients_of(weights)
@@ -156,31 +133,28 @@ class Step:
             losses, outside, retain_graph = self._rest.pop(i)
             outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
             cotangent = part.reshape(losses.shape).to(losses)
-            if self._wrappers is not None and (leaves := self._wrappers.among(outside)):
-                outside = [leaf for leaf in outside if not self._wrappers.has(leaf)]
-                scaled = cotangent * self._wrappers.size
+            if self.wrappers is not None and (leaves := self.wrappers.among(outside)):
+                outside = [leaf for leaf in outside if not self.wrappers.has(leaf)]
+                scaled = cotangent * self.wrappers.size
                 must_retain = retain_graph or bool(outside)
                 torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
             if outside:
                 torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
 
-    def _finish_with_others(self, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def _finish_with_others(self, ranks: Ranks, wrappers: Wrappers) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
         found: list[Jacobian] = []
 
         def jacobian() -> Jacobian:
             if self.error is not None:
                 raise self.error
-            names, parts = self._names, self._parts
-            if not parts:  # this rank has no objectives
-                names = self._channel.names({}, self._channel.left_out_now())
-                device = next((p.device for p in names), torch.device("cpu"))
-                losses = torch.zeros(0, device=device)
-                parts = [Part.of(Objectives(losses, None), {}, ())]
-            found.append(Jacobian(parts, names, self._limit))
+            if self._parts:
+                found.append(Jacobian(self._parts, self._names, self.engine._limit))
+            else:
+                found.append(self.engine._without_objectives())
             return found[0]
 
         weights, gramian = ranks.weights(jacobian, self.scale.weighting, self.scale.number)
         own = ranks.own(weights)
-        accumulate(ranks.group, found[0], own, ranks.reached, self.wrappers, ranks.shards)
+        accumulate(ranks.group, found[0], own, ranks.reached, wrappers, ranks.shards)
         return gramian, own
