@@ -1,4 +1,4 @@
-"""The benchmark runs, on models so small that nothing is learned about speed; counts may not grow."""
+"""The benchmark runs, on models too small to learn anything about speed; counts may not grow."""
 
 import json
 import re

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from autogram._capture.autograd.graph import in_dense, nodes_behind, shown_by
+from autogram._capture.autograd.graph import edge_of, in_dense, nodes_behind, shown_by
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
@@ -105,14 +105,14 @@ def many_vjps(
     Returns:
         For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
     """
+    edges = [x if isinstance(x, GradientEdge) else edge_of(x, output) for x in inputs]
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
-        found = Pass(channel, is_blocked=True).differentiate(output, inputs, cotangent)
+        found = Pass(channel, is_blocked=True).differentiate(output, edges, cotangent)
         return {i: in_dense(x) for i, x in enumerate(found) if x is not None}
 
     products = None
     if channel.is_batchable and len(cotangents) > 1:
-        edges = [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in inputs]
         ends = {edge.node for edge in edges}
         nodes = nodes_behind(output, lambda node: node in ends or shown_by(node))
         products = _together(vjp, cotangents, nodes)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._errors import FreedGraphError, UnsupportedError
 
@@ -57,6 +57,14 @@ def nodes_behind(
         if is_end is None or not is_end(node):
             for following, _ in node.next_functions:
                 pending.append(following)
+
+
+def edge_of(leaf: Tensor, output: GradientEdge) -> GradientEdge:
+    """Where a leaf enters the graph behind an output, also if it was frozen since."""
+    if leaf.requires_grad:
+        return get_gradient_edge(leaf)
+    found = (node for node in nodes_behind(output) if getattr(node, "variable", None) is leaf)
+    return GradientEdge(next(found), 0)
 
 
 def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
