@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting
 from autogram._distributed import Ranks, Wrappers, together
+from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
-from autogram._errors import InvalidOperandError, RankError
+from autogram._errors import RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import L, Losses, in_form, parts_of, shaped
 
-if TYPE_CHECKING:
-    from autogram._engine.engine import Engine
+Compute = Callable[[Losses], Jacobian]
+"""``engine.jacobian``."""
 
 
-def gramian_of_ranks(engine: Engine, ranks: Ranks, losses: Losses) -> Tensor:
+def gramian_of_ranks(engine: Hooked, ranks: Ranks, compute: Compute, losses: Losses) -> Tensor:
     """``engine.compute_gramian``: of the objectives of all ranks, one after the other."""
-    gramian = ranks.gramian(lambda: _jacobian(engine, ranks, losses))
+    gramian = ranks.gramian(lambda: _jacobian(engine, ranks, compute, losses))
     _note_form(engine, ranks, losses)
     return gramian
 
 
 def weights_of_ranks(
-    engine: Engine, ranks: Ranks, losses: L, weighting: Weighting, scaler: Any
+    engine: Hooked, ranks: Ranks, compute: Compute, losses: L, weighting: Weighting, scaler: Any
 ) -> L:
     """``engine.weights``: of this rank's objectives, by the Gramian of all."""
     scale = Scale(weighting, scaler)
 
-    def compute() -> Jacobian:
+    def jacobian() -> Jacobian:
         with together(ranks, engine._channel, losses):
             scale.check()
-            return _jacobian(engine, ranks, losses, scale)
+            return _jacobian(engine, ranks, compute, losses, scale)
 
-    weights, _ = ranks.weights(compute, scale.weighting, scale.number)
+    weights, _ = ranks.weights(jacobian, scale.weighting, scale.number)
     _note_form(engine, ranks, losses)
     own = ranks.own(weights)
     return shaped(own, losses, engine._batch_dim)  # type: ignore[no-any-return]  # their form
 
 
 def backward_of_ranks(
-    engine: Engine, losses: Losses, weighting: Weighting, scaler: Any, *, retain_graph: bool
+    engine: Hooked,
+    ranks: Ranks,
+    losses: Losses,
+    weighting: Weighting,
+    scaler: Any,
+    *,
+    retain_graph: bool,
 ) -> tuple[Any, Tensor]:
     """``engine.backward``: the sum over the ranks is added to ``.grad``."""
-    ranks = engine._ranks
-    assert ranks is not None
     step = Step(engine, "engine.backward", "rows", Scale(weighting, scaler))
     try:
         with ranks.listening(engine._channel, "step"), step.passing(losses):
@@ -65,7 +71,9 @@ def backward_of_ranks(
     return shaped(weights, losses, engine._batch_dim), gramian
 
 
-def _jacobian(engine: Engine, ranks: Ranks, losses: Losses, scale: Scale | None = None) -> Jacobian:
+def _jacobian(
+    engine: Hooked, ranks: Ranks, compute: Compute, losses: Losses, scale: Scale | None = None
+) -> Jacobian:
     """The Jacobian of the losses of this rank, times the scale if there is one."""
     channel = engine._channel
     wrappers = Wrappers(ranks.group)
@@ -75,23 +83,12 @@ def _jacobian(engine: Engine, ranks: Ranks, losses: Losses, scale: Scale | None 
         wrappers.passing(channel, parts_of(losses)),
     ):
         if scale is None:
-            return engine.jacobian(losses)
+            return compute(losses)
         with scale.passing():
-            return engine.jacobian(scale.of(engine._checked(losses)))
+            return compute(scale.of(engine._checked(losses)))
 
 
-def own_part(ranks: Ranks | None, weights: Tensor) -> Any:
-    """``engine.own``: this rank's part of weights, in the form of its losses."""
-    if ranks is None:
-        raise InvalidOperandError(
-            "The engine computes the Gramian of this process alone, of which all weights are its "
-            "own. Make it with `Engine(model, distributed=True)`, or use the weights as they are."
-        )
-    own = ranks.own(weights)
-    return own if ranks.form is None else ranks.form(own)
-
-
-def _note_form(engine: Engine, ranks: Ranks, losses: Losses) -> None:
+def _note_form(engine: Hooked, ranks: Ranks, losses: Losses) -> None:
     """Notes how weights get the form of some losses, of which nothing is kept but shapes."""
     like = in_form([torch.empty(x.shape, device="meta") for x in parts_of(losses)], losses)
     batch_dim = engine._batch_dim

@@ -114,7 +114,7 @@ class Engine(Hooked):
             RemovedEngineError: The engine was removed.
         """
         if self._ranks is not None:
-            return others.gramian_of_ranks(self, self._ranks, losses)
+            return others.gramian_of_ranks(self, self._ranks, self.jacobian, losses)
         if not (losses := self._checked(losses)).numel():
             return self.jacobian(losses).gramian()
         return self._drivers.run(losses).gramian
@@ -217,7 +217,7 @@ class Engine(Hooked):
         """
         if self._ranks is not None:
             both = others.backward_of_ranks(
-                self, losses, weighting, scaler, retain_graph=retain_graph
+                self, self._ranks, losses, weighting, scaler, retain_graph=retain_graph
             )
             return both if return_gramian else both[0]
         given, losses = losses, self._checked(losses)
@@ -298,7 +298,9 @@ class Engine(Hooked):
             AutogramError: As for :meth:`compute_gramian`.
         """
         if self._ranks is not None:
-            return others.weights_of_ranks(self, self._ranks, losses, weighting, scaler)
+            return others.weights_of_ranks(
+                self, self._ranks, self.jacobian, losses, weighting, scaler
+            )
         scale = Scale(weighting, scaler)
         scale.check()
         total = self._checked(losses)

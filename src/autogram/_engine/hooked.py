@@ -31,8 +31,7 @@ from autogram._capture import (
 )
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._distributed import Ranks, together
-from autogram._engine.distributed import own_part
-from autogram._errors import RemovedEngineError, UnsupportedError
+from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
 from autogram._jacobian import Jacobian, Part, Projections
 from autogram._losses import Losses, joined
 from autogram._report import Report, make_report
@@ -77,7 +76,7 @@ class Hooked:
             shards = self._ranks.shards = Shards(session.roots, session)
             channel.before_pass = self._ranks.before_pass
         hook_all(session, hooks)
-        self._remove = weakref.finalize(self, take_off, hooks, session, shards)
+        self._remove = weakref.finalize(self, _take_off, hooks, session, shards)
 
     def verify(self, losses: Losses) -> None:
         """Compares the Gramian of some losses with one ordinary backward pass.
@@ -186,7 +185,14 @@ class Hooked:
             InvalidOperandError: The weights have another shape, or the engine was made without
                 ``distributed``.
         """
-        return own_part(self._ranks, weights)
+        if self._ranks is None:
+            raise InvalidOperandError(
+                "The engine computes the Gramian of this process alone, of which all weights are "
+                "its own. Make it with `Engine(model, distributed=True)`, or use the weights as "
+                "they are."
+            )
+        own, form = self._ranks.own(weights), self._ranks.form
+        return own if form is None else form(own)
 
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
@@ -225,6 +231,13 @@ class Hooked:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def _take_off(hooks: HookManager, session: Session, shards: Shards | None) -> None:
+    """Removes all that an engine has put on modules."""
+    take_off(hooks, session)
+    if shards is not None:
+        shards.remove()
 
 
 def _removed(kind: type[Hooked]) -> Hooked:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,10 @@ from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
 from autogram._capture import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
+from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, Part
 from autogram._losses import Losses, parts_of
-
-if TYPE_CHECKING:
-    from autogram._engine.hooked import Hooked
 
 
 class Step:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
 from autogram.hooks import HookManager
-
-if TYPE_CHECKING:
-    from autogram._capture.shards import Shards
 
 
 class Parameters:
@@ -229,10 +226,8 @@ def hook_all(session: Session, hooks: HookManager) -> None:
     hooks.register(session, found, kind="around", name="autogram")
 
 
-def take_off(hooks: HookManager, session: Session, shards: Shards | None) -> None:
+def take_off(hooks: HookManager, session: Session) -> None:
     """Removes the hooks, and closes the recording that they would have closed in this thread."""
     hooks.remove()
     _SESSIONS.discard(session)
-    if shards is not None:
-        shards.remove()
     session.close()
