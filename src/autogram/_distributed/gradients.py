@@ -38,11 +38,11 @@ def accumulate(
     found = _gradients(jacobian, weights)
     split = {name: p for name in reached if (p := shards[name] if shards else None) is not None}
     for name, parameter in split.items():
-        add_to_grad(parameter, _scattered(parameter, _gradient(found, name, parameters)))
+        add_to_grad([(parameter, _scattered(parameter, _gradient(found, name, parameters)))])
     by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]
     own = (_gradient(found, name, parameters) for name in by_us)
     for name, total in zip(by_us, _sums(group, own), strict=True):
-        add_to_grad(parameters[name], total.to(parameters[name].dtype))
+        add_to_grad([(parameters[name], total.to(parameters[name].dtype))])
     wrappers.hand_over(
         {
             parameter: _gradient(found, name, parameters)

@@ -206,10 +206,9 @@ class Jacobian:
             return {p: torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in sums}
 
     def _add(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Adds gradients to ``.grad``, and lets go of each."""
+        """Adds gradients to ``.grad``, and lets go of them."""
         with exact(self.device):
-            while gradients:
-                add_to_grad(*gradients.popitem())
+            add_to_grad(gradients.popitem() for _ in range(len(gradients)))
 
     @retried_with_less
     def jvp(self, direction: Direction) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,17 +12,24 @@ from torch import Tensor
 _FIRST = threading.Lock()
 
 
-def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
-    """Adds to a parameter's gradient, of which it becomes the owner if there was none.
+def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Adds to the gradients of parameters, which own what is added where there was none.
 
-    As in a backward pass, a parameter that was frozen since the forward pass gets none.
+    As in a backward pass, a parameter that was frozen since the forward pass gets none, and hooks
+    on parameters are called, one parameter after the other.
     """
-    if not parameter.requires_grad:
-        return
-    # Hooks are to be called with the gradient.
-    if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+    others: list[tuple[Tensor, Tensor]] = []
+    for parameter, gradient in gradients:
+        if not parameter.requires_grad:
+            continue
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            torch.autograd.backward([parameter], [gradient])
+            continue
         with _FIRST:
             if parameter.grad is None:
                 parameter.grad = gradient  # autograd would copy it, as others might hold it too
-                return
-    torch.autograd.backward([parameter], [gradient])
+                continue
+        others.append((parameter, gradient))
+    if others:  # in one pass, as each takes as long as many additions
+        parameters, added = zip(*others, strict=True)
+        torch.autograd.backward(parameters, added)
