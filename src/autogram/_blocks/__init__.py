@@ -25,6 +25,7 @@ from autogram._blocks.layout import (
 )
 from autogram._blocks.lookup import Factors, Lookup, block_of
 from autogram._blocks.plan import cost_of_products, cost_of_rows
+from autogram._blocks.products import largest_result
 from autogram._blocks.region import Region
 from autogram._blocks.sketch import Projection, projected
 
@@ -58,6 +59,7 @@ __all__ = [
     "cost_of_rows",
     "gram_of_bundle",
     "in_places",
+    "largest_result",
     "pieces",
     "projected",
     "side_by_side",

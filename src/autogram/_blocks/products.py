@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import find_path, unused_labels
+from autogram._blocks.kernels.contraction import find_path, repeats, unused_labels
 from autogram._blocks.plan import Kind, count_pieces, plans, rows
 
 
@@ -27,6 +27,16 @@ def products(
     """
     first, second = merge(first), merge(second) if second else ()
     return plans(kind, first, second, kernels)[0](first, second, kernels)
+
+
+def largest_result(blocks: Sequence[Block], kernels: Kernels) -> int:
+    """Elements of the largest tensor that the Gramian of some blocks of one tensor writes.
+
+    Patches count: a product copies them, where they are a view that repeats elements.
+    """
+    merged = merge(blocks)
+    copied = [x.numel() for block in merged for x in block.operands if repeats(x)]
+    return max([plans("gram", merged, (), kernels)[0].elements, *copied])
 
 
 def share_factor(outer: Block, rows: Block, kernels: Kernels) -> bool:

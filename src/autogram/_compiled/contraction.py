@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autogram._blocks import (
+    Block,
     Bundles,
     Columns,
     Devices,
@@ -28,6 +29,7 @@ from autogram._blocks import (
     Region,
     block_of,
     gram_of_bundle,
+    largest_result,
 )
 from autogram._capture.uses import RuleUse
 
@@ -129,16 +131,16 @@ def key_of(inside: Sequence[Inside], asked: Asked) -> object:
     return asked, regions, recipes
 
 
-class UntraceableError(Exception):
-    """A use cannot be contracted on tensors without data.
+class OutsideError(Exception):
+    """Some uses are not contracted in the graph: that is impossible, or calls are faster.
 
     Attributes:
-        number: Its number in the part.
+        numbers: Their numbers in the part.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, *numbers: int) -> None:
         super().__init__()
-        self.number = number
+        self.numbers = numbers
 
 
 def append_contractions(
@@ -161,7 +163,7 @@ def append_contractions(
         The nodes of the results: the Gramian, ``(k, b, k, b)``, and what is kept.
 
     Raises:
-        UntraceableError: A use cannot be contracted so.
+        OutsideError: Some uses are to be contracted outside.
     """
     nodes = [node for of in tensors for node in of]
     values = [node.meta["val"] for node in nodes]
@@ -180,7 +182,7 @@ def append_contractions(
     traced.graph.eliminate_dead_code()
     # The compiler may give tensors other strides than those that were traced.
     if any(_reads_strides(node) for node in traced.graph.nodes):
-        raise UntraceableError(inside[-1].number)
+        raise OutsideError(inside[-1].number)
     copies: dict[fx.Node, fx.Node] = {}
     given = iter(nodes)
     for node in traced.graph.nodes:
@@ -204,6 +206,7 @@ def _contract(
     found = _columns(inside, tensors, Limit(asked.limit))
     taken, kept = 0, list[KeptBlock]()
     factors: list[Tensor] = []
+    outside: list[int] = []
     bundles = Bundles()
     ready: list[list[Columns]] = []
     for number, use, _ in inside:
@@ -213,17 +216,34 @@ def _contract(
             if columns is None:
                 continue
             read.append(columns)
+            largest, known = _largest(columns), {id(x) for x in _operands(columns)}
             if asked.form is not None:
                 taken += columns.keep(asked.form, taken)
                 for whole, of in columns.found():
                     region = whole.shifted(-columns.parameter.offset)
                     kept.append(KeptBlock(number, i, region, of.equation, len(of.operands)))
                     factors += of.operands
+            made = sum(x.numel() for x in _operands(columns) if id(x) not in known)
+            if columns.kernels.prefers_calls(largest, made):
+                outside.append(number)
         ready += bundles.add(*read)
+    if outside:
+        raise OutsideError(*outside)
     parts = [gram_of_bundle(x) for x in (*ready, *bundles.rest())]
     total = [part for part in parts if part is not None]
     gramian = torch.stack(total).sum(0) if len(total) > 1 else total[0]
     return Contracted([gramian, *factors], kept, taken)
+
+
+def _largest(columns: Columns) -> int:
+    """Elements of the largest tensor that the Gramian of some columns writes, tables aside."""
+    blocks = [block for _, block in columns.found() if isinstance(block, Block)]
+    return largest_result(blocks, columns.kernels) if blocks else 0
+
+
+def _operands(columns: Columns) -> list[Tensor]:
+    """All tensors that some columns are made of."""
+    return [x for _, block in columns.found() for x in block.operands]
 
 
 def _columns(
@@ -237,12 +257,12 @@ def _columns(
         try:
             blocks = use.contributions(layout, cotangent.unsqueeze(0), tuple(saved), limit)
         except RuntimeError as error:  # a formula that reads values
-            raise UntraceableError(number) from error
+            raise OutsideError(number) from error
         for tracked, region, block in blocks:
             parameter = tracked.sources[0]
             whole = regions.setdefault(id(parameter), region.canonical)
             if whole != region.canonical or prod(whole.shape) != parameter.numel():
-                raise UntraceableError(number)  # parts of a parameter are put together by strides
+                raise OutsideError(number)  # parts of a parameter are put together by strides
             columns = found.get(id(parameter))
             if columns is None:
                 kernels = devices.on(parameter.device)

@@ -12,6 +12,9 @@ from torch import fx
 
 from autogram._compiled.tracing.operator import SHOW
 
+# Views that read each element once.
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.permute.default)
+
 
 def inputs(module: fx.GraphModule) -> list[fx.Node]:
     """The inputs of a graph."""
@@ -41,6 +44,27 @@ def origin(node: fx.Node) -> fx.Node:
     while node.target in (SHOW, torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         node = arguments(node)[0]
     return node
+
+
+def written_once(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What to read in place of a node, and what all others read.
+
+    A view of an elementwise result is computed as such: a product by one, which the compiler fuses
+    with the result. Else inductor writes what has several readers in the order of the result, and
+    copies it for readers that want the order of the view, as convolutions do.
+    """
+    base = node
+    while base.target in _VIEWS:
+        base = arguments(base)[0]
+        if len(base.users) > 1:
+            return node
+    if base is node or torch.Tag.pointwise not in getattr(base.target, "tags", ()):
+        return node
+    with graph.inserting_after(node):
+        written = graph.call_function(torch.ops.aten.mul.Tensor, (node, 1))
+    written.meta = dict(node.meta)
+    node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
+    return written
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:

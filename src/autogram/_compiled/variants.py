@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
+from autogram._blocks import Keep
 from autogram._capture.autograd.graph import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.uses import RuleUse
@@ -28,12 +29,21 @@ from autogram._compiled.contraction import (
     Asked,
     Contracted,
     Inside,
-    UntraceableError,
+    OutsideError,
     append_contractions,
     key_of,
 )
 from autogram._compiled.fixed import Form, fixed, form_of
-from autogram._compiled.graphs import arguments, copied, dtypes, finished, inputs, origin, results
+from autogram._compiled.graphs import (
+    arguments,
+    copied,
+    dtypes,
+    finished,
+    inputs,
+    origin,
+    results,
+    written_once,
+)
 from autogram._compiled.graphs import shows as shows_in
 from autogram._compiled.tracing.part import Part
 
@@ -97,7 +107,7 @@ class Backward:
         self._results = len(results(graph))
         self._forms: set[Form] = {()}  # those that have graphs of their own; () for all
         self._variants: dict[Any, _Variant] = {}
-        self._untraceable: set[int] = set()
+        self._outside: dict[Keep | None, set[int]] = {}  # numbers of uses, by what is kept
         self._tracing = torch._guards.TracingContext.try_get()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
@@ -151,7 +161,8 @@ class Backward:
         receiver = current.receiver
         ask = getattr(receiver, "layouts_inside", None)
         while ask is not None:
-            candidates = [x for i, x in enumerate(uses) if x and i not in self._untraceable]
+            outside = self._outside.setdefault(receiver.form, set())
+            candidates = [x for i, x in enumerate(uses) if x and i not in outside]
             layouts = ask(candidates)
             inside = [Inside(i, x, layouts[x]) for i, x in enumerate(uses) if x and x in layouts]
             form = form_of(args) if inside and self._part.sizes.are_open else ()
@@ -165,10 +176,10 @@ class Backward:
                 if taken > receiver.room(inside[0].use.reads[0].sources[0]):
                     asked = asked._replace(form="auto")
                     variant = self._contracting(inside, asked, form, args)
-            except UntraceableError as error:
-                self._untraceable.add(error.number)
+            except OutsideError as error:
+                outside.update(error.numbers)
             except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
-                self._untraceable.update(of.number for of in inside)
+                outside.update(of.number for of in inside)
             else:
                 return inside, variant
         return (), self._variant("taps", self._with_taps)
@@ -215,7 +226,8 @@ class Backward:
         factors: dict[int, list[Any]] = {}
         for node in shows_in(module):
             cotangent, saved, use = arguments(node)
-            factors[use] = [origin(x) for x in (cotangent, *saved)]
+            written = written_once(module.graph, origin(cotangent))
+            factors[use] = [written, *map(origin, saved)]
         for node in shows_in(module):
             node.replace_all_uses_with(arguments(node)[0])
             module.graph.erase_node(node)

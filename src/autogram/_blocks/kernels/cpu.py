@@ -28,6 +28,12 @@ _WORTH_MIRRORING = 2**28
 _WORTH_SPLITTING = 2**19
 _PARTS = 4
 
+# A compiled graph takes fresh memory in each step, for what it leaves and for large intermediate
+# results. The system clears each page of it, which takes longer than writing the results. With more
+# elements than these, that costs more than the calls of a contraction whose memory is used again.
+_FRESH_INSIDE = 2**22
+_FRESH_BEHIND = 2**17
+
 
 class CpuKernels(Kernels):
     """Contractions on a CPU.
@@ -90,6 +96,10 @@ class CpuKernels(Kernels):
         left = self.multiply(rows, rows[:half])  # (m, half)
         last = self.multiply(rows[half:], rows[half:])
         return torch.cat([left, torch.cat([left[half:].mT, last])], 1)
+
+    def prefers_calls(self, largest: int, kept: int) -> bool:
+        """Whether a compiled graph would take much fresh memory."""
+        return largest > _FRESH_INSIDE or kept > _FRESH_BEHIND
 
     def parts_to_mirror(self, cost: int, samples: int) -> int:
         """Into how many ranges of samples to cut a product of a block with itself."""

@@ -25,7 +25,6 @@ class TracedKernels(Kernels):
 
     room = Kernels.room
     most_elements = Kernels.most_elements
-    parts_to_mirror = Kernels.parts_to_mirror
     with_copy = Kernels.with_copy
     scratch = Hardware.scratch
     weighed = Kernels.weighed
