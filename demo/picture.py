@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from demo.control import Control
 from demo.digits import N_CLASSES
 from demo.probe import N_PER_CLASS, Look
 
@@ -93,3 +94,44 @@ def save_courses(path: Path, courses: Mapping[str, Sequence[tuple[float, float]]
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def save_tasks(path: Path, control: Control) -> None:
+    """Save the picture of both losses."""
+    figure = Figure(figsize=(6, 4.4), layout="constrained")
+    draw_tasks(figure.add_subplot(), control)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw_tasks(axes: Axes, control: Control) -> None:
+    """Both losses: for each seed, a line of SGD by its weights, and a point of Jacobian descent."""
+    columns = {1.0: control.sgd, **control.weighted}
+    for seed, own in enumerate(control.jacobian):
+        line = [outcomes[seed] for outcomes in columns.values()]
+        axes.plot(
+            [x.class_loss for x in line],
+            [x.drawing_loss for x in line],
+            "o-",
+            color=COLORS[1],
+            label=None if seed else "SGD, rate tuned, with the weight of the classes",
+        )
+        for weight, outcome in zip(columns, line, strict=True):
+            place = outcome.class_loss, outcome.drawing_loss
+            axes.annotate(f"{weight:g}", place, (4, 4), textcoords="offset points", fontsize=8)
+        axes.plot(
+            [line[0].class_loss, own.class_loss],
+            [line[0].drawing_loss, own.drawing_loss],
+            "*:",
+            color=COLORS[2],
+            markersize=13,
+            markevery=[1],
+            label=None if seed else "Jacobian descent, same rate, no weight",
+        )
+    axes.set(xlabel="loss of the classes", ylabel="loss of the drawings")
+    axes.set_title(
+        f"Two tasks that compete, {len(control.sgd)} seeds: further left and down is better",
+        fontsize=11,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)

@@ -121,6 +121,11 @@ def check_weighting(weighting: Any) -> None:
             "`(m, m)` to weights `(m,)`. Weights that are known need no Gramian: call "
             "`losses.backward(weights)`."
         )
+    if isinstance(weighting, type):
+        name = weighting.__name__
+        raise InvalidOperandError(
+            f"The weighting is the class `{name}`. Pass an object of it, as `{name}()`."
+        )
     rows = "`engine.jacobian(losses).rows(slice(None))`"
     name, kinds = type(weighting).__name__, _kinds_in_torchjd(weighting)
     if "Aggregator" in kinds:
@@ -166,6 +171,11 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
 
 def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False) -> Tensor:
     """Weights as ``(k, b)``, or as ``(s, k, b)`` if several vectors were given, and can be."""
+    if not isinstance(w, Tensor):
+        raise InvalidOperandError(
+            f"A {type(w).__name__} was given. Pass one tensor with an element for each objective, "
+            "`(m,)`, in the order of the Gramian."
+        )
     losses = objectives.losses
     shapes = [(losses.numel(),), tuple(losses.shape)]
     is_stack = tuple(w.shape) not in shapes
@@ -183,6 +193,10 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
     """The group of each parameter that is in a group; by default, a group of its own."""
     if by is None or callable(by):
         return {parameter: by(name) if by else name for parameter, name in names.items()}
+    if hasattr(by, "param_groups"):
+        raise InvalidOperandError(
+            f"The groups are those of `{type(by).__name__}`. Pass `optimizer.param_groups`."
+        )
     found = {
         parameter: str(group.get("name", i))
         for i, group in enumerate(by)

@@ -10,6 +10,7 @@ from textwrap import dedent
 import pytest
 import torch
 
+import autogram
 from autogram._check import main
 from autogram._check.printing import Bar
 
@@ -217,7 +218,7 @@ def test_what_is_not_supported(files: Files) -> None:
             return model, lambda: sizes(model(torch.arange(5)))
     """)
     assert code == 1
-    assert "Unsupported: UnsupportedError: " in out
+    assert "Failed: UnsupportedError: " in out
     assert "`max_norm`" in out
     code, out, _ = files.check(FUNCTION.replace("sizes(model(x))", "model(x).detach()"), "--json")
     assert code == 1
@@ -227,13 +228,22 @@ def test_what_is_not_supported(files: Files) -> None:
 NOT_RIGHT = {
     "raises": ("def make():\n    raise ValueError('of the user')", r"Your code raised ValueError"),
     "import": ("import no_such_thing\ndef make(): ...", "Your code raised ModuleNotFoundError"),
-    "nothing": ("def make():\n    return None", r"returned a NoneType. Return `(model, losses)`"),
-    "model": ("def make():\n    return 1, sizes(x)", "A int was returned for the model. Return"),
+    "nothing": (
+        "def make():\n    return None",
+        r"returned an object of type `NoneType`. Return `(model, losses)`",
+    ),
+    "model": (
+        "def make():\n    return 1, sizes(x)",
+        "The model is of type `int`, and no module. Return",
+    ),
     "modules": (
         "def make():\n    return [], sizes(x)",
-        "A list was returned for the model. Return",
+        "The model is of type `list`, and no module. Return",
     ),
-    "losses": ("def make():\n    return Net(), lambda: [1]", "The losses are a list. Return"),
+    "losses": (
+        "def make():\n    return Net(), lambda: [1]",
+        "The losses are of type `list`. Return",
+    ),
     "another": (
         "def make():\n    m = Net()\n    return m, sizes(m.last(m.first(x)))",
         "not computed by calling the model that the function returned. Return `(model, function)`",
@@ -277,6 +287,15 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: python -m autogram" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a report of a defect has to name."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert (
+        capsys.readouterr().out == f"autogram {autogram.__version__}, torch {torch.__version__}\n"
+    )
 
 
 def test_modules_are_left_as_they_were(files: Files) -> None:

@@ -1,12 +1,16 @@
 """The demo's control: both ways see the same, and the note says what the table says."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from autogram import Engine
 from autogram.weightings import UPGrad
-from demo.control import Outcome, Squeeze, compare, make_note, of_equal_length, train
+from demo.control import Control, Outcome, Squeeze, compare, make_note, of_equal_length, train
 from demo.digits import load_images
+from demo.picture import draw_tasks, save_tasks
 from demo.training import as_long_as_the_mean
 
 
@@ -41,15 +45,32 @@ def test_trainings_of_the_control() -> None:
 def test_the_best_rate_is_taken() -> None:
     """One with which SGD diverges is not."""
     calls: list[None] = []
-    best, sgd, jacobian = compare((1e3, 0.1), (0, 1), 1, lambda: calls.append(None))
-    assert best == 0.1
-    assert len(sgd) == len(jacobian) == 2
-    assert len(calls) == 6
+    found = compare((1e3, 0.1), (2.0,), (0, 1), 1, lambda: calls.append(None))
+    assert found.rate == 0.1
+    assert len(found.sgd) == len(found.jacobian) == len(found.weighted[2.0]) == 2
+    assert found.weighted[2.0] != found.sgd
+    assert len(calls) == 8
+
+
+def test_picture_has_each_outcome(tmp_path: Path) -> None:
+    """A line for each seed, with its weights, and a star."""
+    sgd, weighted, jacobian = ([Outcome(i, 0.5, i + seed) for seed in (0, 1)] for i in (3, 2, 1))
+    axes = Figure().add_subplot()
+    draw_tasks(axes, Control(0.1, sgd, jacobian, {2.0: weighted}))
+    lines = [(list(x.get_xdata()), list(x.get_ydata())) for x in axes.get_lines()]
+    sgd_lines = [([3, 2], [3, 2]), ([3, 2], [4, 3])]
+    assert (lines[::2], lines[1::2]) == (sgd_lines, [([3, 1], [3, 1]), ([3, 1], [4, 2])])
+    assert [text.get_text() for text in axes.texts] == ["1", "2"] * 2
+    save_tasks(tmp_path / "new" / "tasks.png", Control(0.1, sgd, jacobian, {2.0: weighted}))
+    assert (tmp_path / "new" / "tasks.png").exists()
 
 
 def test_note_is_about_the_numbers() -> None:
     sgd = [Outcome(1.0, 0.5, 2.0), Outcome(1.0, 0.5, 2.0)]
-    jacobian = [Outcome(0.5, 0.5, 3.0), Outcome(1.1, 0.5, 3.0)]
-    note = make_note(sgd, jacobian)
+    jacobian = [Outcome(0.5, 0.5, 2.9), Outcome(1.1, 0.5, 3.1)]
+    weighted = [Outcome(0.4, 0.5, 3.2), Outcome(0.4, 0.5, 3.2)]
+    note = make_note(Control(0.1, sgd, jacobian, {2.0: weighted}))
+    assert "of the classes (2) trades" in note
+    assert "in 1 of 2 seeds ends below the line" in note  # at 0.5, the line is at 3.0
     assert "by -20% (less in 1 of 2 seeds)" in note
     assert "drawings by +50%" in note

@@ -1,5 +1,6 @@
 """The snippets of the README and of the documentation run as they stand, and links lead there."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -66,3 +67,15 @@ def test_api_reference_has_every_public_package() -> None:
         ):
             public.add(".".join(names))
     assert public <= listed, public - listed
+
+
+def test_api_reference_has_every_public_name() -> None:
+    """What has no docstring, such as an alias of a type, is not found: the page itself names it."""
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    for package in re.findall(r"automodule:: (\S+)", page):
+        module = importlib.import_module(package)
+        for name in getattr(module, "__all__", ()):
+            found = getattr(module, name)
+            own = isinstance(found, type) or (callable(found) and hasattr(found, "__name__"))
+            if not (own and found.__doc__) and name != "__version__":
+                assert f"py:data:: {name}\n   :module: {package}\n" in page, f"{package}.{name}"

@@ -176,6 +176,6 @@ def test_network_of_physics_carries_its_laplacian() -> None:
 
 
 def test_gauss_newton_learns_physics() -> None:
-    """Within a few steps, of which the first ones are short."""
-    errors = [error for _, error in gauss_newton(Network(), steps=10)]
-    assert errors[-1] < 0.5 * errors[0]
+    """Within some steps, of which the first ones are short."""
+    errors = [error for _, error in gauss_newton(Network(), steps=25)]
+    assert errors[-1] < 0.1 * errors[0]

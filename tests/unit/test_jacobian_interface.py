@@ -60,6 +60,14 @@ def test_weights_of_another_shape(model: nn.Module, shape: tuple[int, ...]) -> N
         jacobian.vjp(torch.ones(shape))
 
 
+@pytest.mark.parametrize("method", ["vjp", "accumulate_grad", "least_squares"])
+def test_weights_in_another_form(model: nn.Module, method: str) -> None:
+    """A Jacobian does not know what form the losses had."""
+    jacobian, _ = make(model)
+    with pytest.raises(InvalidOperandError, match=r"A dict was given\. Pass one tensor"):
+        getattr(jacobian, method)({"task": torch.ones(4)})
+
+
 def test_gradients_take_one_vector(model: nn.Module) -> None:
     jacobian, _ = make(model)
     with pytest.raises(InvalidOperandError, match="Stacks of vectors are for `vjp`"):
@@ -123,6 +131,14 @@ def test_block_gramians_by_layer(model: nn.Module) -> None:
     assert list(blocks) == ["0", "2"]
     assert_close_to_reference(blocks["0"], expected[:, :20] @ expected[:, :20].T)
     assert_close_to_reference(blocks["2"], expected[:, 20:] @ expected[:, 20:].T)
+
+
+def test_an_optimizer_is_no_group(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    with pytest.raises(
+        InvalidOperandError, match=r"those of `SGD`\. Pass `optimizer\.param_groups`"
+    ):
+        jacobian.block_gramians(torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def test_no_parameter_in_common(model: nn.Module) -> None:

@@ -49,6 +49,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "tensor": (lambda: torch.ones(4), r"is a Tensor.*`losses\.backward\(weights\)`"),
     "list": (lambda: [1.0] * 4, r"is a list.*function that maps"),
+    "class": (
+        lambda: UPGradWeighting,
+        r"the class `UPGradWeighting`\. Pass .* `UPGradWeighting\(\)`",
+    ),
     "nothing": (lambda: None, r"is a NoneType.*function that maps"),
 }
 

@@ -256,6 +256,18 @@ def test_a_disabled_scaler_is_none(step: Step) -> None:
         step(engine, per_sample(model(batch(5, 3))) * torch.inf, weighting, scaler)
 
 
+def test_losses_that_the_user_has_scaled() -> None:
+    """An overflow names the argument by which it would be a skipped step."""
+    model = mlp()
+    engine = Engine(model, verify="never")
+    engine.compute_gramian(per_sample(model(batch(4, 3))))
+    scaled = per_sample(model(batch(4, 3))) * 1e200
+    with pytest.raises(
+        NonFiniteError, match=r"`engine\.backward\(losses, weighting, scaler=scaler"
+    ):
+        engine.backward(scaled, UPGrad())
+
+
 def test_what_is_no_scaler(step: Step) -> None:
     model = mlp()
     with pytest.raises(InvalidOptionError, match=r"is a float\. Pass the `torch\.amp\.GradScaler`"):

@@ -9,13 +9,14 @@ import traceback
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+
+from autogram import __version__
 from autogram._check.checking import check
 from autogram._check.printing import Bar, text_of
 from autogram._check.subject import UsageError
 
-_EXIT_CODES = (
-    "Exit codes: 0 fine, 1 wrong or unsupported, 2 a wrong command, or a function that fails."
-)
+_EXIT_CODES = "Exit codes: 0 fine, 1 wrong or failed, 2 a wrong command, or a function that fails."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m autogram", description="Exact Gramians of Jacobians for PyTorch."
     )
+    version = f"autogram {__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="command")
     checked = commands.add_parser(
         "check",

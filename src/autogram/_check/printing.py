@@ -66,7 +66,9 @@ def _verdict(found: Found) -> str:
     """The last line."""
     if found.status == "fine":
         return "Fine: the Gramian agrees with an ordinary backward pass, parameter by parameter."
-    return f"{found.status.capitalize()}: {found.kind}: {found.error}"
+    # The engine's other errors are also of losses that are not finite, or have no graph.
+    word = "Wrong" if found.status == "wrong" else "Failed"
+    return f"{word}: {found.kind}: {found.error}"
 
 
 def _of_times(times: Times) -> str:

@@ -132,21 +132,23 @@ class Subject:
             isinstance(losses, Mapping | list | tuple) and all(isinstance(x, Tensor) for x in parts)
         )
         if not is_right:
-            raise UsageError(f"The losses are a {type(losses).__name__}. {_FORMS}")
+            raise UsageError(f"The losses are of type `{type(losses).__name__}`. {_FORMS}")
         return losses
 
 
 def _both(returned: Any) -> tuple[list[nn.Module], Any]:
     """Modules, and losses or a function."""
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise UsageError(f"The function returned a {type(returned).__name__}. {_FORMS}")
+        raise UsageError(
+            f"The function returned an object of type `{type(returned).__name__}`. {_FORMS}"
+        )
     model, losses = returned
     modules = [model] if isinstance(model, nn.Module) else model
     are_modules = isinstance(modules, list | tuple) and all(
         isinstance(module, nn.Module) for module in modules
     )
     if not are_modules or not modules:
-        raise UsageError(f"A {type(model).__name__} was returned for the model. {_FORMS}")
+        raise UsageError(f"The model is of type `{type(model).__name__}`, and no module. {_FORMS}")
     return list(modules), losses
 
 

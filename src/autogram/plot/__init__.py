@@ -1,4 +1,4 @@
-"""Pictures of Gramians and of training. Needs matplotlib: ``pip install autogram[plot]``."""
+"""Pictures of Gramians and of training. Needs matplotlib."""
 
 from autogram.plot._heat_map import by_cluster, plot_cosines
 from autogram.plot._training import plot_history, plot_norms

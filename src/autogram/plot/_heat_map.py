@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def plot_cosines(
                 f"There are {len(classes)} classes and {len(gramian)} objectives. Pass one class "
                 "for each, in the row-major order of the losses."
             )
-        order = sorted(range(len(classes)), key=lambda i: (type(classes[i]).__name__, classes[i]))
+        order = sorted(range(len(classes)), key=lambda i: rank(classes[i]))
     else:
         order = list(range(len(gramian)))
     image = axes.imshow(
@@ -71,6 +71,11 @@ def plot_cosines(
     axes.set_ylabel("class of objective i" if classes else "objective i")
     axes.figure.colorbar(image, ax=axes, label="cosine of the gradients of i and j")
     return axes
+
+
+def rank(label: Any) -> tuple[str, Any]:
+    """Where a class stands among the others, which may be numbers and strings together."""
+    return type(label).__name__, label
 
 
 def _mark(axes: Axes, classes: Sequence[object]) -> None:

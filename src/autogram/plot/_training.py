@@ -11,7 +11,7 @@ from torch import Tensor
 from autogram._errors import InvalidOperandError
 from autogram.monitor import ConflictMonitor, Numbers
 from autogram.monitor._numbers import NAMES
-from autogram.plot._heat_map import new_axes
+from autogram.plot._heat_map import new_axes, rank
 
 _LABELS = {
     "conflicting": "share of conflicting pairs",
@@ -85,7 +85,7 @@ def plot_norms(
             f"There are {len(labels)} classes and {len(norms)} objectives. Pass one for each."
         )
     axes = axes or new_axes()
-    for label in dict.fromkeys(labels):
+    for label in sorted(set(labels), key=rank):
         own = norms[[i for i, other in enumerate(labels) if other == label]].sort().values
         shares = torch.linspace(0, 1, len(own))
         axes.plot(shares.numpy(), own.numpy(), label=None if label is None else str(label))

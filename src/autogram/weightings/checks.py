@@ -40,7 +40,9 @@ def check_gramian(gramian: Tensor, vectors: Tensor | None = None) -> None:
     if not finite:
         raise NonFiniteError(
             "The Gramian, or a vector to project, has entries that are infinite or not a number. "
-            "Look for a division by zero or an overflow in the losses."
+            "Look for a division by zero or an overflow in the losses. If a gradient scaler has "
+            "scaled them, give the engine the losses as they were, and the scaler: "
+            "`engine.backward(losses, weighting, scaler=scaler)`."
         )
     if apart > _ASYMMETRY or diagonal < 0:
         raise InvalidOperandError(

@@ -74,7 +74,8 @@ def test_norms_by_class() -> None:
     (line,) = plot_norms(gramian).get_lines()
     assert line.get_ydata().tolist() == [1, 2, 3, 4]
     axes = plot_norms(gramian, classes=torch.tensor([1, 0, 1, 0]))
-    assert [own.get_ydata().tolist() for own in axes.get_lines()] == [[3, 4], [1, 2]]
+    assert [own.get_ydata().tolist() for own in axes.get_lines()] == [[1, 2], [3, 4]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["0", "1"]
     assert axes.get_yscale() == "log"
     gramian[0, 0] = 0
     assert plot_norms(gramian).get_yscale() == "linear"
