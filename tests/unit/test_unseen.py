@@ -190,7 +190,6 @@ UNSEEN: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
         r"in the call behind `MulBackward0`, `temperature` \(5 elements\)",
     ),
     "input": (scaled_input, r"in the call behind `MulBackward0`, `temperature` \(5 elements\)"),
-    "double backward": (gradient_penalty, r"in the losses, .*`first\.weight`"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import shown_by
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 
@@ -77,12 +77,8 @@ class _Tap(torch.autograd.Function):
         passed_on = cotangent
         if current and cotangent is not None and use.recording.channel is current.channel:
             if current.reach(use.recording):
-                saved = ctx.saved_tensors  # read once: under checkpointing, that computes again
-                if current.hidden is None:
-                    current.show(use, saved, cotangent.unsqueeze(0))
-                else:
-                    show = partial(current.show, use, saved)
-                    _Unbatch.apply(cotangent, show, current.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
+                # Read once: under checkpointing, that computes again.
+                show_to(current, use, ctx.saved_tensors, cotangent)
             if current.is_blocked:
                 # In place, zeros: with `None` autograd would drop what lies beside a slice, too.
                 passed_on = torch.zeros_like(cotangent) if ctx.in_place else None
@@ -92,6 +88,23 @@ class _Tap(torch.autograd.Function):
 # `apply` without the check for `torch.func` transforms, which would double its time: the recorder
 # has checked that there are none.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Tap).apply
+
+
+def show_to(
+    current: Pass,
+    use: Use,
+    saved: tuple[Tensor, ...],
+    cotangent: Tensor,
+    *,
+    is_kept: bool = False,
+) -> None:
+    """Shows the cotangent of a use to a pass, which may be batched, or keeps it for its end."""
+    show = current.keep if is_kept else current.show
+    if current.hidden is None:
+        show(use, saved, cotangent.unsqueeze(0))
+    else:
+        receive = partial(show, use, saved)
+        _Unbatch.apply(cotangent, receive, current.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
 
 
 class _Unbatch(torch.autograd.Function):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -168,13 +169,21 @@ def pull_back(
 def _rows_through(
     channel: Channel, output: GradientEdge, inputs: Inputs, cotangents: Iterable[Tensor]
 ) -> Iterator[Block | None]:
-    """Rows of each input of a piece of the graph, in at least float32, from cotangents in parts.
+    """Rows of each input of a piece of the graph, from cotangents in parts."""
+    return rows_by(partial(many_vjps, channel, output, inputs), len(inputs), cotangents)
 
-    ``None`` where the output misses the input. A part is ``(k, some samples, *output)``.
+
+def rows_by(
+    vjps: Callable[[Tensor], list[Tensor | None]], count: int, cotangents: Iterable[Tensor]
+) -> Iterator[Block | None]:
+    """Rows of some inputs, in at least float32, by products with cotangents ``(n, *output)``.
+
+    ``None`` where the output misses the input. A part of the cotangents is
+    ``(k, some samples, *output)``.
     """
-    parts: list[list[Tensor]] = [[] for _ in inputs]
+    parts: list[list[Tensor]] = [[] for _ in range(count)]
     for some in cotangents:
-        found = many_vjps(channel, output, inputs, some.flatten(0, 1))
+        found = vjps(some.flatten(0, 1))
         for rows, part in zip(found, parts, strict=True):
             if rows is not None:
                 dtype = torch.promote_types(rows.dtype, torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +72,7 @@ def visit(
             return {}
 
         if _together(show, cotangents, nodes_behind(losses)) is not None:
+            batched.show_kept()
             return receiver
         receiver = start()
     tensors: dict[Any, tuple[Tensor, ...]] = {}
@@ -118,6 +119,48 @@ def many_vjps(
         products = _together(vjp, cotangents, nodes)
     if products is None:
         products = _one_by_one(vjp, cotangents)
+    return [products.get(i) for i in range(len(inputs))]
+
+
+def vjps_of_node(
+    channel: Channel, output: GradientEdge, inputs: Sequence[GradientEdge], cotangents: Tensor
+) -> list[Tensor | None]:
+    """Vector-Jacobian products through a single node, outside of any pass.
+
+    Args:
+        channel: The channel of the engine.
+        output: One result of a node that is none of a custom autograd Function.
+        inputs: What the node leads to directly.
+        cotangents: Those of the result, ``(n, *output)``.
+
+    Returns:
+        For each input, ``(n, *input)``, or ``None`` where it has none.
+    """
+    node: Any = output.node
+    count = len(node._input_metadata)
+
+    def vjp(cotangent: Tensor) -> dict[int, Tensor]:
+        given = [cotangent if i == output.output_nr else None for i in range(count)]
+        found = node(*given)
+        found = found if isinstance(found, tuple) else (found,)
+        totals: dict[int, Tensor] = {}
+        for gradient, edge in zip(found, node.next_functions, strict=True):
+            if gradient is None or edge not in places:
+                continue
+            child, result = edge
+            of = child._input_metadata[result]
+            gradient = in_dense(gradient).sum_to_size(of.shape).to(of.dtype)  # as autograd does
+            i = places[edge]
+            totals[i] = totals[i] + gradient if i in totals else gradient
+        return totals
+
+    places = {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)}
+    products = None
+    with torch.no_grad():
+        if channel.is_batchable and len(cotangents) > 1:
+            products = _together(vjp, cotangents, [node])
+        if products is None:
+            products = _one_by_one(vjp, cotangents)
     return [products.get(i) for i in range(len(inputs))]
 
 

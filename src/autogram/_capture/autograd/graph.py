@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,3 +193,57 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         return (None,) * (3 + int(ctx.count))
+
+
+_NUMBERS = count()
+# Functions of PyTorch's wrappers that return what they are given.
+_HANDING_ON = {"RegisterPostBackwardFunction", "_DDPSink"}
+Reader = Callable[[Any], Any]
+
+
+class NodeKind(NamedTuple):
+    """What all nodes of one class have in common.
+
+    Attributes:
+        number: A number for the class.
+        operation: The operation that the class differentiates: ``Mul`` for ``MulBackward0``. Empty
+            for a Function in Python, whatever its name, but for those of wrappers that return what
+            they are given.
+        tensors: The attributes that hold the tensors that a node saved.
+        arguments: Functions that read what a node saved that is no tensor: dimensions, shifts.
+        sizes: Functions that read the sizes and strides that a node saved.
+    """
+
+    number: int
+    operation: str
+    tensors: tuple[str, ...] = ()
+    arguments: tuple[Reader, ...] = ()
+    sizes: tuple[Reader, ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def kind_of_node(node: Any) -> NodeKind:
+    """What all nodes of a class have in common."""
+    if issubclass(node, BackwardCFunction):
+        function = getattr(node, "_forward_cls", None)
+        name, module = (getattr(function, of, "") for of in ("__name__", "__module__"))
+        is_known = name in _HANDING_ON and module.startswith("torch.")
+        return NodeKind(next(_NUMBERS), "HandOn" if is_known else "")
+    fields = [field for field in dir(node) if field.startswith("_saved_")]
+    tensors = tuple(field for field in fields if hasattr(node, f"_raw{field}"))
+    arguments: list[Reader] = []
+    sizes: list[Reader] = []
+    for field in fields:
+        if field not in tensors:
+            readers = sizes if "size" in field or "stride" in field else arguments
+            readers.append(getattr(node, field).__get__)
+    if "_saved_indices" in tensors:
+        arguments.append(_indexed)
+    operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
+    return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
+
+
+def _indexed(node: Any) -> tuple[bool, ...]:
+    """Which dimensions are indexed, where a node saved a list of indices as in ``x[:, index]``."""
+    saved = node._raw_saved_indices
+    return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()

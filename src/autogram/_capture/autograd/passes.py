@@ -62,6 +62,7 @@ class Pass:
         self._error: Exception | None = None
         self._aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
         self._has_nested = False
+        self._kept: list[tuple[Any, tuple[Tensor, ...], Tensor]] = []
         self._reached: set[Recording] = set()
 
     def differentiate(
@@ -102,6 +103,8 @@ class Pass:
             for recording, tensor, gradient in retained:
                 if recording in self._reached:
                     tensor.grad = gradient
+        if self.hidden is None:  # else they are shown behind the batched pass
+            self.show_kept()
         return found
 
     def reach(self, recording: Recording) -> bool:
@@ -121,6 +124,17 @@ class Pass:
             self._receive(use, saved, cotangent)
         except Exception as error:
             self._error = error
+
+    def keep(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
+        """Keeps a cotangent that :meth:`show_kept` shows behind the pass."""
+        self._kept.append((use, saved, cotangent))
+
+    def show_kept(self) -> None:
+        """Shows cotangents to the receiver, outside of the pass, and raises its error."""
+        assert self._receive is not None or not self._kept
+        kept, self._kept = self._kept, []
+        for shown in kept:
+            self._receive(*shown)  # type: ignore[misc]  # there is one
 
     @property
     def receiver(self) -> Any:

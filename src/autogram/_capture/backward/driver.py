@@ -24,6 +24,7 @@ from autogram._capture.samples.remembered import Remembered
 from autogram._capture.samples.replays import Replays, is_captured
 from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
+from autogram._capture.samples.tail import showing
 from autogram._containers import Latest
 from autogram._errors import (
     MixedSamplesError,
@@ -82,8 +83,10 @@ class Driver:
         with exact(losses.device):
             run = self._begin(losses, **asked)
             # A search or a check needs the graph again, and so do leaves that are no part of J.
-            run.retain_graph = run.retain_graph or bool(run.outside) or run.check is not None
-            self._collect(run)
+            needs_graph = run.check is not None or bool(run.survey.tail)
+            run.retain_graph = run.retain_graph or needs_graph or bool(run.outside)
+            with showing(run.survey.tail):
+                self._collect(run)
             return run
 
     @property

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autogram._capture.samples.survey import kind_of_node
+from autogram._capture.autograd.graph import kind_of_node
 
 Shape = tuple[int, ...]
 

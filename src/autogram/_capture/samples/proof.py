@@ -29,10 +29,16 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Placement
-from autogram._capture.autograd.graph import in_dense, nodes_leading_to, shown_by, use_of
+from autogram._capture.autograd.graph import (
+    in_dense,
+    kind_of_node,
+    nodes_leading_to,
+    shown_by,
+    use_of,
+)
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.samples.carrying import Edge, Shape, carried, is_packed, moves_nothing
-from autogram._capture.samples.survey import Survey, kind_of_node
+from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
 # Constants of at most this many elements are compared. Larger ones count as changing in each call.

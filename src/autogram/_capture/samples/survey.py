@@ -9,77 +9,22 @@ unless the values of saved tensors move samples. A
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable
-from functools import lru_cache
 from hashlib import blake2b
-from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.graph import calls_of, use_of
+from autogram._capture.autograd.graph import calls_of, kind_of_node, use_of
 from autogram._capture.recording import Channel
+from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
 
-_NUMBERS = count()
 _LEAF = "AccumulateGrad"
 _SLICES = "CopySlices"
-# Functions of PyTorch's wrappers that return what they are given.
-_HANDING_ON = {"RegisterPostBackwardFunction", "_DDPSink"}
 # The nodes that one node leads to, each with the number of one of its results.
 _Edges = tuple[tuple[Any, int], ...]
-Reader = Callable[[Any], Any]
-
-
-class NodeKind(NamedTuple):
-    """What all nodes of one class have in common.
-
-    Attributes:
-        number: A number for the class.
-        operation: The operation that the class differentiates: ``Mul`` for ``MulBackward0``. Empty
-            for a Function in Python, whatever its name, but for those of wrappers that return what
-            they are given.
-        tensors: The attributes that hold the tensors that a node saved.
-        arguments: Functions that read what a node saved that is no tensor: dimensions, shifts.
-        sizes: Functions that read the sizes and strides that a node saved.
-    """
-
-    number: int
-    operation: str
-    tensors: tuple[str, ...] = ()
-    arguments: tuple[Reader, ...] = ()
-    sizes: tuple[Reader, ...] = ()
-
-
-@lru_cache(maxsize=4096)
-def kind_of_node(node: Any) -> NodeKind:
-    """What all nodes of a class have in common."""
-    if issubclass(node, BackwardCFunction):
-        function = getattr(node, "_forward_cls", None)
-        name, module = (getattr(function, of, "") for of in ("__name__", "__module__"))
-        is_known = name in _HANDING_ON and module.startswith("torch.")
-        return NodeKind(next(_NUMBERS), "HandOn" if is_known else "")
-    fields = [field for field in dir(node) if field.startswith("_saved_")]
-    tensors = tuple(field for field in fields if hasattr(node, f"_raw{field}"))
-    arguments: list[Reader] = []
-    sizes: list[Reader] = []
-    for field in fields:
-        if field not in tensors:
-            readers = sizes if "size" in field or "stride" in field else arguments
-            readers.append(getattr(node, field).__get__)
-    if "_saved_indices" in tensors:
-        arguments.append(_indexed)
-    operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
-    return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
-
-
-def _indexed(node: Any) -> tuple[bool, ...]:
-    """Which dimensions are indexed, where a node saved a list of indices as in ``x[:, index]``."""
-    saved = node._raw_saved_indices
-    return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()
 
 
 class Survey:
@@ -95,6 +40,7 @@ class Survey:
         leaves: All leaves but the anchors of engines.
         leaves_of_tail: The leaves on a path from the losses without a tap: parameters in a penalty.
         left_out: The parameters that inactive hooks kept out of J when the losses were computed.
+        tail: The uses on such paths that are uses of single nodes.
         key: A digest of all that decides where the samples lie, except values of tensors.
         structure: The same digest without sizes.
     """
@@ -114,8 +60,10 @@ class Survey:
         behind_taps: list[_Edges] = []
         edges = ((losses.grad_fn, losses.output_nr),)
         self.leaves_of_tail = self._follow([edges], behind_taps)
+        self._end_of_tail = len(self.nodes)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.left_out = self._find_left_out()
+        self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
         self.key = _digest([self.structure, self._sizes, self._inside])
 
@@ -139,6 +87,19 @@ class Survey:
                 f"were switched in between: J has no single meaning for {listed(names)}. Compute "
                 "the losses anew, with the hooks as they are now."
             )
+        return found
+
+    def _find_tail(self) -> list[TailUse]:
+        """The uses in the tail, which become uses of the survey."""
+        if self.may_hide_taps or self._channel.before_pass is not None:
+            return []
+        known = self._channel.parameters(self.leaves_of_tail)
+        leaves = [x for x in self.leaves_of_tail if x in known and x not in self.left_out]
+        nodes = self.nodes[: self._end_of_tail]
+        found = uses_in_tail(self._channel, self.losses, nodes, {x: known[x] for x in leaves})
+        for use, output, _ in found:
+            self.uses[use] = self.numbers[output.node]
+            self._structure += self.uses[use], output.output_nr
         return found
 
     def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.graph import nodes_behind
+from autogram._capture.autograd.graph import kind_of_node, nodes_behind
 from autogram._capture.samples.carrying import Edge, carried, moves_nothing
-from autogram._capture.samples.survey import kind_of_node
 from tests.hunt.samples import OpInfo, operators, samples_of
 
 # How many samples of arguments to try for each operator.

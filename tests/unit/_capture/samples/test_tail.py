@@ -1,0 +1,214 @@
+"""Gradients that are differentiated again: parameters are read by nodes of autograd alone."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import Engine, UnseenUseWarning
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.engines import counted_passes
+
+Losses = Callable[[nn.Module, Tensor], Tensor]
+
+
+def perceptron(activation: type[nn.Module] = nn.Tanh) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(2, 5), activation(), nn.Linear(5, 4), activation(), nn.Linear(4, 1))
+    )
+
+
+class Shared(nn.Module):
+    """A layer that is used twice, with a scale and a bias of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((self.layer(x) * self.scale).sin()).sum(1, keepdim=True)
+
+
+class Boundary(nn.Module):
+    """Values that are multiplied by a function of the points, as for conditions at a boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (x * (1 - x)).prod(1, keepdim=True)
+
+
+class Tokens(nn.Module):
+    """A linear layer on tokens, a normalisation, and another matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(2, 4), nn.LayerNorm(4)
+        self.matrix = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.stack([x, x.flip(1)], 1)  # (b, 2, 2)
+        return (self.norm(self.first(tokens)).tanh() @ self.matrix).flatten(1).sin()
+
+
+class Images(nn.Module):
+    """A convolution, whose double backward pass has no factors here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv1d(1, 3, 2), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.convolution(x.unsqueeze(1)).tanh().flatten(1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "perceptron": perceptron,
+    "softplus": lambda: perceptron(nn.Softplus),
+    "gelu": lambda: perceptron(nn.GELU),
+    "shared": Shared,
+    "boundary": Boundary,
+    "weight norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 4)), nn.Tanh(), nn.Linear(4, 1)
+    ),
+    "tokens": Tokens,
+    "images": Images,
+}
+
+
+def slopes(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    values = model(x)
+    (of_points,) = torch.autograd.grad(values.sum(), x, create_graph=True)
+    return values.square().sum(1) + of_points.square().sum(1)
+
+
+def laplacian(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    second = [torch.autograd.grad(first[:, i].sum(), x, create_graph=True)[0] for i in (0, 1)]
+    return second[0][:, 0] + second[1][:, 1] + x.prod(1)
+
+
+def several(model: nn.Module, x: Tensor) -> Tensor:
+    """A slope and a value for each point, ``(B, 2)``."""
+    x = x.clone().requires_grad_()
+    values = model(x).sum(1)
+    (of_points,) = torch.autograd.grad(values.sum(), x, create_graph=True)
+    return torch.stack([of_points.square().sum(1), values.square()], 1)
+
+
+def with_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    return slopes(model, x) + sum(p.square().sum() for p in model.parameters())
+
+
+LOSSES: list[Losses] = [slopes, laplacian, several, with_penalty]
+
+
+def assert_step(engine: Engine, model: nn.Module, losses: Tensor) -> None:
+    """Assert that the Gramian, and the gradients of a fused step, are those of plain autograd."""
+    parameters = trainable(model)
+    jacobian = reference_jacobian(losses.flatten(), parameters)
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+    weights = torch.linspace(0.5, 1.5, losses.numel())
+    model.zero_grad()
+    engine.backward(losses, lambda _: weights, retain_graph=True)
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    assert_close_to_reference(torch.cat([x.flatten() for x in found]), jacobian.T @ weights)
+
+
+@pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
+@pytest.mark.parametrize("batch_dim", [0, None])
+@pytest.mark.parametrize("losses", LOSSES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("model", MODELS)
+def test_series_of_steps(model: str, losses: Losses, batch_dim: int | None) -> None:
+    """In which numbers of points, kinds of losses and frozen parts change."""
+    network = MODELS[model]()
+    engine = Engine(network, batch_dim=batch_dim, verify="always")
+    for samples, of in zip((4, 3, 4, 1, 4, 3), (losses, losses, slopes, losses) * 2, strict=False):
+        assert_step(engine, network, of(network, torch.rand(samples, 2)))
+        first, *_ = network.parameters()
+        first.requires_grad_(not first.requires_grad or samples == 3)
+
+
+@pytest.mark.parametrize("losses", [slopes, laplacian, several], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("model", ["perceptron", "gelu", "boundary"])
+def test_factors_cost_one_pass(model: str, losses: Losses) -> None:
+    """Products of matrices have factors: no rows, no warning, and one pass in later steps."""
+    network = MODELS[model]()
+    engine = Engine(network, unseen="error", verify="never")
+    for step in range(4):
+        vector = losses(network, torch.rand(6, 2))
+        with counted_passes(vector) as passes:
+            engine.compute_gramian(vector)
+        if step > 1:
+            assert len(passes) == 1
+    assert "fallback" not in str(engine)
+
+
+def test_other_nodes_have_rows_sample_by_sample() -> None:
+    """With one warning, which names the node and the parameter."""
+    model = Images()
+    engine = Engine(model)
+    text = r"in ConvolutionBackwardBackward0, `convolution\.weight`"
+    with pytest.warns(UnseenUseWarning, match=text):
+        assert_step(engine, model, slopes(model, torch.rand(4, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_step(engine, model, slopes(model, torch.rand(4, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
+def test_points_that_share_a_derivative() -> None:
+    """A slope of the mean over all points depends on every point: the losses are coupled."""
+    model = perceptron()
+    engine = Engine(model, batch_dim=None)
+    for samples in (4, 3):
+        x = torch.rand(samples, 2).requires_grad_()
+        (of_points,) = torch.autograd.grad(model(x).square().mean().exp(), x, create_graph=True)
+        assert_step(engine, model, of_points.square().sum(1))
+
+
+def test_constant_factor_without_samples() -> None:
+    """A product of a constant with a weight that is no use: all samples read all of it."""
+    mixing = torch.randn(5, 5)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.weight = nn.Linear(2, 5), nn.Parameter(torch.randn(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.first(x).tanh(), mixing @ self.weight).sum(1, keepdim=True)
+
+    model = Mixed()
+    engine = Engine(model, verify="always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnseenUseWarning)
+        for samples in (5, 3, 5):
+            assert_step(engine, model, slopes(model, torch.rand(samples, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
+def test_two_engines_and_a_part_that_is_left_out() -> None:
+    """Each has the parameters of its modules, and hooks that are off keep some of them out."""
+    model = perceptron()
+    engines: list[Any] = [Engine(model[0]), Engine(model[2], model[4])]
+    parts = [list(model[0].parameters()), [*model[2].parameters(), *model[4].parameters()]]
+    for samples in (4, 3, 4):
+        losses = slopes(model, torch.rand(samples, 2))
+        for engine, parameters in zip(engines, parts, strict=True):
+            jacobian = reference_jacobian(losses, parameters)
+            assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+    whole = Engine(model)
+    whole.hooks.deactivate(module=model[2])
+    losses = slopes(model, torch.rand(4, 2))
+    jacobian = reference_jacobian(losses, [*model[0].parameters(), *model[4].parameters()])
+    assert_close_to_reference(whole.compute_gramian(losses), jacobian @ jacobian.T)
