@@ -44,6 +44,32 @@ def test_lookups_of_batches_of_other_sizes(make_model) -> None:
     assert_is_concatenation(make_model(), tokens((3, 5), (1, 5), (4, 2)))
 
 
+class Bags(nn.Module):
+    """A table whose rows are added up in bags of three, but where ids are those of padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.EmbeddingBag(6, 4, mode="sum"), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_there = x > 0
+        counts = is_there.sum(1)
+        return self.last(self.table(x[is_there], counts.cumsum(0) - counts)).sin()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_batch_whose_bags_are_all_empty(place: int) -> None:
+    """Beside a batch with another number of objectives for each sample."""
+    model, batches = Bags(), tokens((2, 3), (3, 3))
+    batches[place].zero_()
+    engine = Engine(model)
+    losses = [model(batches[0]).square().sum(1), model(batches[1])]
+    first, second = (reference_jacobian(each, trainable(model)) for each in losses)
+    jacobians = [engine.jacobian(each) for each in losses]
+    assert_close_to_reference(jacobians[0].cross_gramian(jacobians[1]), first @ second.T)
+    assert_operator_is(concatenate(jacobians), torch.cat([first, second]))
+
+
 @pytest.mark.parametrize("limit", [2**29, 200])
 @pytest.mark.parametrize(
     "make_model",

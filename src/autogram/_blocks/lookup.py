@@ -130,6 +130,8 @@ def cross_products_of_lookup(
     blocks: Sequence[Block | Lookup], lookup: Lookup, size: int, kernels: Kernels
 ) -> list[Tensor]:
     """Parts of the inner products of some blocks of a table with a lookup, ``(k, b, k', b')``."""
+    if not lookup.indices.numel():
+        return []  # as for a batch of empty bags
     return [
         cross(block, own, kernels)
         for own, others in _on_support(lookup, size, blocks, kernels)
