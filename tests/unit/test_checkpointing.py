@@ -1,7 +1,8 @@
 """Checkpointing and saved-tensor hooks: what saves memory changes no number."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.unit.checks import (
     SEVERAL,
     Objectives,
     assert_gramian_is_exact,
+    trainable,
 )
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
 
@@ -248,6 +250,76 @@ def test_each_part_runs_once_more() -> None:
         counts.update(first=0, second=0)
         engine.compute_gramian(losses)
     assert counts == {"first": 1, "second": 1}
+
+
+# --- Second runs that are as the first -----------------------------------------------------------
+
+
+def _run(function: Callable[[], object], *, in_thread: bool) -> None:
+    """Runs a function, perhaps in another thread, where autograd computes what is on a GPU."""
+    if in_thread:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(function).result()
+    else:
+        function()
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["here", "in a thread"])
+@pytest.mark.parametrize("when", ["forward", "backward", "both", "inactive", "made later"])
+@pytest.mark.parametrize("run", [_nested, _function_between_modules, _same_block_twice])
+def test_an_engine_that_is_not_there_in_one_of_both_runs(
+    run: Any, when: str, in_thread: bool
+) -> None:
+    """Beside a graph of the same shapes in which it is there in both."""
+    model, x = Checkpointed(run), batch(3, 4)
+    torch.manual_seed(0)
+    plain = per_sample(model(x))
+    expected = torch.autograd.grad(plain.sum(), trainable(model), allow_unused=True)
+    engine = None if when == "made later" else Engine(model)
+    other = per_sample(model(x))
+    torch.manual_seed(0)
+    if engine is not None and when == "inactive":
+        engine.hooks.deactivate()
+    with engine.paused() if engine and when in ("forward", "both") else nullcontext():
+        losses = per_sample(model(x))
+    if engine is None:
+        engine = Engine(model)
+    engine.hooks.activate()
+    with engine.paused() if when in ("backward", "both") else nullcontext():
+        _run(lambda: losses.sum().backward(retain_graph=True), in_thread=in_thread)
+    for parameter, gradient in zip(trainable(model), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    for each in (losses, other, losses):
+        assert_exact(engine, each, model)
+
+
+class Anchored(nn.Module):
+    """A checkpointed block beside a constant, which is given to the model first, or to the block.
+
+    A block that runs again sees its own inputs alone.
+    """
+
+    def __init__(self, *, is_outside: bool) -> None:
+        super().__init__()
+        self.is_outside = is_outside
+        self.block, self.last = Scaled(), nn.Linear(4, 4)
+
+    def forward(self, constant: Tensor, x: Tensor) -> Tensor:
+        block = self.block
+        if self.is_outside:
+            return self.last(saving(block, x, x.new_ones(4))) + (x @ constant.T).sum(1, True)
+        return self.last(saving(lambda c, y: block(y, c[: len(y)]), constant, x))
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_constants_beside_a_checkpoint(is_outside: bool) -> None:
+    """What is first in the inputs decides what counts as samples, in both runs."""
+    model = Anchored(is_outside=is_outside)
+    engine = Engine(model)
+    for constants, samples in ((7, 3), (7, 3), (5, 2), (3, 3), (7, 1)):
+        losses = per_sample(model(batch(constants, 4), batch(samples, 4)))
+        losses.sum().backward(retain_graph=True)
+        assert_exact(engine, losses, model)
 
 
 # --- Saved-tensor hooks ---------------------------------------------------------------------------

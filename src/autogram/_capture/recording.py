@@ -19,10 +19,6 @@ from autogram._errors import UnsupportedError
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
 
 
-# Identifies the call of a module in a checkpoint: the `id` of the module, and its inputs' shapes.
-ModuleCall = tuple[int, tuple[tuple[int, ...], ...]]
-
-
 class Channel:
     """The connection between an engine and the taps of its graphs.
 
@@ -78,10 +74,6 @@ class Channel:
         if self.before_pass is not None:
             return False
         return all(recording.is_batchable for recording in self.recordings)
-
-    def was_derived(self, call: ModuleCall, position: int) -> bool:
-        """Whether an input of a module in a checkpoint was computed from parameters alone."""
-        return any(position in of.derived_inputs.get(call, ()) for of in self.recordings)
 
     def parameters(self, known: Iterable[Tensor] = ()) -> dict[Tensor, str]:
         """The parameters of the engine's modules, with their names.
@@ -139,18 +131,6 @@ class Recording:
     each exchanges gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
-    derived_inputs: dict[ModuleCall, frozenset[int]] = field(default_factory=dict)
-    """Positions of the inputs of modules in checkpoints that are computed from parameters alone.
-
-    Where a checkpoint runs a module again, the calls before the module are not recorded, and the
-    graph behind an input does not tell whether the input depends on samples, too.
-    """
-
-    def note_derived(self, call: ModuleCall, positions: Iterable[int]) -> None:
-        """Notes which inputs of a module in a checkpoint are computed from parameters alone."""
-        found = frozenset(positions)
-        # Of two calls that cannot be told apart, only what holds for both is noted.
-        self.derived_inputs[call] = found & self.derived_inputs.get(call, found)
 
 
 def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:

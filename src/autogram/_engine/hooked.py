@@ -29,6 +29,7 @@ from autogram._capture import (
     refuse_pass,
     refuse_shards,
 )
+from autogram._capture.forward.checkpoints import Checkpoints
 from autogram._capture.forward.session import hook_all, take_off
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
@@ -62,7 +63,7 @@ class Hooked:
         parameters = Parameters(references, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)
         self._limit = limit_of_bytes(memory_limit_bytes)
-        self._session = session = Session(channel, references)
+        self._session = session = Session(channel, references, Checkpoints())
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
         self._projections = Projections()

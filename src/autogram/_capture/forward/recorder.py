@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autogram._capture.forward.calls import first_of, kind_of, results_of
+from autogram._capture.forward.checkpoints import (
+    Checkpoints,
+    ModuleCall,
+    are_of_checkpoint,
+    hooks_now,
+)
 from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
 from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import Tapping
-from autogram._capture.recording import ModuleCall
 from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now, track_derived
 from autogram._containers import replaced, tensors_in
-
-# The hooks that saved tensors go through, or `None`. A checkpoint sets hooks of its own.
-_hooks_now: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Recorder(TorchFunctionMode):
@@ -29,12 +31,13 @@ class Recorder(TorchFunctionMode):
     results. What remains of the pass is its ``recording``.
     """
 
-    def __init__(self, tapping: Tapping) -> None:
+    def __init__(self, tapping: Tapping, checkpoints: Checkpoints | None = None) -> None:
         super().__init__()
+        self._checkpoints = Checkpoints() if checkpoints is None else checkpoints
         self.recording = tapping.recording
         self.tapping = tapping
         self._statuses = Statuses(tapping)
-        self._hooks_at_entry = [_hooks_now(True)]  # of each module that is open
+        self._hooks_at_entry = [hooks_now(True)]  # of each module that is open
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
@@ -42,16 +45,25 @@ class Recorder(TorchFunctionMode):
         sizes = [_sizes(tensor) for tensor in tensors]
         size = next((of[0] for of in sizes if of and of[0] != 1), 1)
         recording.sizes = frozenset().union(*sizes)
-        for position, tensor in enumerate(tensors):
+        call = _call(module, tensors)
+        before = self._checkpoints.recall(call) or [None] * len(tensors)
+        are_batched = []
+        for tensor, was_batched in zip(tensors, before, strict=True):
             # Masks and position indices without a batch dimension are constants. An input that is
             # wrongly taken for a constant costs time, and results stay exact.
-            if tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf:
-                sources, _ = self._statuses.untapped_parameters(tensor)
-                if sources:
-                    if recording.channel.was_derived(_call(module, tensors), position):
-                        continue  # adopted when a call reads it, as in the first run
-                    self.tapping.tap_unseen(tensor, sources)  # parameters were used before
-                self._statuses.set(tensor, BATCHED)
+            is_batched = was_batched
+            if is_batched is None:
+                is_batched = tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf
+            are_batched.append(is_batched)
+            if not (is_batched or tensor.requires_grad):
+                continue
+            sources, _ = self._statuses.untapped_parameters(tensor)
+            if sources and not is_batched:
+                continue  # derived: adopted when a call reads it, as in the first run
+            if sources:
+                self.tapping.tap_unseen(tensor, sources)  # parameters were used before
+            self._statuses.set(tensor, BATCHED if is_batched else None)
+        self._checkpoints.note(call, are_batched)
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Marks tensors as batched."""
@@ -64,12 +76,11 @@ class Recorder(TorchFunctionMode):
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module, and notes inputs that a checkpoint will give to it again."""
-        hooks = _hooks_now(True)
+        hooks = hooks_now(True)
         if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
-            statuses = enumerate([self._statuses.of(tensor) for tensor in tensors])
-            derived = [i for i, status in statuses if isinstance(status, Tracked)]
-            self.recording.note_derived(_call(module, tensors), derived)
+            are_batched = [self._statuses.of(tensor) is BATCHED for tensor in tensors]
+            self._checkpoints.note(_call(module, tensors), are_batched)
         self._hooks_at_entry.append(hooks)
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
@@ -115,7 +126,7 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args
         reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
-        hooks = _hooks_now(True)
+        hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
         if isinstance(decision, Run):
@@ -168,7 +179,7 @@ class Recorder(TorchFunctionMode):
         the first run must save nothing.
         """
         is_new = hooks != self._hooks_at_entry[-1]
-        return is_new and "checkpoint" in getattr(hooks[0], "__module__", "")
+        return is_new and are_of_checkpoint(hooks)
 
     def _given(self, inputs: Any) -> list[Tensor]:
         """The tensors in a module's inputs that are not parameters of the engine's modules."""

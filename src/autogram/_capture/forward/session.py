@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram._capture.distribution import note_wrapper, wrapper_now
+from autogram._capture.forward.checkpoints import Checkpoints, run_now
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
@@ -85,8 +86,14 @@ class Session(threading.local):
     while gradients are disabled, and inside of a `torch.func` transform or `torch.jit.trace`.
     """
 
-    def __init__(self, channel: Channel, modules: tuple[weakref.ref[nn.Module], ...]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        modules: tuple[weakref.ref[nn.Module], ...],
+        checkpoints: Checkpoints,
+    ) -> None:
         self._channel = channel
+        self._checkpoints = checkpoints
         # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
         self._modules = modules
         self._roots = {id(root()) for root in modules}
@@ -95,16 +102,21 @@ class Session(threading.local):
         _SESSIONS.add(self)
         self._outermost: nn.Module | None = None
         self._frame: FrameType | None = None
-        self.is_off = False
+        self._is_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Lets modules run without recording, in a block and in this thread."""
-        before, self.is_off = self.is_off, True
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self.is_off = before
+            self._is_paused = before
+
+    @property
+    def is_off(self) -> bool:
+        """Whether modules run without recording: second runs of checkpoints are as their first."""
+        return self._is_paused and not ((run := run_now()) and run.is_second)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enters a module."""
@@ -113,8 +125,8 @@ class Session(threading.local):
         if self._recorder is not None:
             self._depth += 1
             self._recorder.enter((args, kwargs), module)
-        elif _can_record():
-            recorder = Recorder(Tapping(self._channel.begin()))
+        elif _can_record() and self._checkpoints.may_record():
+            recorder = Recorder(Tapping(self._channel.begin()), self._checkpoints)
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
@@ -153,12 +165,12 @@ class Session(threading.local):
 
         It is the recorder of the recording that is open, or a recorder for this call alone.
         """
-        if self.is_off or self._recorder is not None:
+        if self.is_off or not self._checkpoints.may_record() or self._recorder is not None:
             return self.open_recorder
         names = self._channel.parameters_now()
         if names.keys().isdisjoint(parameters):
             return None
-        recorder = Recorder(Tapping(self._channel.begin()))
+        recorder = Recorder(Tapping(self._channel.begin()), self._checkpoints)
         if (wrapper := wrapper_now()) is not None:
             note_wrapper(recorder.recording, wrapper)
         return recorder
