@@ -110,8 +110,16 @@ class Region:
         )
 
 
-# One object for equal regions, so that what is derived from them is computed once.
-_region = lru_cache(maxsize=4096)(Region)
+_known = lru_cache(maxsize=4096)(Region)
+
+
+def _region(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
+    """One object for equal regions, so that what is derived from them is computed once.
+
+    Where a graph is compiled for open sizes, these have no hash.
+    """
+    is_open = any(isinstance(size, torch.SymInt) for size in (*shape, *strides))
+    return Region(offset, shape, strides) if is_open else _known(offset, shape, strides)
 
 
 @lru_cache(maxsize=4096)

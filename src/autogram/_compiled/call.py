@@ -137,7 +137,8 @@ class Call:
         if source.region is not None:
             (root,) = roots
             assert root.region is not None
-            region = source.region.shifted(root.region.offset)
+            region = self.part.sizes.resolve(source.region, self._numbers)
+            region = region.shifted(root.region.offset)
             return Tracked(root.sources, region, region.shape, source.dtype, root.version)
         if source.derivation is None:
             return roots[0]

@@ -61,3 +61,36 @@ def test_everything_changes() -> None:
             _assert_step(engine, losses, plain, trainable(model))
         if number % 2:  # the second of two equal steps is contracted inside
             assert bool(shown) == (step["count"] > 1), step
+
+
+class Token(nn.Module):
+    """A token for each sample, places up to the length, and columns up to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.places = nn.Parameter(torch.randn(9, 4))
+        self.columns = nn.Parameter(torch.randn(4, 9))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        mixed = (x + self.places[1 : 1 + x.shape[1]]).mT @ x
+        return self.last(mixed) + (x @ self.columns[:, : x.shape[1]]).sum((1, 2), True)
+
+
+def test_views_of_open_sizes() -> None:
+    """Parameters that are expanded or cut to a size of the batch, which differs from step to step.
+
+    One of these begins within a larger tensor.
+    """
+    model = Token()
+    whole = torch.randn(100)
+    model.places = nn.Parameter(whole[5:41].view(9, 4))
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model)
+    for samples, length in ((3, 2), (3, 2), (4, 2), (5, 3), (6, 4), (3, 2), (6, 4), (1, 1), (6, 4)):
+        x = torch.randn(samples, length, 4)
+        with engine.paused():
+            plain = _squares(model(x), 1)
+        _assert_step(engine, _squares(run(x), 1), plain, trainable(model))

@@ -135,7 +135,9 @@ class Part:
         Rows through the part are of all uses of a parameter in it.
         """
         for use in self.uses:
-            if not self.sizes.know((use.shape, [recipe.formula for recipe in use.recipes])):
+            regions = [self.sources[i].region for i in use.reads]
+            formulas = [recipe.formula for recipe in use.recipes]
+            if not self.sizes.know((use.shape, regions, formulas)):
                 for position in self._positions(use):
                     self.rows.setdefault(position, []).append(use.function)
         pending = True
