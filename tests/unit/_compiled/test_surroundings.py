@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
@@ -255,3 +256,18 @@ def test_memory_is_freed_without_the_collector() -> None:
     engine.compute_gramian(losses)
     del losses
     assert seen() is None
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CompiledPartWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "autogram"])
+def test_unseen_parts_in_a_checkpoint(backend: str) -> None:
+    """They get rows by ordinary backward passes, in each of which the checkpoint runs again."""
+    model = _mlp()
+    engine = Engine(model, unseen="rows")
+    options = {"autogram.inner": "aot_eager"} if backend == "autogram" else None
+    run = torch.compile(model, backend=backend, options=options)
+    for (x,) in _batches(4, 4, 4):
+        with engine.paused():
+            y = checkpoint(run, x, use_reentrant=False)
+        losses = y.square().sum(1)
+        assert_step(engine, losses, losses, trainable(model))

@@ -16,9 +16,13 @@ from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
 from autogram._errors import AutogramError
 
-# Nodes whose batching rule is wrong in torch 2.13, and in which cases. `make batching` finds such
-# rules by comparing them with a loop; another wrong rule belongs here, and nowhere else.
-_WRONG: dict[str, Callable[[Any], bool]] = {
+# Nodes without a batching rule, or with one that is wrong in torch 2.13, and in which cases. `make
+# batching` finds wrong rules by comparing them with a loop; another one belongs here, and nowhere
+# else.
+_UNBATCHED: dict[str, Callable[[Any], bool]] = {
+    # PyTorch refuses them, but only when a checkpoint around has run again in the batched pass. For
+    # this run, Dynamo compiles a graph that it takes in the passes one by one, too.
+    "CompiledFunctionBackward": lambda _: True,
     # Where only the cotangent is batched.
     "CdistBackward0": lambda _: True,
     # For a tensor without dimensions, the hidden one is rolled. Such a call has no `dims`, and
@@ -166,7 +170,7 @@ def vjps_of_node(
 
 def is_batchable(nodes: Iterable[Any]) -> bool:
     """Whether several cotangents may go through all of these nodes of a graph together."""
-    return not any(_WRONG.get(type(node).__name__, lambda _: False)(node) for node in nodes)
+    return not any(_UNBATCHED.get(type(node).__name__, lambda _: False)(node) for node in nodes)
 
 
 def _together(
