@@ -81,6 +81,17 @@ def in_threads(run: Callable[[int], None]) -> None:
             done.result()
 
 
+class Distances(nn.Module):
+    """Distances from parameters, between two layers: a call that has no rule and no batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.points, self.last = nn.Linear(3, 4), nn.Parameter(batch(5, 4)), mlp(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cdist(self.first(x), self.points))
+
+
 class TestSeveralEngines:
     """Two engines on one model."""
 
@@ -95,6 +106,26 @@ class TestSeveralEngines:
         first.remove()
         assert_exact(second, losses, model)
         assert_works(second, model, batch(4, 3))
+
+    @pytest.mark.parametrize("losses_of", EACH)
+    def test_on_a_call_without_a_rule(self, losses_of: Losses) -> None:
+        """Each engine finds the parameters behind what another engine has tapped."""
+        model = Distances()
+        engines = [Engine(model, unseen="error", verify="never") for _ in range(3)]
+        for samples in (4, 4, 3):
+            losses = losses_of(model(batch(samples, 3)))
+            for engine in engines:
+                assert_exact(engine, losses, model)
+
+    @pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+    def test_on_calls_that_one_has_not_seen(self) -> None:
+        """What may not be batched is found behind what another engine has tapped, too."""
+        model = Distances()
+        other = Engine(model)
+        losses = per_sample(model(batch(4, 3)))
+        engine = Engine(model, verify="never")
+        for each in (engine, other):
+            assert_exact(each, losses, model)
 
     def test_on_a_model_and_on_its_part(self) -> None:
         """The engine of the whole taps what that of the part has tapped."""

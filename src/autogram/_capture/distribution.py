@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autogram._capture.autograd.graph import (
+    is_tap_of,
     leaves_behind,
     nodes_behind,
     nodes_leading_to,
     shown_by,
 )
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.tap import is_tap_of
 from autogram._errors import UnsupportedError
 
 _TWO_PASSES = (

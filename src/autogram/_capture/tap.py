@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.graph import shown_by
 from autogram._capture.autograd.passes import Pass, running_pass
-from autogram._capture.recording import Channel
 from autogram._capture.uses import Use
 
 
@@ -35,11 +33,6 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
         _apply(output, use, recording.channel.anchor, saved, True)
     return output
-
-
-def is_tap_of(channel: Channel, node: Any) -> bool:
-    """Whether a node of the autograd graph is a tap of this engine, or a graph that has some."""
-    return any(shown.recording.channel is channel for shown in shown_by(node))
 
 
 class _Tap(torch.autograd.Function):

@@ -43,8 +43,8 @@ class Engine(Hooked):
             more than sizes; ``"always"``; or ``"never"``.
         unseen: What to do with parameters that are used where calls are not recorded: in a penalty,
             a custom autograd Function, a gradient that is differentiated again (but for products of
-            matrices), a forward pass from before the engine was made. ``"rows"`` computes their rows by vector-Jacobian products,
-            exactly, and warns once; ``"error"`` refuses them.
+            matrices), a forward pass from before the engine was made. ``"rows"`` computes their
+            rows by vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
         distributed: The processes whose objectives have one Gramian, and which make each call
             together: ``True`` for all, or a `ProcessGroup` or a `DeviceMesh`. By default, this
             process alone.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._capture.autograd.graph import edge_of, in_dense, nodes_behind, shown_by
+from autogram._capture.autograd.graph import edge_of, in_dense, is_tap_of, nodes_behind
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
@@ -119,7 +119,7 @@ def many_vjps(
     products = None
     if channel.is_batchable and len(cotangents) > 1:
         ends = {edge.node for edge in edges}
-        nodes = nodes_behind(output, lambda node: node in ends or shown_by(node))
+        nodes = nodes_behind(output, lambda node: node in ends or is_tap_of(channel, node))
         products = _together(vjp, cotangents, nodes)
     if products is None:
         products = _one_by_one(vjp, cotangents)

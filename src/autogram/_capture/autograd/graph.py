@@ -104,6 +104,14 @@ def shown_by(node: Any) -> Sequence[Any]:
     return calls_of(node) if use is None else (use,)
 
 
+def is_tap_of(channel: object, node: Any) -> bool:
+    """Whether a node is a tap of the engine with a channel, or a compiled graph that has some.
+
+    Taps of other engines hand on what they are given.
+    """
+    return any(shown.recording.channel is channel for shown in shown_by(node))
+
+
 def in_dense(gradient: Tensor) -> Tensor:
     """A dense copy of a gradient that is sparse, as for embeddings; any other as it is."""
     is_dense = gradient.layout in (torch.strided, torch.jagged)

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autogram._capture.autograd.graph import nodes_behind
+from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.tapping import Tapping
-from autogram._capture.tap import is_tap_of
 from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter
 from autogram._errors import UnsupportedError
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.graph import nodes_behind, shown_by
+from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.calls import Kind, first_of, results_of
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.recording import Recording
@@ -89,8 +90,9 @@ class Tapping:
         output = kind.function(*aliased, **options)
         tapped: dict[int, Tensor] = {}
         nodes = {edge.node for edge in edges}
+        is_end = partial(is_tap_of, self.recording.channel)
         for tensor in results_of(kind, aliased, options, output):
-            if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, shown_by)):
+            if tensor.requires_grad and not nodes.isdisjoint(nodes_behind(tensor, is_end)):
                 use = FallbackUse.of(self.recording, kind.name, tensor, tuple(read), tuple(edges))
                 tapped[id(tensor)] = self.tap(use, tensor, (), in_place=kind.is_in_place)
         return replaced(output, tapped)

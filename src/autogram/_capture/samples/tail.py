@@ -23,11 +23,11 @@ from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Layout, Limit, Region
 from autogram._capture.autograd.cotangents import vjps_of_node
-from autogram._capture.autograd.graph import in_dense, nodes_leading_to
+from autogram._capture.autograd.graph import in_dense, is_tap_of, nodes_leading_to
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.carrying import Edge, moves_nothing
-from autogram._capture.tap import is_tap_of, show_to
+from autogram._capture.tap import show_to
 from autogram._capture.tracked import Tracked, track_parameter
 from autogram._capture.uses import (
     Contribution,
