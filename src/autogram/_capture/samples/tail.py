@@ -171,7 +171,10 @@ def _product(node: Any, edge: _Edge, reading: Collection[Any]) -> Any:
     """The matrix product by which a node reads parameters behind an edge, if it is one.
 
     It is the node itself, or a product with a constant that the node multiplies element by element.
+    Of complex numbers, a factor would have to be conjugated.
     """
+    if node._input_metadata[0].dtype.is_complex:
+        return None
     if node.name() == _PRODUCT:
         return node if node.next_functions.index(edge) == 1 else None
     child, result = edge
@@ -189,7 +192,7 @@ def _by_factors(
 ) -> TailUse:
     """The use of the second factor of a product, whose first factor is saved."""
     output, rule = GradientEdge(node, 0), find_rule(torch.mm)
-    formula = factors(product._saved_self, "to,ti->io").formula
+    formula = factors(operand.sources[0], "to,ti->io").formula
     recipes = [KeptRecipe((operand,), formula, slice(0, 1))]
     known = *_described(recording, index, output), (operand,), recipes, rule
     if product is node:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, UnseenUseWarning
 from autogram.testing import reference_jacobian
@@ -69,6 +70,29 @@ class Images(nn.Module):
         return self.last(self.convolution(x.unsqueeze(1)).tanh().flatten(1))
 
 
+class Checkpointed(nn.Module):
+    """Layers that run again in each backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Complex(nn.Module):
+    """A product of complex numbers with a weight that is made of two real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.parts = nn.Parameter(torch.rand(2)), nn.Parameter(torch.randn(2, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.complex((self.scale * x).sin(), x.cos()) @ torch.view_as_complex(self.parts)
+        return waves.abs().square().sum(1, keepdim=True).sin()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": perceptron,
     "softplus": lambda: perceptron(nn.Softplus),
@@ -80,6 +104,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "tokens": Tokens,
     "images": Images,
+    "checkpointed": Checkpointed,
+    "complex": Complex,
 }
 
 
