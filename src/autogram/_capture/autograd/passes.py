@@ -103,7 +103,7 @@ class Pass:
             for recording, tensor, gradient in retained:
                 if recording in self._reached:
                     tensor.grad = gradient
-        if self.hidden is None:  # else they are shown behind the batched pass
+        if self._kept and self.hidden is None:  # else they are shown behind the batched pass
             self.show_kept()
         return found
 

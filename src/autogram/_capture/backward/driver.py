@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from torch import Tensor
@@ -85,7 +86,7 @@ class Driver:
             # A search or a check needs the graph again, and so do leaves that are no part of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
             run.retain_graph = run.retain_graph or needs_graph or bool(run.outside)
-            with showing(run.survey.tail):
+            with showing(run.survey.tail) if run.survey.tail else nullcontext():
                 self._collect(run)
             return run
 
