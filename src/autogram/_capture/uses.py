@@ -136,14 +136,16 @@ class FallbackUse(Use):
         largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
         masked = one_sample_each(layout, cotangent, limit.elements, largest)
         cotangents = (some.to(self.dtype) for some in masked)
-        channel = self.recording.channel
-        found = _rows_through(channel, self.edge, self.inputs, cotangents)
-        pairs = zip(self.reads, found, strict=True)
+        pairs = zip(self.reads, _rows_by(self.vjps, len(self.inputs), cotangents), strict=True)
         return [
             (x, x.region or Region.contiguous(x.shape), block)
             for x, block in pairs
             if block is not None
         ]
+
+    def vjps(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Products of cotangents ``(n, *output)`` with the derivatives by each input."""
+        return many_vjps(self.recording.channel, self.edge, self.inputs, cotangents)
 
 
 def describe(use: Use) -> str:
@@ -161,19 +163,13 @@ def pull_back(
     parts = rows.split(max(1, limit.elements // (rows.shape[0] * needed)), 1)
     shape, dtype = tracked.shape, tracked.dtype
     cotangents = (some.reshape(*some.shape[:2], *shape).to(dtype) for some in parts)
-    found = _rows_through(channel, tracked.edge, tracked.sources, cotangents)
+    vjps = partial(many_vjps, channel, tracked.edge, tracked.sources)
+    found = _rows_by(vjps, len(tracked.sources), cotangents)
     pairs = zip(tracked.sources, found, strict=True)
     return [(parameter, block) for parameter, block in pairs if block is not None]
 
 
-def _rows_through(
-    channel: Channel, output: GradientEdge, inputs: Inputs, cotangents: Iterable[Tensor]
-) -> Iterator[Block | None]:
-    """Rows of each input of a piece of the graph, from cotangents in parts."""
-    return rows_by(partial(many_vjps, channel, output, inputs), len(inputs), cotangents)
-
-
-def rows_by(
+def _rows_by(
     vjps: Callable[[Tensor], list[Tensor | None]], count: int, cotangents: Iterable[Tensor]
 ) -> Iterator[Block | None]:
     """Rows of some inputs, in at least float32, by products with cotangents ``(n, *output)``.

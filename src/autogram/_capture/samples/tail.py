@@ -29,14 +29,7 @@ from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.carrying import Edge, moves_nothing
 from autogram._capture.tap import show_to
 from autogram._capture.tracked import Tracked, track_parameter
-from autogram._capture.uses import (
-    Contribution,
-    KeptRecipe,
-    RuleUse,
-    Use,
-    one_sample_each,
-    rows_by,
-)
+from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
 from autogram.rules import find_rule
 from autogram.rules import product as factors
 
@@ -68,31 +61,17 @@ class TailUse(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _NodeUse(Use):
-    """What a node reads in any other way: rows by vector-Jacobian products through the node."""
+class _NodeUse(FallbackUse):
+    """What a node reads in any other way: rows by vector-Jacobian products through the node alone.
 
-    dtype: torch.dtype
-    """The dtype of the result."""
-    output: GradientEdge
+    Products by a pass would also go through other nodes that read the same parameters.
+    """
+
     inputs: tuple[GradientEdge, ...]
-    """Where each tracked tensor enters the node."""
 
-    def contributions(
-        self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
-    ) -> list[Contribution]:
-        """Explicit rows, some samples at a time."""
-        del saved
-        largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
-        masked = one_sample_each(layout, cotangent, limit.elements, largest)
-        channel = self.recording.channel
-        vjps = partial(vjps_of_node, channel, self.output, self.inputs)
-        blocks = rows_by(vjps, len(self.inputs), (some.to(self.dtype) for some in masked))
-        pairs = zip(self.reads, blocks, strict=True)
-        return [
-            (x, x.region or Region.contiguous(x.shape), block)
-            for x, block in pairs
-            if block is not None
-        ]
+    def vjps(self, cotangents: Tensor) -> list[Tensor | None]:
+        """Products of cotangents ``(n, *output)`` with the derivatives by each input."""
+        return vjps_of_node(self.recording.channel, self.edge, self.inputs, cotangents)
 
 
 @dataclass(eq=False, slots=True)
