@@ -256,4 +256,7 @@ def _find(operation: str) -> Carries | None:
     overloads = [] if packet is None else [getattr(packet, x) for x in packet.overloads()]
     if any(torch.Tag.pointwise in overload.tags for overload in overloads):
         return _aligned
+    differentiated = operation.removesuffix("Backward")
+    if differentiated != operation and _find(differentiated) is _aligned:
+        return _aligned  # the derivative of an element-wise function is one
     return next((find for family, find in _FAMILIES if family.fullmatch(operation)), None)

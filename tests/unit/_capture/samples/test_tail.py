@@ -97,6 +97,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": perceptron,
     "softplus": lambda: perceptron(nn.Softplus),
     "gelu": lambda: perceptron(nn.GELU),
+    "silu": lambda: perceptron(nn.SiLU),
+    "elu": lambda: perceptron(nn.ELU),
     "shared": Shared,
     "boundary": Boundary,
     "weight norm": lambda: nn.Sequential(
@@ -165,7 +167,7 @@ def test_series_of_steps(model: str, losses: Losses, batch_dim: int | None) -> N
 
 
 @pytest.mark.parametrize("losses", [slopes, laplacian, several], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("model", ["perceptron", "gelu", "boundary"])
+@pytest.mark.parametrize("model", ["perceptron", "softplus", "gelu", "silu", "elu", "boundary"])
 def test_factors_cost_one_pass(model: str, losses: Losses) -> None:
     """Products of matrices have factors: no rows, no warning, and one pass in later steps."""
     network = MODELS[model]()
