@@ -106,7 +106,7 @@ def uses_in_tail(
 
     Returns:
         One for each result of such a node. None for a penalty, which reads parameters where there
-        is but a number for each objective.
+        is but a number for each objective; and none if such a node is inside of a recorded call.
     """
     leaves = [x for x in nodes if getattr(x, "variable", None) in parameters]
     taps = [x for x in nodes if is_tap_of(channel, x)]
@@ -119,6 +119,8 @@ def uses_in_tail(
         return []
     if any(isinstance(node, BackwardCFunction) for node in readers):
         return []  # of a custom autograd Function, which runs in passes alone
+    if not set(readers).isdisjoint(_behind(taps)):
+        return []  # a part of a recorded call, whose cotangent comes through the tap as well
     recording = Recording(channel, dict(parameters))
     tracked: dict[_Edge, Tracked] = {}
 
@@ -144,6 +146,18 @@ def uses_in_tail(
             found.append(TailUse(use, output))
     derived = [prod(of.shape) for of in tracked.values() if of.region is None]
     return [] if losses.numel() * max(derived, default=0) > _LARGEST else found
+
+
+def _behind(taps: Iterable[Any]) -> set[Any]:
+    """The nodes behind some taps."""
+    found: set[Any] = set()
+    pending = list(taps)
+    while pending:
+        for child, _ in pending.pop().next_functions:
+            if child is not None and child not in found:
+                found.add(child)
+                pending.append(child)
+    return found
 
 
 def _product(node: Any, edge: _Edge, reading: Collection[Any]) -> Any:

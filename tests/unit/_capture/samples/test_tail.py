@@ -70,6 +70,29 @@ class Images(nn.Module):
         return self.last(self.convolution(x.unsqueeze(1)).tanh().flatten(1))
 
 
+class Normalized(nn.Module):
+    """Statistics of groups, by which the second gradient comes to the call past its tap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 4), nn.GroupNorm(2, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.silu(self.norm(self.first(x))))
+
+
+class Recurrent(nn.Module):
+    """A cell, which is one call to the engine and several nodes to autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.GRUCell(1, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.cell(x[:, :1], x.new_zeros(len(x), 3))
+        return self.last(self.cell(x[:, 1:], hidden))
+
+
 class Checkpointed(nn.Module):
     """Layers that run again in each backward pass."""
 
@@ -106,6 +129,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "tokens": Tokens,
     "images": Images,
+    "normalized": Normalized,
+    "recurrent": Recurrent,
     "checkpointed": Checkpointed,
     "complex": Complex,
 }
