@@ -16,7 +16,7 @@ def live_bytes() -> int:
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # which has no storage
     plain = [x for x in _tensors() if type(x) in (Tensor, nn.Parameter) and not is_wrapped(x)]
     storages = [x.untyped_storage() for x in plain if x.device.type == "cpu"]
-    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    return sum({x._cdata: x.nbytes() for x in storages}.values())
 
 
 def live_objects() -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.kernels.contraction import Shapes, sizes_of, unused_labels
+from autogram._blocks.kernels.paths import Shapes, sizes_of, unused_labels
 from autogram._blocks.layout import Layout
 from autogram._errors import ChangedTensorError
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block
 from autogram._blocks.columns import Columns
-from autogram._blocks.kernels.contraction import unused_labels
+from autogram._blocks.kernels.paths import unused_labels
 from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
 from autogram._blocks.region import Region, from_storage

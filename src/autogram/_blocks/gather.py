@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from autogram._blocks.block import Block, parsed
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.kernels.contraction import unused_labels
+from autogram._blocks.kernels.paths import unused_labels
 from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.products import explicit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed, reordered
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import Prices, Shapes, find_path, sizes_of
+from autogram._blocks.kernels.paths import Prices, Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
 
@@ -228,12 +228,15 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, 
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
         cost += sum(path.cost(prices) for path in paths) + prices.memory * m * n
     work = sum(path.multiplications for path in paths) + m * n * columns
+    # What a product copies of the factors, it copies for some samples at a time.
     factors = [
-        factor for of, shapes in blocks for factor in zip(shapes, parsed(of).inputs, strict=True)
+        (prod(n for label, n in zip(labels, shape, strict=True) if label != "b"), labels)
+        for of, shapes in blocks
+        for labels, shape in zip(parsed(of).inputs, shapes, strict=True)
     ]
-    shape, outer = max(factors, key=lambda factor: prod(factor[0]))
+    of_sample, outer = max(factors)
     largest = max(path.largest for path in paths)
-    elements = max(prod(shape), largest)
+    elements = max(of_sample, largest)
     label = "b"
     if kind != "norms":
         # Cut along an outer dimension of the largest factor, so that parts of it are long runs.

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, parsed
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import find_path, repeats, unused_labels
+from autogram._blocks.kernels.contraction import repeats
+from autogram._blocks.kernels.paths import find_path, unused_labels
 from autogram._blocks.plan import Kind, count_pieces, plans, rows
 
 

@@ -124,7 +124,8 @@ class Counts(TorchDispatchMode):
 
 def _bytes(tensor: Tensor) -> int:
     """How many bytes of memory a tensor shows, each once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    steps = [(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return min(tensor.numel(), 1 + sum(steps)) * tensor.element_size()
 
 
 def _groups(function: Any, args: Sequence[Any]) -> int:

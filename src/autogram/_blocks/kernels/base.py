@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from autogram._blocks.kernels.contraction import Hardware, Prices, carry_out, unused_labels
+from autogram._blocks.kernels.contraction import Hardware, carry_out
+from autogram._blocks.kernels.paths import Prices, unused_labels
 from autogram._blocks.kernels.workspace import Memory
 
 
@@ -47,6 +50,35 @@ class Kernels(Hardware):
         """How many elements one intermediate result should have."""
         del dtype
         return self.limit.elements
+
+    @override
+    def at_once(self, elements: int, like: Tensor) -> int:
+        del like
+        return min(elements, self.limit.elements)
+
+    @override
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """The product of two tensors, summed in at least float32, in parts of the result."""
+        x, y = (x, y) if x.numel() > y.numel() else (y, x)
+        y = y.to(self.accumulating(x.dtype, y.dtype))  # no wider copy of the larger one
+        if not summed:
+            return x * y
+        shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
+        elements = prod(shape)
+        dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
+        at_once = self.at_once(elements, y)
+        if dim is None or elements <= at_once:
+            return (x * y).sum(summed)
+        step = max(1, shape[dim] * at_once // elements)
+
+        def part(start: int) -> Tensor:
+            n = min(step, shape[dim] - start)
+            some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
+            out = self.scratch([*shape[:dim], n, *shape[dim + 1 :]], y)
+            return torch.mul(*some, out=out).sum(summed)
+
+        parts = [part(start) for start in range(0, shape[dim], step)]
+        return torch.cat(parts, dim - sum(d < dim for d in summed))
 
     def prices(self, dtype: torch.dtype) -> Prices:
         """The prices of memory and of calls, in multiply-adds of tensors of a dtype."""

@@ -7,33 +7,16 @@ operands: which product, which views, which copies. Carrying it out is a short l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from string import ascii_letters
-from typing import Literal, NamedTuple
 
-import opt_einsum
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from autogram._blocks.kernels.paths import Shapes, find_path, kind_of, sizes_of
 from autogram._blocks.kernels.workspace import Memory, Purpose
-
-Shapes = tuple[tuple[int, ...], ...]
-_Kind = Literal["sum", "elementwise", "matrices", "other"]
-
-
-class Prices(NamedTuple):
-    """What something costs on some hardware, in multiply-adds of a matrix product.
-
-    Attributes:
-        memory: Writing one element, and reading it again.
-        call: Launching one operation, where that takes longer than the operation.
-    """
-
-    memory: int
-    call: int = 0
 
 
 class Hardware:
@@ -53,6 +36,11 @@ class Hardware:
     def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
         """A contiguous copy in scratch memory."""
         return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
+
+    def at_once(self, elements: int, like: Tensor) -> int:
+        """How many elements to write before they are read, of so many that are read once."""
+        del like
+        return elements
 
     def permuted_patches(self, patches: Tensor, order: tuple[int, ...], purpose: Purpose) -> Tensor:
         """A contiguous copy of the patches of an image, with their dimensions in another order."""
@@ -82,73 +70,48 @@ Contraction = Callable[[Hardware, Sequence[Tensor], Memory | None], Tensor]
 View = Callable[[Hardware, Tensor, Purpose], Tensor]
 
 
-@dataclass(frozen=True)
-class Path:
-    """The order in which the operands of an einsum are contracted, and what that costs.
+class _DryRun(Hardware):
+    """Contracts tensors without data.
 
     Attributes:
-        steps: Each step takes the tensors at some positions out of a list, which begins as the
-            operands, and appends their contraction by an equation.
-        multiplications: Multiply-adds.
-        moved: Elements of all intermediate results.
-        largest: Elements of the largest intermediate result.
+        copied: How many elements were copied.
     """
 
-    steps: tuple[tuple[tuple[int, ...], str], ...]
-    multiplications: int
-    moved: int
-    largest: int
+    def __init__(self) -> None:
+        self.copied = 0
 
-    def cost(self, prices: Prices) -> int:
-        """One number to compare plans by, in multiply-adds."""
-        return self.multiplications + prices.memory * self.moved + prices.call * len(self.steps)
+    @override
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        self.copied += tensor.numel()
+        return super().copy(tensor, purpose)
 
-
-@lru_cache(maxsize=4096)
-def find_path(equation: str, shapes: Shapes) -> Path:
-    """The cheapest path of an einsum, by number of operations."""
-    sizes = sizes_of(equation, shapes)
-    steps: list[tuple[tuple[int, ...], str]] = [((0,) * len(shapes), equation)]
-    if len(shapes) > 2:
-        _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
-        steps = [(tuple(found[0]), found[2]) for found in info.contraction_list]
-    work = [prod(sizes[label] for label in set(of) - {*",->"}) for _, of in steps]
-    moved = [
-        volume
-        if _kind(of, sizes) == "elementwise"
-        else prod(sizes[label] for label in of.split("->")[1])
-        for (_, of), volume in zip(steps, work, strict=True)
-    ]
-    return Path(tuple(steps), sum(work), sum(moved), max(moved))
-
-
-@lru_cache(maxsize=4096)
-def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
-    """The size of every index of an einsum."""
-    pairs = zip(equation.split("->")[0].split(","), shapes, strict=True)
-    return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
+    @override
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """By shapes alone: the first product of tensors without data imports PyTorch's compiler."""
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+        return x.new_empty([n for dim, n in enumerate(shape) if dim not in summed])
 
 
 @lru_cache(maxsize=4096)
 def find_contractions(
     equation: str, shapes: Shapes, strides: Shapes | None = None
-) -> tuple[tuple[tuple[int, ...], Contraction], ...]:
+) -> tuple[tuple[tuple[int, ...], Contraction, tuple[int, ...]], ...]:
     """The contractions of an einsum, with the positions of the tensors that each takes.
 
-    Tensors without data are contracted here, to know the strides of intermediate results. Without
-    strides, contractions suit tensors with any: their views cost more calls.
+    Tensors without data are contracted here, to know the strides of intermediate results, which
+    come last. Without strides, contractions suit tensors with any: their views cost more calls.
     """
     if strides is None:
         stack = [torch.empty(shape, device="meta") for shape in shapes]
     else:
         pairs = zip(shapes, strides, strict=True)
         stack = [torch.empty_strided(shape, stride, device="meta") for shape, stride in pairs]
-    found: list[tuple[tuple[int, ...], Contraction]] = []
+    found: list[tuple[tuple[int, ...], Contraction, tuple[int, ...]]] = []
     for positions, of in find_path(equation, shapes).steps:
         taken = [stack.pop(position) for position in positions]
         contraction = _contraction(of, taken, suits_any=strides is None)
-        found.append((positions, contraction))
-        stack.append(contraction(Hardware(), taken, None))
+        stack.append(contraction(_DryRun(), taken, None))
+        found.append((positions, contraction, stack[-1].stride()))
     return tuple(found)
 
 
@@ -159,39 +122,17 @@ def carry_out(
     shapes = tuple([x.shape for x in operands])
     strides = None if hardware.is_traced else tuple([x.stride() for x in operands])
     stack = list(operands)
-    for positions, contract in find_contractions(equation, shapes, strides):
+    for positions, contract, expected in find_contractions(equation, shapes, strides):
         taken = [stack.pop(position) for position in positions]
-        stack.append(contract(hardware, taken, None if stack else memory))
+        found = contract(hardware, taken, None if stack else memory)
+        if (
+            stack and strides is not None and found.stride() != expected
+        ):  # the next view is of these
+            found = torch.empty_strided(
+                found.shape, expected, dtype=found.dtype, device=found.device
+            ).copy_(found)
+        stack.append(found)
     return stack[0]
-
-
-def unused_labels(*equations: str) -> Iterator[str]:
-    """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
-    used = set("kb").union(*equations)
-    return (letter for letter in reversed(ascii_letters) if letter not in used)
-
-
-def _kind(equation: str, sizes: Mapping[str, int]) -> _Kind:
-    """How to carry out one contraction.
-
-    Where one operand has no index of its own, a matrix product would have a single column. A
-    product followed by a sum reads each operand once, and ``torch.einsum`` would permute both.
-    """
-    inputs, output = equation.split("->")
-    terms = inputs.split(",")
-    if len(terms) == 1 and len(set(inputs)) == len(inputs):
-        return "sum"
-    if len(terms) == 2:
-        own = [
-            {x for x in labels if x not in others and sizes[x] != 1}
-            for labels, others in (terms, terms[::-1])
-        ]
-        shared = set(terms[0]) & set(terms[1]) & set(output)
-        if not all(own) and any(sizes[label] > 1 for label in shared):
-            return "elementwise"
-        if own[0] | own[1] <= set(output):
-            return "matrices"
-    return "other"
 
 
 def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) -> Contraction:
@@ -200,11 +141,13 @@ def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) 
     With ``suits_any``, it is for operands with these shapes and any strides.
     """
     sizes = sizes_of(equation, tuple([x.shape for x in operands]))
-    kind = _kind(equation, sizes)
+    kind = kind_of(equation, sizes)
     if kind == "elementwise":
         return _elementwise(equation, operands, sizes, suits_any=suits_any)
     if kind == "matrices":
-        return _matrices(equation, operands, sizes, suits_any=suits_any)
+        return _in_ranges(
+            _matrices(equation, operands, sizes, suits_any=suits_any), equation, operands
+        )
     if kind == "other":
         return lambda hardware, operands, _memory: hardware.other_product(equation, operands)
     summed, order = _sum(*equation.split("->"))
@@ -322,6 +265,45 @@ def _matrices(
         if suits_any:
             return found.view(unfolded).permute(last)
         return found if is_same else found.as_strided(shape, strides)
+
+    return contract
+
+
+def _in_ranges(whole: Contraction, equation: str, operands: Sequence[Tensor]) -> Contraction:
+    """A batch of matrix products, in ranges of the batch where their operands must be copied.
+
+    The hardware says how much to copy at once. Mostly, one range is the whole batch.
+    """
+    dry_run = _DryRun()
+    result = whole(dry_run, operands, None)
+    copied, (inputs, output) = dry_run.copied, equation.split("->")
+    strides, sizes, elements = result.stride(), result.shape, result.numel()
+    outer = max((dim for dim, n in enumerate(sizes) if n > 1), key=strides.__getitem__, default=-1)
+    dims = [labels.find(output[outer : outer + 1] or "-") for labels in inputs.split(",")]
+    if not copied or -1 in dims:  # or what is outermost in memory is no index of a batch
+        return whole
+
+    def contract(hardware: Hardware, operands: Sequence[Tensor], memory: Memory | None) -> Tensor:
+        """The products, each range in its part of the memory."""
+        step = max(1, sizes[outer] * hardware.at_once(copied, operands[0]) // copied)
+        if step >= sizes[outer]:
+            return whole(hardware, operands, memory)
+        like = operands[0]
+        if memory is None:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            rest = found = like.new_empty(elements, dtype=dtype)
+        else:
+            rest = found = memory((elements,), like)
+
+        def next_part(shape: Sequence[int], _like: Tensor) -> Tensor:
+            nonlocal rest
+            part, rest = rest[: prod(shape)], rest[prod(shape) :]
+            return part.view(tuple(shape))
+
+        ranges = [x.split(step, dim) for x, dim in zip(operands, dims, strict=True)]
+        for parts in zip(*ranges, strict=True):
+            carry_out(hardware, equation, parts, next_part)
+        return found.as_strided(sizes, strides)
 
     return contract
 

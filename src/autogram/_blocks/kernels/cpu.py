@@ -16,8 +16,10 @@ from autogram._blocks.kernels.workspace import Purpose, Workspace
 # into the same memory: of the sizes from 8 to 128 MiB, the smallest that was as fast as the best.
 _PIECE = 2**26
 
-# Elements of an elementwise product that is summed at once, so that the product stays in a cache.
-_PRODUCT = 2**17
+# Elements of copies that are multiplied, and of products that are summed, at once. With a quarter
+# of these to twice as many, all took as long. With eight times as many, which no cache keeps, rows
+# of depthwise convolutions took up to 1.8 times as long.
+_SHORT_LIVED = 2**20
 
 # With fewer samples on a side, products are too thin to gain from leaving out their mirror.
 _FEWEST_SAMPLES = 16
@@ -52,6 +54,11 @@ class CpuKernels(Kernels):
         """The limit, or what fits in one piece."""
         return min(self.limit.elements, _PIECE // self.accumulating(dtype).itemsize)
 
+    def at_once(self, elements: int, like: Tensor) -> int:
+        """What stays in a cache until it is read."""
+        del like
+        return min(elements, self.limit.elements, _SHORT_LIVED)
+
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """Memory of this thread, unless it would be larger than a piece."""
         if prod(shape) * like.dtype.itemsize > _PIECE:
@@ -61,24 +68,6 @@ class CpuKernels(Kernels):
     def permuted_patches(self, patches: Tensor, order: tuple[int, ...], purpose: Purpose) -> Tensor:
         """By two copies: the first reads long runs of channels, which takes most of the time."""
         return self.copy(patches, purpose).permute(order).contiguous()
-
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        """The product of two tensors, summed, in parts of the result."""
-        if not summed:
-            return x * y
-        shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
-        elements = prod(shape)
-        dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
-        if dim is None or elements <= _PRODUCT:
-            return (x * y).sum(summed)
-        step = max(1, shape[dim] * _PRODUCT // elements)
-        parts = []
-        for start in range(0, shape[dim], step):
-            n = min(step, shape[dim] - start)
-            some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
-            out = self.scratch([*shape[:dim], n, *shape[dim + 1 :]], x)
-            parts.append(torch.mul(*some, out=out).sum(summed))
-        return torch.cat(parts, dim - sum(d < dim for d in summed))
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT``, long sums in parts."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from autogram._blocks.kernels.base import Kernels, Limit, distinct_or_repeated
-from autogram._blocks.kernels.contraction import Prices, carry_out, unused_labels
+from autogram._blocks.kernels.contraction import carry_out
+from autogram._blocks.kernels.paths import Prices, unused_labels
 from autogram._blocks.kernels.workspace import Memory
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -36,8 +37,9 @@ _FEWEST_COLUMNS = 512
 _PARTS_PER_PROCESSOR = 2
 
 # Rows that are larger than their factors may take half of the memory that is free, and a third of
-# what is taken with them: the step of a small model is not to need several times its memory.
-_SHARE_OF_FREE, _SHARE_OF_TAKEN = 2, 3
+# what is taken with them, and copies of factors an eighth: the step of a small model is not to need
+# several times its memory.
+_SHARE_OF_FREE, _SHARE_OF_TAKEN, _SHARE_OF_COPIES = 2, 3, 8
 
 # Rows of a convolution whose samples are groups cost three times as much an element as patches do.
 # With few channels, that kernel is slow whatever the size.
@@ -75,6 +77,14 @@ class CudaKernels(Kernels):
         return allowed // torch.float32.itemsize
 
     @override
+    def at_once(self, elements: int, like: Tensor) -> int:
+        """All, unless that is much beside what the step has taken anyway."""
+        if elements > _LAUNCH:
+            taken = _bytes(like.device)[1] // _SHARE_OF_COPIES // like.dtype.itemsize
+            elements = min(elements, max(_LAUNCH, taken))
+        return super().at_once(elements, like)
+
+    @override
     def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
         return positions > self.prices(dtype).memory
 
@@ -108,10 +118,6 @@ class CudaKernels(Kernels):
     @override
     def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
         return x.sum(summed, dtype=self.accumulating(x.dtype))
-
-    @override
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        return super().product_sum(x.to(self.accumulating(x.dtype, y.dtype)), y, summed)
 
     @override
     def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
@@ -224,8 +230,13 @@ def _is_tf32() -> bool:
 
 def _bytes(device: torch.device) -> tuple[int, int]:
     """Memory of a device that this process has not taken, and has, without asking the device."""
-    taken = torch.cuda.memory_allocated(device)
-    return int(torch.cuda.get_device_properties(device).total_memory) - taken, taken
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    try:  # a twentieth of the time of `torch.cuda.memory_allocated`, which sorts all statistics
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        taken = int(statistics["allocated_bytes"]["all"]["current"])
+    except RuntimeError:  # another allocator than PyTorch's may count nothing
+        taken = 0
+    return total - taken, taken
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from autogram._capture.backward.overflow import fill_with_nan, is_overflow_expec
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
-from autogram._capture.backward.verification import Schedule, Verify
+from autogram._capture.backward.verification import Check, Schedule, Verify
 from autogram._capture.limit import retried_with_less
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
@@ -87,7 +87,13 @@ class Driver:
             needs_graph = run.check is not None or bool(run.survey.tail)
             run.retain_graph = run.retain_graph or needs_graph or bool(run.outside)
             with showing(run.survey.tail) if run.survey.tail else nullcontext():
-                self._collect(run)
+                try:
+                    self._make_passes(run)
+                except NonFiniteError:
+                    if not is_overflow_expected():
+                        raise
+                    self._is_repeatable = False
+                    fill_with_nan(run)
             return run
 
     @property
@@ -123,23 +129,14 @@ class Driver:
             **asked,
         )
 
-    def _collect(self, run: Run) -> None:
-        """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
-        try:
-            self._make_passes(run)
-        except NonFiniteError:
-            if not is_overflow_expected():
-                raise
-            self._is_repeatable = False
-            fill_with_nan(run)
-
     def _make_passes(self, run: Run) -> None:
-        """The same, but for overflows that are expected."""
+        """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
             assemble(run)
-            self._confirm(run)
+            if run.check is not None:
+                self._confirm(run, run.check)
         self.summary = run.summary or self._summaries[run.survey.key]
         self._summaries[run.survey.key] = self.summary
         if run.summary is not None:
@@ -187,24 +184,24 @@ class Driver:
             except UnknownLayoutError as unknown:
                 search.run(unknown.use)
         run.has_searched = search.has_searched
+        if run.check is None:
+            return
         try:
-            self._confirm(run)
+            self._confirm(run, run.check)
         except VerificationError as error:
             search.forget()
             if search.has_searched:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls
             raise error.since(doubted) from None
-        if run.check is not None and not search.has_searched:
+        if not search.has_searched:
             search.doubt()
 
-    def _confirm(self, run: Run) -> None:
+    def _confirm(self, run: Run, check: Check) -> None:
         """Raises if the check of a run shows that its result is wrong."""
-        if run.check is None:
-            return
         is_confirmed = True
         try:
-            confirm(run, run.check)
+            confirm(run, check)
         except NonFiniteError as error:
             if run.must_verify:
                 raise

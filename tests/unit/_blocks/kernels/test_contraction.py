@@ -1,9 +1,22 @@
 """Einsums along paths."""
 
+import subprocess
+import sys
+from collections.abc import Sequence
+from math import prod
+from textwrap import dedent
+
 import pytest
 import torch
+from torch import Tensor
+from typing_extensions import override
 
-from autogram._blocks.kernels.contraction import Shapes, find_path
+from autogram._blocks.kernels.base import Kernels, Limit
+from autogram._blocks.kernels.contraction import repeats
+from autogram._blocks.kernels.cpu import CpuKernels
+from autogram._blocks.kernels.cuda import CudaKernels
+from autogram._blocks.kernels.paths import Shapes, find_path
+from autogram._blocks.kernels.workspace import Purpose
 from tests.unit._blocks.blocks import SIZES, kernels
 from tests.unit.checks import assert_close_to_reference
 
@@ -76,11 +89,11 @@ def test_paths_are_found_once() -> None:
 @pytest.mark.parametrize(
     ("equation", "shapes"),
     [
-        ("kbct,bct->kbc", ((1, 6, 200, 500), (6, 200, 500))),  # parts of the samples
-        ("kbct,bct->kct", ((2, 3, 200, 500), (3, 200, 500))),  # of a sum over them
-        ("bct,ct->bc", ((6, 200, 500), (200, 500))),  # one side is broadcast
-        ("tbc,tbc->c", ((500, 2, 300), (500, 2, 300))),
-        ("ta,ta->", ((500, 600), (500, 600))),
+        ("kbct,bct->kbc", ((1, 6, 700, 800), (6, 700, 800))),  # parts of the samples
+        ("kbct,bct->kct", ((2, 3, 700, 800), (3, 700, 800))),  # of a sum over them
+        ("bct,ct->bc", ((6, 700, 800), (700, 800))),  # one side is broadcast
+        ("tbc,tbc->c", ((700, 8, 400), (700, 8, 400))),
+        ("ta,ta->", ((1500, 1600), (1500, 1600))),
     ],
 )
 def test_a_large_product_is_summed_in_parts(equation: str, shapes: Shapes) -> None:
@@ -99,3 +112,86 @@ def test_operands_are_copied_where_they_do_not_lie_in_order() -> None:
     assert_close_to_reference(kernels().einsum("bti,btj->bij", (windows, other)), expected)
     assert torch.equal(windows, before[0])
     assert torch.equal(other, before[1])
+
+
+class Small(CpuKernels):
+    """Copies few elements at once, and counts."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__(Limit(2**40))
+        self.most = at_once
+        self.copied: list[int] = []
+
+    @override
+    def at_once(self, elements: int, like: Tensor) -> int:
+        return min(elements, self.most)
+
+    @override
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
+        self.copied.append(prod(shape))
+        return super().scratch(shape, like, purpose)
+
+
+@pytest.mark.parametrize("of", [Kernels, CpuKernels, CudaKernels])
+@pytest.mark.parametrize("size", [3, 500])
+def test_results_are_read_as_they_lie(of: type[Kernels], size: int) -> None:
+    """Also a sum whose operands do not lie in order, of which some kernels make parts."""
+    x, y = (torch.randn(size, 60, 50).permute(2, 1, 0) for _ in range(2))
+    operands = [x, y, torch.randn(60, 7)]
+    found = of(Limit(2**40)).einsum("bot,bot,oi->bi", operands)
+    assert_close_to_reference(found, torch.einsum("bot,bot,oi->bi", *operands))
+
+
+def test_the_first_step_imports_no_compiler() -> None:
+    """It takes a second or two, and what is imported keeps the frames that are running."""
+    code = """
+        import sys
+        import torch
+        from torch import nn
+        from autogram import Engine
+
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Linear(6, 2))
+        engine = Engine(model)
+        engine.compute_gramian(model(torch.randn(2, 3, 8, 8)).square().sum((1, 2, 3)))
+        assert "torch._dynamo" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", dedent(code)], check=True)
+
+
+# Where the batch lies in patches: first, behind another index, and beside a second one.
+COPIES = [
+    ("kbot,btxi->kboix", ((1, 7, 2, 8), (7, 8, 3, 5))),
+    ("kbot,tbxi->kbxoi", ((2, 7, 3, 8), (8, 7, 3, 5))),
+    ("btxi,bot->boxi", ((7, 8, 3, 5), (7, 2, 8))),
+    ("kbqot,btxqi->kbqoix", ((1, 7, 2, 3, 8), (7, 8, 3, 2, 5))),
+]
+
+
+@pytest.mark.parametrize("at_once", [1, 8 * 3 * 5 * 2, 500, 2**20])
+@pytest.mark.parametrize("has_memory", [False, True])
+@pytest.mark.parametrize(("equation", "shapes"), COPIES)
+def test_factors_are_copied_for_some_samples_at_a_time(
+    equation: str, shapes: Shapes, has_memory: bool, at_once: int
+) -> None:
+    """The product is whole, with the strides that it has in one piece."""
+    terms = equation.split("->")[0].split(",")
+    operands = [
+        patches(shape, labels) if "x" in labels else torch.randn(shape)
+        for labels, shape in zip(terms, shapes, strict=True)
+    ]
+    small, memory = Small(at_once), (lambda shape, like: like.new_empty(shape))
+    found = small.einsum(equation, operands, memory if has_memory else None)
+    assert_close_to_reference(found, torch.einsum(equation, *operands))
+    whole = kernels().einsum(equation, operands)
+    assert found.stride() == whole.stride()
+    of_sample = max(x.numel() for x in operands if repeats(x)) // 7
+    assert max(small.copied) <= max(at_once, of_sample)
+
+
+def patches(shape: tuple[int, ...], labels: str) -> Tensor:
+    """Windows along ``t``, whose positions are counted by ``x``."""
+    sizes = dict(zip(labels, shape, strict=True))
+    others = [label for label in labels if label not in "tx"]
+    signal = torch.randn([*[sizes[label] for label in others], sizes["t"] + sizes["x"] - 1])
+    order = [*others, "t", "x"]
+    return signal.unfold(-1, sizes["x"], 1).permute([order.index(label) for label in labels])

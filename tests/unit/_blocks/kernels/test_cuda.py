@@ -334,6 +334,25 @@ def test_patches_are_copied_once(groups: int) -> None:
     assert len(copies) == 2, copies  # channels last, and patches
 
 
+@pytest.mark.parametrize(
+    ("elements", "used", "expected"),
+    [
+        (2**22, 0, 2**22),  # takes no longer than a launch
+        (2**25, 0, 2**22),
+        (2**25, 8 * 4 * 2**23, 2**23),
+        (2**25, 2**40, 2**25),
+    ],
+)
+def test_copies_take_little_beside_the_step(
+    elements: int, used: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of what is taken, or what is written in the time of a launch."""
+    monkeypatch.setattr(cuda, "_bytes", lambda _device: (2**40, used))
+    like = torch.empty(1, dtype=torch.float32)
+    assert kernels().at_once(elements, like) == expected
+    assert kernels(100).at_once(elements, like) == 100
+
+
 @pytest.mark.parametrize("half", HALF, ids=str)
 @pytest.mark.parametrize(
     ("positions", "free", "used", "is_kept"),
