@@ -53,9 +53,12 @@ class Batched(Enum):
     """The status of a tensor that depends on the inputs of the modules."""
 
     BATCHED = auto()
+    UNTAPPED = auto()
+    """Parameters may have met the samples where no call shows it, and no tap is on the result."""
 
 
 BATCHED: Final = Batched.BATCHED
+UNTAPPED: Final = Batched.UNTAPPED
 Status = Tracked | Batched | None  # the last for a constant
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # Calls that read a property of a tensor and compute no tensor: a third of all in some models.
 _PROPERTIES = (
@@ -22,6 +24,12 @@ _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu",
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+# What gives gradients that may be differentiated again, or calls a function of the user's.
+_OF_OTHERS = {
+    torch.autograd.grad,
+    Tensor.grad.__get__,  # type: ignore[union-attr]  # of the class, a descriptor
+    F.triplet_margin_with_distance_loss,
+}
 
 
 class Kind(NamedTuple):
@@ -39,6 +47,8 @@ class Kind(NamedTuple):
     """Whether the function lets the user see the cotangent of its first argument."""
     reads_first_only: bool
     """Whether other arguments give no more than a dtype or a shape, as in ``x.to(y)``."""
+    reads_others: bool
+    """Whether the function may read parameters that are none of its arguments."""
 
 
 @lru_cache(maxsize=4096)
@@ -53,6 +63,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         is_cast=name in _CASTS,
         shows_cotangent=name in ("retain_grad", "register_hook"),
         reads_first_only=name in _LOOK_AT_OTHER,
+        reads_others=function in _OF_OTHERS,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.forward.calls import Kind, inlined
-from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now
+from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
@@ -85,7 +85,7 @@ def decide(
     is_batched = False
     tracked: Reads = []
     for tensor, status in reads:
-        if status is BATCHED:
+        if status is BATCHED or status is UNTAPPED:
             is_batched = True
         elif status is not None:
             tracked.append((tensor, status))

@@ -20,7 +20,15 @@ from autogram._capture.forward.checkpoints import (
 from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
 from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import Tapping
-from autogram._capture.tracked import BATCHED, Status, Tracked, as_of_now, track_derived
+from autogram._capture.tracked import (
+    BATCHED,
+    UNTAPPED,
+    Batched,
+    Status,
+    Tracked,
+    as_of_now,
+    track_derived,
+)
 from autogram._containers import replaced, tensors_in
 
 
@@ -65,21 +73,21 @@ class Recorder(TorchFunctionMode):
             self._statuses.set(tensor, BATCHED if is_batched else None)
         self._checkpoints.note(call, are_batched)
 
-    def mark(self, tensors: Iterable[Tensor]) -> None:
-        """Marks tensors as batched."""
+    def mark(self, tensors: Iterable[Tensor], status: Batched = BATCHED) -> None:
+        """Marks tensors as batched, with or without taps."""
         for tensor in tensors:
-            self._statuses.set(tensor, BATCHED)
+            self._statuses.set(tensor, status)
 
     def status_of(self, tensor: Tensor) -> Status:
         """The status of a tensor, which is tapped if parameters have met samples in it unseen."""
-        return self._statuses.of(tensor)
+        return self._statuses.tapped(tensor)
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module, and notes inputs that a checkpoint will give to it again."""
         hooks = hooks_now(True)
         if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = self._given(inputs)
-            are_batched = [self._statuses.of(tensor) is BATCHED for tensor in tensors]
+            are_batched = [isinstance(self._statuses.of(tensor), Batched) for tensor in tensors]
             self._checkpoints.note(_call(module, tensors), are_batched)
         self._hooks_at_entry.append(hooks)
 
@@ -126,6 +134,7 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args
         reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
+        reads = self._statuses.read_by_use(reads)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
@@ -139,15 +148,19 @@ class Recorder(TorchFunctionMode):
             with self:
                 output = decision.body(*args, **kwargs)
         results = results_of(kind, args, kwargs, output)
+        if kind.reads_others:
+            self.mark([x for x in results if not x.is_leaf], UNTAPPED)
+            results = [x for x in results if x.is_leaf]
         if isinstance(decision, RunBody):
             self._statuses.read(results)  # adopts results of calls that were not seen in the body
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
+        status = self._statuses.of_results(reads)
         for tensor in results:
             # A single integer, such as the number of an expert, does not belong to samples.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1
-            self._statuses.set(tensor, None if is_number else BATCHED)
+            self._statuses.set(tensor, None if is_number else status)
         if kind.shows_cotangent:
             self.recording.is_batchable = False  # or the user would see the hidden dimension
             if kind.name == "retain_grad":

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.tapping import Tapping
-from autogram._capture.tracked import BATCHED, Status, Tracked, track_parameter
+from autogram._capture.tracked import (
+    BATCHED,
+    UNTAPPED,
+    Batched,
+    Status,
+    Tracked,
+    track_parameter,
+)
 from autogram._errors import UnsupportedError
 
 # A tensor, its status, and its version if it has a graph.
@@ -28,6 +35,7 @@ class Statuses:
     def __init__(self, tapping: Tapping) -> None:
         self._tapping = tapping
         self._marks: dict[int, _Mark] = {}
+        self._has_untapped = False
 
     @cached_property
     def _parameters(self) -> dict[int, Tracked]:
@@ -44,6 +52,7 @@ class Statuses:
         """Remembers the status of a tensor as it is now."""
         version = None if tensor.is_leaf else tensor._version
         self._marks[id(tensor)] = (weakref.ref(tensor), status, version)
+        self._has_untapped |= status is UNTAPPED
 
     def let_be(self, tensor: Tensor, status: Status) -> None:
         """Lets a tensor be what another is that it stands for, also where it is a leaf."""
@@ -61,6 +70,26 @@ class Statuses:
             elif isinstance(argument, (list, tuple)):
                 found.extend(self.read(argument))
         return found
+
+    def of_results(self, reads: Iterable[tuple[Tensor, Status]]) -> Batched:
+        """The status of what is computed from tensors that depend on samples."""
+        has_untapped = self._has_untapped and UNTAPPED in [status for _, status in reads]
+        return UNTAPPED if has_untapped else BATCHED
+
+    def read_by_use(self, reads: list[tuple[Tensor, Status]]) -> list[tuple[Tensor, Status]]:
+        """The same, with taps on what has none if the call reads tracked tensors, too.
+
+        The tap of a use hides what lies behind it from the search for the uses of single nodes.
+        What no use reads is left to that search, which finds the factors of these uses.
+        """
+        if not self._has_untapped or not any(isinstance(status, Tracked) for _, status in reads):
+            return reads
+        return [(x, self.tapped(x) if status is UNTAPPED else status) for x, status in reads]
+
+    def tapped(self, tensor: Tensor) -> Status:
+        """The status of a tensor, which is tapped if parameters have met samples in it unseen."""
+        status = self.of(tensor)
+        return self._adopt(tensor) if status is UNTAPPED else status
 
     def of(self, tensor: Tensor) -> Status:
         """The status of a tensor.
