@@ -70,6 +70,10 @@ def gradient_penalty(model: Model, x: Tensor) -> Tensor:
     return losses + gradient.square().sum(1)
 
 
+def scaled_twice(model: Model, x: Tensor) -> Tensor:
+    return (model(x * model.temperature) + model(2 * x * model.temperature)).square().sum(1)
+
+
 def functional_call(model: Model, x: Tensor) -> Tensor:
     doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
     return torch.func.functional_call(model, doubled, (x,)).square().sum(1)
@@ -190,6 +194,7 @@ UNSEEN: dict[str, tuple[Callable[[Model, Tensor], Tensor], str]] = {
         r"in the call behind `MulBackward0`, `temperature` \(5 elements\)",
     ),
     "input": (scaled_input, r"in the call behind `MulBackward0`, `temperature` \(5 elements\)"),
+    "twice": (scaled_twice, r"in the call behind `MulBackward0`, `temperature` \(10 elements\)"),
 }
 
 

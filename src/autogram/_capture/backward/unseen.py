@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import prod
 from typing import Literal
@@ -61,13 +62,15 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy
         return
     channel.told.add("unseen")
     objectives = survey.losses.numel()
-    by_function: dict[str, list[str]] = {}
+    by_function: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for use in uses:
         for parameter in dict.fromkeys(p for tracked in use.reads for p in tracked.sources):
-            elements = objectives * prod(parameter.shape)
-            text = f"`{use.recording.names[parameter]}` ({elements} elements)"
-            by_function.setdefault(use.function, []).append(text)
-    found = "; ".join(f"in {name}, {listed(texts)}" for name, texts in by_function.items())
+            name = use.recording.names[parameter]
+            by_function[use.function][name] += objectives * prod(parameter.shape)
+    found = "; ".join(
+        f"in {function}, {listed([f'`{name}` ({n} elements)' for name, n in elements.items()])}"
+        for function, elements in by_function.items()
+    )
     message = (
         "Some parameters are used where calls are not recorded. What they contribute is explicit "
         f"rows of J, by {objectives} vector-Jacobian products (one for each objective) through "
