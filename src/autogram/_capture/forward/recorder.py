@@ -134,7 +134,9 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args
         reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
-        reads = self._statuses.read_by_use(reads)
+        has_untapped = self._statuses.has_untapped
+        if has_untapped:
+            reads = self._statuses.read_by_use(reads)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
@@ -156,7 +158,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
-        status = self._statuses.of_results(reads)
+        status = self._statuses.of_results(reads) if has_untapped else BATCHED
         for tensor in results:
             # A single integer, such as the number of an expert, does not belong to samples.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1

@@ -30,12 +30,15 @@ class Statuses:
     """The status of tensors, by ``id`` and with weak references.
 
     A strong reference would keep activations alive that the network has dropped.
+
+    Attributes:
+        has_untapped: Whether any tensor was untapped. Few models have such tensors.
     """
 
     def __init__(self, tapping: Tapping) -> None:
         self._tapping = tapping
         self._marks: dict[int, _Mark] = {}
-        self._has_untapped = False
+        self.has_untapped = False
 
     @cached_property
     def _parameters(self) -> dict[int, Tracked]:
@@ -52,7 +55,7 @@ class Statuses:
         """Remembers the status of a tensor as it is now."""
         version = None if tensor.is_leaf else tensor._version
         self._marks[id(tensor)] = (weakref.ref(tensor), status, version)
-        self._has_untapped |= status is UNTAPPED
+        self.has_untapped |= status is UNTAPPED
 
     def let_be(self, tensor: Tensor, status: Status) -> None:
         """Lets a tensor be what another is that it stands for, also where it is a leaf."""
@@ -73,8 +76,7 @@ class Statuses:
 
     def of_results(self, reads: Iterable[tuple[Tensor, Status]]) -> Batched:
         """The status of what is computed from tensors that depend on samples."""
-        has_untapped = self._has_untapped and UNTAPPED in [status for _, status in reads]
-        return UNTAPPED if has_untapped else BATCHED
+        return UNTAPPED if UNTAPPED in [status for _, status in reads] else BATCHED
 
     def read_by_use(self, reads: list[tuple[Tensor, Status]]) -> list[tuple[Tensor, Status]]:
         """The same, with taps on what has none if the call reads tracked tensors, too.
@@ -82,7 +84,7 @@ class Statuses:
         The tap of a use hides what lies behind it from the search for the uses of single nodes.
         What no use reads is left to that search, which finds the factors of these uses.
         """
-        if not self._has_untapped or not any(isinstance(status, Tracked) for _, status in reads):
+        if not any(isinstance(status, Tracked) for _, status in reads):
             return reads
         return [(x, self.tapped(x) if status is UNTAPPED else status) for x, status in reads]
 
