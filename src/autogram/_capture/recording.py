@@ -89,15 +89,23 @@ class Channel:
         return names
 
     def names(
-        self, reached: Mapping[Tensor, object], left_out: Collection[Tensor] = ()
+        self,
+        reached: Mapping[Tensor, object],
+        recordings: Iterable[Recording] = (),
+        left_out: Collection[Tensor] = (),
     ) -> dict[Tensor, str]:
         """The trainable parameters of the engine's modules, in order, with unique names.
 
         Parameters ``left_out`` are missing. Where `functional_call` puts other tensors in the place
         of parameters, several tensors may have one name. All that are ``reached`` are listed, and
-        others only if no other has the name.
+        others only if no other has the name. The others are those of the ``recordings`` of some
+        losses, or those of now if there are none: other graphs may have had other parameters.
         """
-        found = {p: name for p, name in self.parameters(reached).items() if p not in left_out}
+        others = {p: name for recording in recordings for p, name in recording.names.items()}
+        others = others or self.parameters_now()
+        known = self.parameters(reached) if reached else {}
+        known = others | {p: name for p, name in known.items() if p in reached}
+        found = {p: name for p, name in known.items() if p not in left_out}
         of_reached = {name for parameter, name in found.items() if parameter in reached}
         seen: Counter[str] = Counter()
         names: dict[Tensor, str] = {}

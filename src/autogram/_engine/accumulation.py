@@ -49,8 +49,7 @@ class Accumulation:
             )
         with self._step.passing(losses):
             given, losses = losses, self._step.engine._checked(losses)
-            if losses.numel():
-                self._step.add(losses, retain_graph=retain_graph)
+            self._step.add(losses, retain_graph=retain_graph)
         # The graph is to go, and shapes are needed alone.
         shapes = in_form([part.detach() for part in parts_of(given)], given)
         self._forms.append((shapes, losses.numel()))

@@ -59,9 +59,7 @@ def backward_of_ranks(
     try:
         with ranks.listening(engine._channel, "step"), step.passing(losses):
             step.scale.check()
-            total = engine._checked(losses)
-            if total.numel():
-                step.add(total, retain_graph=retain_graph, is_only=True)
+            step.add(engine._checked(losses), retain_graph=retain_graph, is_only=True)
     except RankError:
         raise  # by all ranks
     except Exception as error:

@@ -31,6 +31,7 @@ from autogram._capture import (
 )
 from autogram._capture.forward.checkpoints import Checkpoints
 from autogram._capture.forward.session import hook_all, take_off
+from autogram._capture.samples.survey import Survey
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
 from autogram._jacobian import Jacobian, Part, Projections
@@ -202,10 +203,11 @@ class Hooked:
 
     def _without_objectives(self, losses: Tensor | None = None) -> Jacobian:
         """The Jacobian of losses without elements."""
-        names = self._channel.names({}, self._channel.left_out_now())
         if losses is None:
-            device = next((parameter.device for parameter in names), torch.device("cpu"))
+            device = next((p.device for p in self._channel.parameters_now()), torch.device("cpu"))
             losses = torch.zeros(0, device=device)
+        survey = Survey(self._channel, losses)
+        names = self._channel.names({}, survey.recordings, survey.left_out)
         return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
 
     def _checked(self, losses: Losses) -> Tensor:

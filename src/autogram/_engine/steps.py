@@ -49,6 +49,7 @@ class Step:
         self.wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[Part] = []
         self._names: dict[Tensor, str] = {}
+        self._empty: Tensor | None = None  # losses without elements
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
 
@@ -63,10 +64,10 @@ class Step:
             yield
 
     def add(self, losses: Tensor, *, retain_graph: bool, is_only: bool = False) -> Tensor:
-        """Takes in the rows of some losses, one at least.
+        """Takes in the rows of some losses.
 
         Args:
-            losses: The objectives.
+            losses: The objectives. Without any, others may give gradients to the parameters.
             retain_graph: Whether their graph is needed by others. It is kept until the end of the
                 step where leaves that are not of J need it.
             is_only: Whether there are no others, so that the Gramian is added up on the way.
@@ -75,6 +76,9 @@ class Step:
             The Gramian ``(m, m)`` of the scaled losses, empty if it was not added up.
         """
         engine = self.engine
+        if not losses.numel():
+            self._empty = losses
+            return losses.new_zeros(0, 0)
         if self.wrappers is None and is_exchanged(engine._channel, losses):
             refuse_gradients(self._call)
         losses = self.scale.of(losses)
@@ -148,7 +152,7 @@ class Step:
             if self._parts:
                 found.append(Jacobian(self._parts, self._names, self.engine._limit))
             else:
-                found.append(self.engine._without_objectives())
+                found.append(self.engine._without_objectives(self._empty))
             return found[0]
 
         weights, gramian = ranks.weights(jacobian, self.scale.weighting, self.scale.number)

@@ -21,6 +21,7 @@ from tests.unit._distributed.worlds import (
     cnn,
     flat_gradient,
     images,
+    mlp,
     tokens,
     two_of_each,
     weighting,
@@ -223,6 +224,19 @@ def two_engines(rank: int) -> None:
             assert_step(engines[which], world, models[which], twins[which], step)
 
 
+def replaced_parameters(rank: int) -> None:
+    """While losses of before live, and where a rank without objectives has no blocks to show."""
+    world = WORLDS["ranks without objectives"]
+    model, twin = world.model(), world.model()
+    engine = Engine(model, distributed=True)
+    alive = []
+    for step in range(2 * STEPS):
+        assert_step(engine, world, model, twin, step)
+        alive.append(world.losses(model(world.batch(rank, step))))
+        for each in (model, twin):
+            each[step % 2 * 2] = World(mlp).model()[step % 2 * 2]
+
+
 def scenarios() -> Mapping[str, Scenario]:
     """All of them, by name."""
     found: dict[str, Scenario] = {}
@@ -247,6 +261,7 @@ def scenarios() -> Mapping[str, Scenario]:
         a_mesh_of_two_dimensions,
         known_shapes_are_told_by_a_hash,
         two_engines,
+        replaced_parameters,
     ):
         found[alone.__name__] = alone
     return found

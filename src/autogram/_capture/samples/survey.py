@@ -39,6 +39,7 @@ class Survey:
             is no node of its own.
         leaves: All leaves but the anchors of engines.
         leaves_of_tail: The leaves on a path from the losses without a tap: parameters in a penalty.
+        recordings: Those of the taps, in order.
         left_out: The parameters that inactive hooks kept out of J when the losses were computed.
         tail: The uses on such paths that are uses of single nodes.
         key: A digest of all that decides where the samples lie, except values of tensors.
@@ -62,6 +63,7 @@ class Survey:
         self.leaves_of_tail = self._follow([edges], behind_taps)
         self._end_of_tail = len(self.nodes)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
+        self.recordings = [*{use.recording: None for use in self.uses}]
         self.left_out = self._find_left_out()
         self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
@@ -76,10 +78,9 @@ class Survey:
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
-        recordings = {use.recording for use in self.uses}
-        if not recordings:
+        if not self.recordings:
             return self._channel.left_out_now()
-        found = {p: name for of in recordings for p, name in of.left_out.items()}
+        found = {p: name for of in self.recordings for p, name in of.left_out.items()}
         read = {p for use in self.uses if found for tracked in use.reads for p in tracked.sources}
         if names := [f"`{name}`" for p, name in found.items() if p in read]:
             raise UnsupportedError(
