@@ -1,7 +1,9 @@
 """Compiled parts among other things: engines, recordings, autocast, copies, and recompilations."""
 
 import copy
+import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine
+from autogram import Engine, UnseenUseWarning
+from autogram._compiled.call import Call
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
     Decoder,
@@ -129,6 +132,48 @@ class TestSeveralEngines:
             ):
                 jacobian = reference_jacobian(losses, list(parameters))
                 assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+    @pytest.mark.parametrize("is_wrong", [False, True])
+    def test_each_looks_at_its_own_uses(
+        self, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A part is not believed where an engine has found the samples of its uses elsewhere."""
+        right = Call.carried
+
+        def carried(self: Call, *args: Any) -> Any:
+            found = right(self, *args)
+            assert found is not None
+            own, inputs = found
+            return {use: replace(place, dim=-1) for use, place in own.items()}, inputs
+
+        if is_wrong:
+            monkeypatch.setattr(Call, "carried", carried)
+        model = _mlp()
+        run = compiled(model)
+        engines = [Engine(of, verify="never") for of in (model[0], model[2], model)]
+        for step in range(3):
+            losses = _squares(run(torch.randn(4, 3)), torch.empty(0))
+            for engine, part in zip(engines, (model[0], model[2], model), strict=True):
+                jacobian = reference_jacobian(losses, list(part.parameters()))
+                assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+                assert engine._drivers.last.summary.has_searched == (is_wrong or step == 0)
+
+    def test_one_is_paused(self) -> None:
+        """It is told that it was paused, and not that a backend of another name would help."""
+        model = _mlp()
+        run = compiled(model)
+        engines = Engine(model), Engine(model)
+        for step in range(3):
+            with engines[step % 2].paused():
+                losses = _squares(run(torch.randn(4, 3)), torch.empty(0))
+            jacobian = reference_jacobian(losses, list(model.parameters()))
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                for engine in engines:
+                    gramian = engine.compute_gramian(losses)
+                    assert_close_to_reference(gramian, jacobian @ jacobian.T)
+            expected = [UnseenUseWarning] if step < 2 else []  # once for each engine
+            assert [of.category for of in told] == expected
 
     def test_removed(self) -> None:
         model = _mlp()

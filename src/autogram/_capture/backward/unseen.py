@@ -84,7 +84,10 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy
 
 
 def tell_of_compiled(channel: Channel, survey: Survey, policy: Unseen) -> None:
-    """Tells the user, once, which parameters are read in compiled parts that hide what they do."""
+    """Tells the user, once, which parameters are read in compiled parts that hide what they do.
+
+    A part that is shown to another engine hides nothing: this one was paused, or is younger.
+    """
     hidden = [node for node in survey.nodes if is_compiled(node) and not shown_by(node)]
     if not hidden or ("compiled" in channel.told and policy == "rows"):
         return

@@ -19,7 +19,7 @@ zero shows no owners, and moves nothing as long as it is zero, which is watched 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -161,9 +161,8 @@ class Prover:
         fitting = {s: None if of is None else {x.dim for x in of} for s, of in regular.items()}
         constants: dict[Constant, None] = {}
         for number in sorted({spot.node for spot in fitting}):
-            if (calls := self._calls(number)) and not self._is_carried(
-                calls, number, regular, uses
-            ):
+            call = self._call(number)
+            if call is not None and not self._is_carried(call, number, regular, uses):
                 return Proof(is_for_one_call=True)
         for spot, dims in fitting.items():
             if not spot.is_input and dims is not None:
@@ -175,14 +174,16 @@ class Prover:
             tuple(constants), tuple(spot for spot, dims in fitting.items() if dims is None)
         )
 
-    def _calls(self, number: int) -> list[Any]:
-        """What engines are shown of a node that is a call of a compiled part."""
+    def _call(self, number: int) -> Any | None:
+        """What this engine, or else another one, is shown of a call of a compiled part."""
         node = self.survey.nodes[number]
-        return [] if use_of(node) is not None else list(shown_by(node))
+        calls = () if use_of(node) is not None else shown_by(node)
+        own = (x for x in calls if x.recording.channel is self.survey.channel)
+        return next(own, calls[0] if calls else None)
 
     def _is_carried(
         self,
-        calls: Sequence[Any],
+        call: Any,
         number: int,
         regular: Mapping[Spot, tuple[Folded, ...] | None],
         uses: Mapping[Use, tuple[Placement, ...]],
@@ -192,7 +193,7 @@ class Prover:
         given = [regular.get(spot) for spot in self._results(node)]
         if any(layouts is not None and len(layouts) != 1 for layouts in given):
             return False
-        found = calls[0].carried(node, [None if x is None else x[0] for x in given])
+        found = call.carried(node, [None if x is None else x[0] for x in given])
         if found is None:
             return False
         own, inputs = found
@@ -223,7 +224,7 @@ class Prover:
         self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int] | None]
     ) -> list[Constant] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
-        if self._calls(spot.node):
+        if self._call(spot.node) is not None:
             return []
         node = self.survey.nodes[spot.node]
         saves_values = bool(kind_of_node(node.__class__).tensors)

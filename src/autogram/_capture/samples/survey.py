@@ -31,6 +31,7 @@ class Survey:
     """The autograd graph behind some losses, for the taps of a channel. It lives for one call.
 
     Attributes:
+        channel: That of the taps.
         losses: The objectives.
         nodes: All nodes, in the order of the walk.
         numbers: The number of each node among them.
@@ -52,7 +53,7 @@ class Survey:
         self.numbers: dict[Any, int] = {None: -1}  # an input that needs no gradient has no node
         self.uses: dict[Use, int] = {}
         self.may_hide_taps = False
-        self._channel = channel
+        self.channel = channel
         self._anchor = get_gradient_edge(channel.anchor).node
         self._anchors = {self._anchor}  # of all engines
         self._structure: list[Any] = []
@@ -79,7 +80,7 @@ class Survey:
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
         if not self.recordings:
-            return self._channel.left_out_now()
+            return self.channel.left_out_now()
         found = {p: name for of in self.recordings for p, name in of.left_out.items()}
         read = {p for use in self.uses if found for tracked in use.reads for p in tracked.sources}
         if names := [f"`{name}`" for p, name in found.items() if p in read]:
@@ -92,12 +93,12 @@ class Survey:
 
     def _find_tail(self) -> list[TailUse]:
         """The uses in the tail, which become uses of the survey."""
-        if self.may_hide_taps or self._channel.before_pass is not None:
+        if self.may_hide_taps or self.channel.before_pass is not None:
             return []
-        known = self._channel.parameters(self.leaves_of_tail)
+        known = self.channel.parameters(self.leaves_of_tail)
         leaves = [x for x in self.leaves_of_tail if x in known and x not in self.left_out]
         nodes = self.nodes[: self._end_of_tail]
-        found = uses_in_tail(self._channel, self.losses, nodes, {x: known[x] for x in leaves})
+        found = uses_in_tail(self.channel, self.losses, nodes, {x: known[x] for x in leaves})
         for use, output, _ in found:
             self.uses[use] = self.numbers[output.node]
             self._structure += self.uses[use], output.output_nr
@@ -141,7 +142,7 @@ class Survey:
         """Whether an autograd Function is a tap of the engine. If so, notes its use."""
         is_tap, use = False, use_of(node)
         for shown in calls_of(node) if use is None else (use,):
-            if shown.recording.channel is not self._channel:
+            if shown.recording.channel is not self.channel:
                 self._anchors.add(get_gradient_edge(shown.recording.channel.anchor).node)
                 continue
             is_tap = True
