@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 # The lower bound of torch in pyproject.toml, which is the only place that has it.
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit slow compiled test-oldest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -53,6 +54,9 @@ compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for 
 
 test-oldest: $(OLDEST)/.test  ## Run the unit tests with the oldest PyTorch that is supported
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+test-newest: $(NEWEST)/.test  ## Run the unit tests with the newest PyTorch that pip finds
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Apart from the tests that decide: to see each line takes as long as half of them.
 coverage: $(VENV)/.test  ## Run the unit tests, and list the lines that they do not reach
@@ -89,7 +93,7 @@ format: $(VENV)/.test  ## Format the code and mend what can be mended
 	$(BIN)/ruff format $(SOURCES)
 
 clean:  ## Remove the environment and everything that was built
-	rm -rf $(VENV) $(OLDEST) build dist .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per set of requirements: a second call installs nothing, an edited requirement does.
@@ -106,13 +110,15 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.release: pyproject.toml const
 	@$(INSTALL) --editable ".[$(EXTRAS)]"
 	@touch $@
 
-# An environment of its own, with the same pins but for torch, and for what it allows older ones of.
+# Environments of their own, with the same pins but for torch, and for what it has bounds of.
 # PyPI has builds for CUDA only, of several gigabytes; a CPU build is taken where pip finds one, as
 # with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
-$(OLDEST)/.test: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(OLDEST)
-	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(OLDEST)/constraints.txt
-	echo "torch==$(OLDEST_TORCH).*" >> $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(OLDEST)/constraints.txt --editable ".[test,demo]"
+$(OLDEST)/.test: OTHER := torch==$(OLDEST_TORCH).*
+$(NEWEST)/.test: OTHER := torch
+$(OLDEST)/.test $(NEWEST)/.test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(@D)/constraints.txt
+	echo "$(OTHER)" >> $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(@D)/constraints.txt --editable ".[test,demo]"
 	@touch $@

@@ -114,7 +114,6 @@ class TestPlaces:
     def test_in_a_transform(self, function: Function) -> None:
         assert_batched_only_where_that_is_right(InTransform(function), mixed)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
     @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
     def test_in_a_scripted_call(self, function: Function) -> None:
         assert_batched_only_where_that_is_right(Scripted(function), mixed)

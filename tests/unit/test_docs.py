@@ -18,7 +18,6 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Lightning advises workers for loading data, and calls what PyTorch has deprecated.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's own imports
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
 def test_snippets_run(page: Path) -> None:
     """One after the other, with the names of the ones before."""

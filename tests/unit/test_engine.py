@@ -560,8 +560,7 @@ class TestModules:
 
     def test_a_scripted_part(self) -> None:
         """TorchScript runs without calls that a recorder could see."""
-        with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
-            scripted = torch.jit.script(nn.Linear(3, 4))
+        scripted = torch.jit.script(nn.Linear(3, 4))
         model = nn.Sequential(nn.Linear(3, 3), scripted, nn.Tanh(), nn.Linear(4, 2))
         engine = Engine(model, batch_dim=0)
         assert_exact(engine, per_sample(model(batch(4, 3))), model)

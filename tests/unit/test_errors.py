@@ -75,8 +75,7 @@ class TestModules:
 
     def test_a_scripted_module(self) -> None:
         """No hook can be put on it; inside of another module, it is all right."""
-        with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
-            model = torch.jit.script(nn.Linear(3, 2))
+        model = torch.jit.script(nn.Linear(3, 2))
         with pytest.raises(InvalidModulesError, match=r"is scripted.*scripted from"):
             Engine(model)
 

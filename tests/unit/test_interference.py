@@ -168,7 +168,6 @@ TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
 class TestTransforms:
     """`torch.func`, and derivatives in forward mode."""
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
     @pytest.mark.parametrize("name", TRANSFORMS)
     def test_of_a_hooked_model(self, name: str) -> None:
         """They give what they give without the engine, bit for bit, and leave nothing."""
@@ -181,7 +180,6 @@ class TestTransforms:
             assert torch.equal(a, b)
         assert_works(engine, model, x)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
     @pytest.mark.parametrize("in_place", [False, True])
     def test_forward_mode_through_in_place_calls(self, in_place: bool) -> None:
         """Taps hand tangents on, whichever kind they are."""
@@ -202,7 +200,6 @@ class TestTransforms:
         assert torch.equal(_forward_mode(model, {}, x), _forward_mode(twin, {}, x))
         assert_works(engine, model, x)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated:DeprecationWarning")
     @pytest.mark.parametrize("transform", [vmap, grad, lambda f: lambda x: jvp(f, (x,), (x,))])
     def test_an_engine_inside_is_refused(self, transform: Callable[[Any], Any]) -> None:
         """With losses of the inside, or of the outside."""

@@ -282,7 +282,6 @@ class TestTorchScript:
             pytest.param(lambda model, _: torch.jit.freeze(torch.jit.script(model)), id="freeze"),
         ],
     )
-    @pytest.mark.filterwarnings("ignore:`torch.jit")
     def test_of_a_model(self, convert: Callable[..., nn.Module], is_paused: bool) -> None:
         model, x = mlp().eval(), batch(4, 3)
         engine = Engine(model, batch_dim=0)

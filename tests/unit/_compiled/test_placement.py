@@ -89,10 +89,20 @@ MEASURED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+NORMS = pytest.param(
+    "norms",
+    marks=pytest.mark.xfail(
+        torch.__version__ >= "2.14",
+        raises=RuntimeError,
+        reason="PyTorch's own aot_eager views a cotangent that has other strides than in its trace",
+    ),
+)
+
+
 class TestWithinOnePart:
     """Places that follow from sizes alone cost nothing; others are measured in each step."""
 
-    @pytest.mark.parametrize("name", [*CARRIED, *MEASURED])
+    @pytest.mark.parametrize("name", [NORMS if x == "norms" else x for x in (*CARRIED, *MEASURED)])
     def test_steps(self, name: str) -> None:
         model = Between({**CARRIED, **MEASURED}[name])
         model(torch.randn(4, 5, 3))

@@ -344,7 +344,6 @@ def wants(module: nn.Module, args: Any, output: Any) -> None:
 WANTS = wants
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_scripted_modules() -> None:
     """Their hooks would be compiled with them."""
     scripted = torch.jit.script(nn.Tanh())
