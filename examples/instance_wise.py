@@ -3,8 +3,11 @@
 A step along the mean gradient may make the loss of some samples larger. UPGrad chooses, from the
 Gramian, a combination of the samples' gradients that conflicts with none of them. Printed: what
 both come to on digits of which half the classes are rare, with steps of equal length, for several
-learning rates, and what a step costs. At one rate, UPGrad comes further; the mean makes up for some
-of that by a larger rate.
+learning rates, and what a step costs.
+
+At an equal rate, UPGrad comes further, on rare classes too. It is no remedy for them: the mean
+bears a rate of 0.4, with which UPGrad diverges on two seeds of three, and with its best rate it
+gets more images of rare classes right (66% beside 58%), by steps that cost two thirds.
 
 Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024, arXiv:2406.16232.
 """
@@ -97,15 +100,15 @@ def main(*, epochs: int, seeds: int) -> None:
     """Compares weightings, with steps of equal length, over some seeds."""
     cases: list[tuple[str, Callable[[Tensor], Tensor], float]] = [
         *(("mean", mean, rate) for rate in (0.1, 0.2, 0.4)),
-        *(("UPGrad", UPGrad(), rate) for rate in (0.1, 0.2)),
+        *(("UPGrad", UPGrad(), rate) for rate in (0.1, 0.2, 0.4)),
     ]
-    rows, histories = [], {}
+    rows, histories = [], {}  # those of the last seed
     for name, weighting, rate in cases:
         found = []
         for seed in range(seeds):
             training, test = load_images(seed)
             images = make_rare(training)
-            numbers, histories[name] = train(weighting, rate, images, test, epochs, seed)
+            numbers, histories[name, rate] = train(weighting, rate, images, test, epochs, seed)
             found.append(numbers)
         frequent, rare, loss, milliseconds = torch.tensor(found).T
         spread = f"{rare.min():.1%} to {rare.max():.1%}"
@@ -114,9 +117,10 @@ def main(*, epochs: int, seeds: int) -> None:
     head = ("weights", "rate", "frequent classes", "rare ones", "over seeds", "training loss")
     print_table((*head, "ms a step"), rows)
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2, sharey=True), ("mean", "UPGrad"), strict=True):
-        plot_history(histories[name], axes=axes)
-        axes.set_title(name, fontsize=10)
+    best = ("mean", 0.4), ("UPGrad", 0.2)
+    for axes, (name, rate) in zip(figure.subplots(1, 2, sharey=True), best, strict=True):
+        plot_history(histories[name, rate], axes=axes)
+        axes.set_title(f"{name}, rate {rate}", fontsize=10)
     save(figure, "instance_wise")
 
 
