@@ -29,15 +29,19 @@ Unseen = Literal["rows", "error"]
 def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap, or ``None``.
 
+    Without the parameters that have uses of single nodes there.
+
     Parameters are used where nothing is recorded by a penalty on the weights, by a method other
     than ``forward``, by a gradient that is differentiated again, and by a forward pass from before
     the engine was made.
     """
-    if survey.tail or not survey.leaves_of_tail:
+    if not survey.leaves_of_tail:
         return None
     losses = survey.losses
     names = channel.parameters(survey.leaves_of_tail)
-    inside = [p for p in survey.leaves_of_tail if p in names and p not in survey.left_out]
+    known = {p for use, *_ in survey.tail for tracked in use.reads for p in tracked.sources}
+    known.update(survey.left_out)
+    inside = [p for p in survey.leaves_of_tail if p in names and p not in known]
     reads = tuple(track_parameter(p) for p in inside)
     if not reads:
         return None

@@ -4,7 +4,8 @@ Where a gradient is differentiated again, autograd multiplies cotangents by weig
 torch call shows that. Its graph does: a node that leads to taps and reads parameters, or tensors
 that are computed from parameters alone, is a use. A matrix product has the factors of its rows; any
 other node gets its rows sample by sample through this node alone, where vector-Jacobian products of
-the losses would go through the whole tail for each.
+the losses would go through the whole tail for each. These products remain for parameters that are
+read by a node inside of a recorded call.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def uses_in_tail(
 
     Returns:
         One for each result of such a node. None for a penalty, which reads parameters where there
-        is but a number for each objective; and none if such a node is inside of a recorded call.
+        is but a number for each objective; and none of parameters that are also read by a node
+        whose cotangent in the tail alone no pass shows.
     """
     leaves = [x for x in nodes if getattr(x, "variable", None) in parameters]
     taps = [x for x in nodes if is_tap_of(channel, x)]
@@ -117,10 +119,14 @@ def uses_in_tail(
     sizes = [prod(of.shape) for node in between for of in node._input_metadata]
     if max(sizes, default=0) <= losses.numel():
         return []
-    if any(isinstance(node, BackwardCFunction) for node in readers):
-        return []  # of a custom autograd Function, which runs in passes alone
-    if not set(readers).isdisjoint(_behind(taps)):
-        return []  # a part of a recorded call, whose cotangent comes through the tap as well
+    behind = _behind(taps)
+    # Parts of recorded calls, whose cotangents come through taps as well, and custom autograd
+    # Functions, which run in passes alone. The other nodes are all that read the other parameters.
+    closed = [x for x in readers if x in behind or isinstance(x, BackwardCFunction)]
+    if closed:
+        read_there = _sources(closed, reading, parameters)
+        others = {p: name for p, name in parameters.items() if p not in read_there}
+        return uses_in_tail(channel, losses, nodes, others)
     recording = Recording(channel, dict(parameters))
     tracked: dict[_Edge, Tracked] = {}
 
@@ -221,8 +227,18 @@ def _tracked(
         if whole.region == Region.of(parameter):
             view = parameter.detach().t()
             return Tracked.of(view, (parameter,), Region.of(view), whole.region)
+    sources = tuple(_sources([node], reading, parameters))
+    of = node._input_metadata[result]
+    shape, edge = tuple(of.shape), GradientEdge(node, result)
+    return Tracked(sources, None, shape, of.dtype, 0, edge)
+
+
+def _sources(
+    nodes: Iterable[Any], reading: Collection[Any], parameters: Mapping[Tensor, str]
+) -> dict[Tensor, None]:
+    """The parameters that some nodes read, or tensors that are computed from parameters alone."""
     sources: dict[Tensor, None] = {}
-    pending, seen = [node], {node}
+    pending, seen = list(nodes), set(nodes)
     while pending:
         for child, _ in pending.pop().next_functions:
             if child in reading and child not in seen:
@@ -230,9 +246,7 @@ def _tracked(
                 pending.append(child)
                 if getattr(child, "variable", None) in parameters:
                     sources[child.variable] = None
-    of = node._input_metadata[result]
-    shape, edge = tuple(of.shape), GradientEdge(node, result)
-    return Tracked(tuple(sources), None, shape, of.dtype, 0, edge)
+    return sources
 
 
 @contextmanager

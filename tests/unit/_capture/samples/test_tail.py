@@ -1,5 +1,6 @@
 """Gradients that are differentiated again: parameters are read by nodes of autograd alone."""
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,50 @@ class Normalized(nn.Module):
         return self.last(F.silu(self.norm(self.first(x))))
 
 
+class Woven(nn.Module):
+    """Weights that are computed from those of a normalisation and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2)
+        self.factor = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.norm(self.first(x)))
+        mixing = self.norm.weight.view(2, 2) @ self.factor  # (2, 4)
+        last = F.linear(hidden, self.last.weight * self.norm.weight, self.last.bias)
+        return (F.linear(hidden, mixing).tanh() + last).sum(1, keepdim=True)
+
+
+class Scale(torch.autograd.Function):
+    """A product with a parameter, of which the derivative is such a product, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return Scale.apply(cotangent, scale), (cotangent * x).sum(0)
+
+
+class Customized(nn.Module):
+    """A custom autograd Function between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.last = (
+            nn.Linear(2, 4),
+            nn.Parameter(torch.randn(4)),
+            nn.Linear(4, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Scale.apply(self.first(x), self.scale).tanh())
+
+
 class Recurrent(nn.Module):
     """A cell, which is one call to the engine and several nodes to autograd."""
 
@@ -130,6 +175,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tokens": Tokens,
     "images": Images,
     "normalized": Normalized,
+    "woven": Woven,
+    "customized": Customized,
     "recurrent": Recurrent,
     "checkpointed": Checkpointed,
     "complex": Complex,
@@ -216,6 +263,28 @@ def test_other_nodes_have_rows_sample_by_sample() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_step(engine, model, slopes(model, torch.rand(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("normalized", ["norm.weight", "norm.bias"]),
+        ("recurrent", ["cell.weight_ih", "cell.bias_hh", "cell.bias_ih", "cell.weight_hh"]),
+        ("woven", ["norm.weight", "norm.bias"]),
+        ("customized", ["scale"]),
+    ],
+)
+def test_rows_of_the_losses_are_of_some_parameters(model: str, names: list[str]) -> None:
+    """Those that are read inside of a recorded call, or by a custom autograd Function."""
+    network = MODELS[model]()
+    engine = Engine(network, verify="always")
+    with pytest.warns(UnseenUseWarning) as told:
+        assert_step(engine, network, slopes(network, torch.rand(4, 2)))
+    text = re.search(r"in the losses, (.*?)[.;]? (To|in)", str(told[0].message))
+    assert text is not None
+    assert re.findall(r"`(.*?)`", text[1]) == names
+    for samples in (3, 4):
+        assert_step(engine, network, slopes(network, torch.rand(samples, 2)))
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
