@@ -92,6 +92,16 @@ def test_losses_that_no_forward_pass_leads_to() -> None:
     del old
 
 
+def test_the_report_is_of_the_parameters_of_the_forward_pass() -> None:
+    model = Extra()
+    engine = Engine(model, batch_dim=0)
+    old = model.losses()
+    model.extra = nn.Parameter(torch.randn(7), requires_grad=False)
+    engine.compute_gramian(model.losses())
+    assert "`extra` does not require a gradient" in str(engine.report())
+    del old
+
+
 def test_a_call_with_other_tensors() -> None:
     """What `functional_call` puts in the place of parameters is listed, of that call."""
     model = Extra()

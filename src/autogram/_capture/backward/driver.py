@@ -140,9 +140,9 @@ class Driver:
         self.summary = run.summary or self._summaries[run.survey.key]
         self._summaries[run.survey.key] = self.summary
         if run.summary is not None:
-            for recording in self._channel.recordings:
+            for recording in run.survey.recordings or self._channel.recordings:
                 for parameter, name in recording.names.items():
-                    self.summary.names[name] = parameter.requires_grad
+                    self.summary.names.setdefault(name, parameter.requires_grad)
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
             tell_of_compiled(self._channel, run.survey, self._on_unseen)
