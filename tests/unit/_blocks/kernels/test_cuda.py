@@ -4,6 +4,7 @@ On a CPU, products in half precision are those of factors in float32, which have
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -332,6 +333,21 @@ def test_patches_are_copied_once(groups: int) -> None:
         assert_close(gramian, jacobian @ jacobian.T)
     copies = [name for name in operators.names if name.startswith(COPIES)]
     assert len(copies) == 2, copies  # channels last, and patches
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_memory_in_use(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other allocators than PyTorch's may not count it."""
+
+    def statistics(_device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+        if not counts:
+            raise RuntimeError("The allocator does not support statistics")
+        return {"allocated_bytes": {"all": {"current": 30}}}
+
+    properties = SimpleNamespace(total_memory=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
+    assert cuda._bytes(torch.device("cuda")) == ((70, 30) if counts else (100, 0))
 
 
 @pytest.mark.parametrize(
