@@ -78,8 +78,8 @@ class CudaKernels(Kernels):
 
     @override
     def at_once(self, elements: int, like: Tensor) -> int:
-        """All, unless that is much beside what the step has taken anyway."""
-        if elements > _LAUNCH:
+        """All, unless that is much beside a factor, and beside what the step has taken anyway."""
+        if elements > max(_LAUNCH, 2 * like.numel()):
             taken = _bytes(like.device)[1] // _SHARE_OF_COPIES // like.dtype.itemsize
             elements = min(elements, max(_LAUNCH, taken))
         return super().at_once(elements, like)

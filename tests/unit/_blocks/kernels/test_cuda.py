@@ -364,6 +364,8 @@ def test_copies_take_little_beside_the_step(
 ) -> None:
     """An eighth of what is taken, or what is written in the time of a launch."""
     monkeypatch.setattr(cuda, "_bytes", lambda _device: (2**40, used))
+    large = torch.empty(2**24, dtype=torch.float32, device="meta")
+    assert kernels().at_once(elements, large) == elements  # no more than twice a factor
     like = torch.empty(1, dtype=torch.float32)
     assert kernels().at_once(elements, like) == expected
     assert kernels(100).at_once(elements, like) == 100
