@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -94,3 +95,29 @@ def test_views_of_open_sizes() -> None:
         with engine.paused():
             plain = _squares(model(x), 1)
         _assert_step(engine, _squares(run(x), 1), plain, trainable(model))
+
+
+class Further(nn.Module):
+    """Tokens of each sample, and further ones, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, further: Tensor) -> Tensor:
+        folded = self.first(further).flatten(0, 1).sin().unflatten(0, further.shape[:2])
+        found: Tensor = self.last(torch.cat([self.first(x).tanh(), folded], 1))
+        return found
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_tensors_without_elements(dynamic: bool | None) -> None:
+    """Nothing says where the samples would lie in them."""
+    model = Further()
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model, dynamic=dynamic)
+    for count in (0, 0, 2, 0, 2):
+        x, further = torch.randn(3, 2, 4), torch.randn(3, count, 4)
+        with engine.paused():
+            plain = _squares(model(x, further), 1)
+        _assert_step(engine, _squares(run(x, further), 1), plain, trainable(model))

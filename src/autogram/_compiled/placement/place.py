@@ -76,6 +76,8 @@ def moved(place: Folded, dim: int) -> Folded:
 
 def reshaped(place: Folded, old: Shape, new: Shape) -> Place:
     """The place in a tensor with the same elements in the same order, in another shape."""
+    if not prod(new):
+        return ZERO
     ahead = prod(old[: place.dim]) * place.before  # how often all samples are passed through
     behind = prod(old[place.dim + 1 :]) * place.after  # how many elements of a sample are together
     passed = 1
