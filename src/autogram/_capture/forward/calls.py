@@ -19,6 +19,9 @@ _METHODS = "size dim numel stride is_contiguous is_floating_point is_complex ele
 _QUESTIONS = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
     *(getattr(Tensor, name) for name in _METHODS.split()),
+    # PyTorch sets it for a custom autograd Function that changes a view in place, and holds a lock
+    # then: to read the view's other properties would wait for that lock without end.
+    Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # of the class, a descriptor
 }
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}

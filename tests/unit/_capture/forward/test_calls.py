@@ -75,3 +75,35 @@ def test_what_the_body_does_unseen_is_exact() -> None:
         return nn.Sequential(nn.Linear(3, 3), Call(scaled, (3,)), nn.Linear(3, 2))
 
     assert_gramian_is_exact(make_model, torch.randn(4, 3))
+
+
+class Doubled(torch.autograd.Function):
+    """Doubles a tensor in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 2
+        ctx.mark_dirty(x)
+        return x.mul_(ctx.factor)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor
+
+
+class WithDoubledPart(nn.Module):
+    """Doubles the first features between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x).clone()
+        Doubled.apply(x[:, :2])
+        return self.last(x.tanh())
+
+
+def test_a_function_that_changes_a_view_is_not_asked() -> None:
+    """PyTorch holds a lock while it sets what the view has of hooks: reading more would wait."""
+    assert_gramian_is_exact(WithDoubledPart, torch.randn(4, 3))
