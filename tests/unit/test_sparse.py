@@ -1,13 +1,14 @@
-"""Hidden activations that are sparse: their cotangents are, too."""
+"""Hidden activations and weights that are sparse: their cotangents are, too."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.unit.checks import irregular
+from tests.unit.checks import assert_gramian_is_exact, irregular
+from tests.unit.networks import Call
 from tests.unit.series import BATCH_DIMS, CALLS, PLACES, assert_series_is_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -41,3 +42,31 @@ def in_matrix(operator: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, An
 def test_sparse_activations(name: str, place: Any, batch_dim: Any, fused: bool) -> None:
     modules, losses_of = place(in_matrix(OPERATORS[name]), 0)
     assert_series_is_exact(losses_of, modules, [0, 1], batch_dim=batch_dim, fused=fused)
+
+
+def edges(w: Tensor) -> Tensor:
+    """Weights of the edges of a graph, as a matrix."""
+    return torch.sparse_coo_tensor(
+        torch.tensor([[0, 1, 2, 2], [1, 2, 0, 3]]), w, (4, 4), check_invariants=True
+    )
+
+
+WEIGHTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "edges": (lambda x, w: torch.sparse.mm(edges(w), x.T).T, (4,)),
+    "edges from the right": (lambda x, w: x @ edges(w).to_dense(), (4,)),
+    "edges and a sum": (lambda x, w: torch.sparse.addmm(x.T, edges(w), x.T, beta=0.5).T, (4,)),
+    "pruned": (lambda x, w: torch.sparse.mm((w * (w > 0)).to_sparse(), x.T).T, (4, 4)),
+    "compressed rows": (lambda x, w: (w.to_sparse_csr() @ x.T).T, (4, 4)),
+    "linear": (lambda x, w: nn.functional.linear(x, w.to_sparse()), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_sparse_weights(name: str) -> None:
+    """Sparse tensors that are computed from parameters have no views."""
+    function, shape = WEIGHTS[name]
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), Call(function, shape), nn.Tanh(), nn.Linear(4, 2))
+
+    assert_gramian_is_exact(make_model, torch.randn(3, 3))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -80,8 +81,10 @@ class Tapping:
             if status is None:
                 return tensor
             # A tensor that is changed in place must be the tensor itself. Its edge before the call
-            # is kept.
-            own = tensor if tensor is changed else tensor.view_as(tensor)
+            # is kept. A sparse tensor has no views.
+            own = tensor
+            if tensor is not changed:
+                own = tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
             read.append(status)
             edges.append(get_gradient_edge(own))
             return own
