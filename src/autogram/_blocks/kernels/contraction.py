@@ -125,12 +125,9 @@ def carry_out(
     for positions, contract, expected in find_contractions(equation, shapes, strides):
         taken = [stack.pop(position) for position in positions]
         found = contract(hardware, taken, None if stack else memory)
-        if (
-            stack and strides is not None and found.stride() != expected
-        ):  # the next view is of these
-            found = torch.empty_strided(
-                found.shape, expected, dtype=found.dtype, device=found.device
-            ).copy_(found)
+        is_viewed = stack and strides is not None  # by a later one, as planned
+        if is_viewed and found.stride() != expected:
+            found = found.new_empty_strided(found.shape, expected).copy_(found)
         stack.append(found)
     return stack[0]
 
@@ -145,9 +142,8 @@ def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) 
     if kind == "elementwise":
         return _elementwise(equation, operands, sizes, suits_any=suits_any)
     if kind == "matrices":
-        return _in_ranges(
-            _matrices(equation, operands, sizes, suits_any=suits_any), equation, operands
-        )
+        whole = _matrices(equation, operands, sizes, suits_any=suits_any)
+        return _in_ranges(whole, equation, operands)
     if kind == "other":
         return lambda hardware, operands, _memory: hardware.other_product(equation, operands)
     summed, order = _sum(*equation.split("->"))

@@ -231,7 +231,7 @@ def _is_tf32() -> bool:
 def _bytes(device: torch.device) -> tuple[int, int]:
     """Memory of a device that this process has not taken, and has, without asking the device."""
     total = int(torch.cuda.get_device_properties(device).total_memory)
-    try:  # a twentieth of the time of `torch.cuda.memory_allocated`, which sorts all statistics
+    try:  # `torch.cuda.memory_allocated` would list and sort all statistics for this one
         statistics = torch.cuda.memory_stats_as_nested_dict(device)
         taken = int(statistics["allocated_bytes"]["all"]["current"])
     except RuntimeError:  # another allocator than PyTorch's may count nothing

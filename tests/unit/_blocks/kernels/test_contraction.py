@@ -133,13 +133,26 @@ class Small(CpuKernels):
 
 
 @pytest.mark.parametrize("of", [Kernels, CpuKernels, CudaKernels])
-@pytest.mark.parametrize("size", [3, 500])
-def test_results_are_read_as_they_lie(of: type[Kernels], size: int) -> None:
-    """Also a sum whose operands do not lie in order, of which some kernels make parts."""
-    x, y = (torch.randn(size, 60, 50).permute(2, 1, 0) for _ in range(2))
-    operands = [x, y, torch.randn(60, 7)]
-    found = of(Limit(2**40)).einsum("bot,bot,oi->bi", operands)
-    assert_close_to_reference(found, torch.einsum("bot,bot,oi->bi", *operands))
+@pytest.mark.parametrize(
+    ("equation", "in_memory"),
+    [
+        ("j,jbt,j->bt", ("j", "bjt", "j")),
+        ("bt,obtj,tbo->tj", ("bt", "tobj", "otb")),
+        ("btj,jt,jt->tbj", ("bjt", "tj", "tj")),
+        ("t,bjto,tob->jb", ("t", "bojt", "bto")),
+    ],
+)
+def test_results_are_read_as_they_lie(
+    of: type[Kernels], equation: str, in_memory: Sequence[str]
+) -> None:
+    """A product of operands that do not lie in order lies as they do, and is multiplied again."""
+    sizes = {"b": 4, "o": 2, "t": 3, "j": 5}
+    operands = [
+        torch.randn([sizes[x] for x in order]).permute([order.index(x) for x in labels])
+        for labels, order in zip(equation.split("->")[0].split(","), in_memory, strict=True)
+    ]
+    found = of(Limit(2**40)).einsum(equation, operands)
+    assert_close_to_reference(found, torch.einsum(equation, *operands))
 
 
 def test_the_first_step_imports_no_compiler() -> None:
