@@ -96,7 +96,7 @@ class Columns:
         before = taken
         self._prepare()
         for blocks in self._blocks.values():
-            blocks[:] = merge(blocks)
+            blocks[:] = merge(blocks, self.kernels)
             are_rows = len(blocks) == 1 and blocks[0].is_rows
             if form == "factors" or are_rows or not forms_rows(blocks, self.kernels):
                 continue
@@ -144,7 +144,7 @@ class Columns:
         """
         self._complete()
         parts = [self._spread()] if self._has_overlaps else self._blocks.values()
-        return [plans("gram", merge(part), (), self.kernels) for part in parts]
+        return [plans("gram", merge(part, self.kernels), (), self.kernels) for part in parts]
 
     def square_norms(self) -> Tensor | None:
         """The squared norms of the rows, ``(k, b)``, or ``None`` if nothing was added."""

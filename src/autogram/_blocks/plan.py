@@ -23,8 +23,8 @@ from autogram._blocks.kernels.paths import Prices, Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
 
-Signature = tuple[tuple[str, Shapes], ...]
-"""The equations and shapes of some blocks: all that plans depend on."""
+Signature = tuple[tuple[str, Shapes, bool], ...]
+"""All that plans depend on: equations and shapes of blocks, and whether their adjoints are fast."""
 
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
@@ -69,7 +69,7 @@ class Plan:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
         are_there = len(blocks) == 1 and blocks[0].is_rows and blocks[0].operands[0].is_contiguous()
-        order = parsed(blocks[0].equation).order_of_factors
+        order = order_of_rows(blocks[0], kernels)
         scratch = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
         for piece in [blocks] if are_there or self.pieces == 1 else self._cut(blocks):
@@ -127,12 +127,18 @@ def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None
 
 def _rows_of(block: Block, kernels: Kernels, memory: Memory | None) -> Tensor:
     """The explicit rows of one block."""
-    adjoint = block.adjoint
-    if adjoint is not None and adjoint.of_samples is not None:
-        patches = max(map(prod, block.shapes))
-        if kernels.prefers_adjoint(patches, block.elements_of_rows, block.sizes["i"]):
-            return adjoint.rows(block.parameter)
+    if block.adjoint is not None and block.has_fast_adjoint(kernels):
+        return block.adjoint.rows(block.parameter, kernels)
     return kernels.rows(block.equation, block.operands, memory)
+
+
+def order_of_rows(block: Block, kernels: Kernels) -> tuple[int, ...]:
+    """The tensor's dimensions in an order in which rows need not be copied."""
+    if block.adjoint is not None and block.has_fast_adjoint(kernels):
+        return tuple(
+            [block.parameter.index(x) for x in block.adjoint.labels if x in block.parameter]
+        )
+    return parsed(block.equation).order_of_factors
 
 
 def cross(
@@ -176,7 +182,10 @@ def plans(
     """All plans that are compared for products of some blocks, the cheapest first."""
     dtype = first[0].operands[0].dtype
     limit, prices = kernels.most_elements(dtype), kernels.prices(dtype)
-    signatures = (tuple([(x.equation, x.shapes) for x in blocks]) for blocks in (first, second))
+    signatures = (
+        tuple([(x.equation, x.shapes, x.has_fast_adjoint(kernels)) for x in blocks])
+        for blocks in (first, second)
+    )
     return _find_plans(kind, *signatures, prices, limit)
 
 
@@ -215,27 +224,31 @@ def _find_plans(
 def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int) -> Plan:
     """The plan that forms rows."""
     blocks = (*first, *second)
-    equation, shapes = blocks[0]
+    equation, shapes, _ = blocks[0]
     sizes, labels = sizes_of(equation, shapes), parsed(equation).parameter
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
-    others = sizes_of(*second[0]) if second else sizes
+    others = sizes_of(*second[0][:2]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
     # All blocks have the tensor's dimensions in the order in which a product of the first's factors
     # leaves them.
     order = parsed(equation).order_of_factors
-    paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
+    paths = [(find_path(reordered(of, order), shapes), is_fast) for of, shapes, is_fast in blocks]
     cost = m * n * columns + prices.memory * m * columns + prices.call
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
-        cost += sum(path.cost(prices) for path in paths) + prices.memory * m * n
-    work = sum(path.multiplications for path in paths) + m * n * columns
+        cost += prices.memory * m * n + sum(
+            path.multiplications + prices.call if is_fast else path.cost(prices)
+            for path, is_fast in paths
+        )
+    work = sum(path.multiplications for path, _ in paths) + m * n * columns
     # What a product copies of the factors, it copies for some samples at a time.
     factors = [
         (prod(n for label, n in zip(labels, shape, strict=True) if label != "b"), labels)
-        for of, shapes in blocks
+        for of, shapes, is_fast in blocks
         for labels, shape in zip(parsed(of).inputs, shapes, strict=True)
+        if not is_fast
     ]
-    of_sample, outer = max(factors)
-    largest = max(path.largest for path in paths)
+    of_sample, outer = max(factors, default=(0, ""))
+    largest = max(m * n if is_fast else path.largest for path, is_fast in paths)
     elements = max(of_sample, largest)
     label = "b"
     if kind != "norms":
@@ -244,6 +257,9 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, 
         enough = [of for of in found if sizes[of] * limit >= elements]
         label = next(iter(enough), max(found, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
+    if pieces > 1 and any(is_fast for _, is_fast in paths):  # pieces of blocks have no adjoints
+        first, second = (tuple([(*x[:2], False) for x in of]) for of in (first, second))
+        return _plan_rows(kind, first, second, prices, limit)
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 
 
@@ -254,11 +270,11 @@ def _plan_factors(
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
     paths = [
         find_path(cross_equation(p, q, is_diagonal=kind == "norms"), of_p + of_q)
-        for (p, of_p), of_second in zip(first, others, strict=True)
-        for q, of_q in of_second
+        for (p, of_p, _), of_second in zip(first, others, strict=True)
+        for q, of_q, _ in of_second
     ]
     largest = max(path.largest for path in paths)
-    pieces = count_pieces(largest, limit, sizes_of(*(second or first)[0])["b"])
+    pieces = count_pieces(largest, limit, sizes_of(*(second or first)[0][:2])["b"])
     cost = sum(path.cost(prices) for path in paths)
     work = sum(path.multiplications for path in paths)
     return Plan(kind, "factors", "b", pieces, cost, work, -(-largest // pieces))

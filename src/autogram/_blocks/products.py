@@ -16,7 +16,7 @@ from autogram._blocks.block import Block, cross_equation, parsed
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.paths import find_path, unused_labels
-from autogram._blocks.plan import Kind, count_pieces, plans, rows
+from autogram._blocks.plan import Kind, count_pieces, order_of_rows, plans, rows
 
 
 def products(
@@ -26,7 +26,7 @@ def products(
 
     Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
     """
-    first, second = merge(first), merge(second) if second else ()
+    first, second = merge(first, kernels), merge(second, kernels)
     return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 
@@ -35,8 +35,9 @@ def largest_result(blocks: Sequence[Block], kernels: Kernels) -> int:
 
     Patches count: a product copies them, where they are a view that repeats elements.
     """
-    merged = merge(blocks)
-    copied = [x.numel() for block in merged for x in block.operands if repeats(x)]
+    merged = merge(blocks, kernels)
+    slow = [block for block in merged if not block.has_fast_adjoint(kernels)]
+    copied = [x.numel() for block in slow for x in block.operands if repeats(x)]
     return max([plans("gram", merged, (), kernels)[0].elements, *copied])
 
 
@@ -69,12 +70,11 @@ def gram_with_factor(outer: Block, kernels: Kernels) -> Tensor:
 
 
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:
-    """A block of explicit rows, in the order of the factors, which takes no copy."""
-    first = parsed(blocks[0].equation)
-    order = first.order_of_factors
+    """A block of explicit rows, in an order which takes no copy."""
+    order, parameter = order_of_rows(blocks[0], kernels), blocks[0].parameter
     found = rows([block.reorder(order) for block in blocks], kernels, memory)
-    labels = "".join(first.parameter[d] for d in order)
-    return Block(f"kb{labels}->kb{first.parameter}", (found.contiguous(),))
+    labels = "".join(parameter[d] for d in order)
+    return Block(f"kb{labels}->kb{parameter}", (found.contiguous(),))
 
 
 def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> Tensor:
@@ -90,7 +90,7 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
         for block in blocks
         if block.adjoint and can_adjoin
     ]
-    for block in merge([block for block in blocks if not (block.adjoint and can_adjoin)]):
+    for block in merge([x for x in blocks if not (x.adjoint and can_adjoin)], kernels):
         inputs, output = block.equation.split("->")
         s = next(unused_labels(block.equation))
         whole = Block(f"{s}kb,{inputs}->{s}{output[2:]}", (weights, *block.operands))
@@ -105,7 +105,7 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
 def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) -> Tensor:
     """Products of the rows with a direction of the tensor's shape: J v, ``(k, b)``."""
     total = []
-    for block in merge(blocks):
+    for block in merge(blocks, kernels):
         inputs, output = block.equation.split("->")
         whole = Block(f"{inputs},{output[2:]}->kb", (*block.operands, direction))
         parts = [kernels.einsum(x.equation, x.operands) for x in _by_samples(whole, kernels)]
@@ -122,17 +122,18 @@ def _by_samples(whole: Block, kernels: Kernels) -> Iterator[Block]:
     return whole.chunks("b", count_pieces(largest, limit, whole.sizes["b"]))
 
 
-def merge(blocks: Sequence[Block]) -> list[Block]:
+def merge(blocks: Sequence[Block], kernels: Kernels) -> list[Block]:
     """Blocks of equal equations and shapes made one, along an index that is summed over.
 
     A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
-    planner sees the applications as positions.
+    planner sees the applications as positions. Blocks with a fast adjoint stay as they are.
     """
     if len(blocks) < 2:
         return list(blocks)
     groups: dict[Hashable, list[Block]] = {}
     for block in blocks:
-        form = block.form(parsed(block.equation).positions[:1])
+        is_alone = block.has_fast_adjoint(kernels)
+        form = id(block) if is_alone else block.form(parsed(block.equation).positions[:1])
         groups.setdefault(form, []).append(block)
     return [_join(group) if len(group) > 1 else group[0] for group in groups.values()]
 

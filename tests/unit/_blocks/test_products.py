@@ -158,7 +158,7 @@ def test_explicit_rows_are_there_already(equation: str) -> None:
 
 def test_blocks_of_equal_form_are_merged() -> None:
     blocks = [make_block("kbto,bti->kboi") for _ in range(3)] + [make_block("kbo,bi->kboi")]
-    merged = merge(blocks)
+    merged = merge(blocks, kernels())
     assert len(merged) == 2
     assert_close_to_reference(sum(map(dense, merged)), sum(map(dense, blocks)))
 
@@ -167,7 +167,7 @@ def test_positions_of_any_number_are_joined() -> None:
     block = make_block("kbto,bti->kboi")
     g, x = block.operands
     short = Block("kbto,bti->kboi", (g[:, :, :1], x[:, :1]))
-    (joined,) = merge([block, short])
+    (joined,) = merge([block, short], kernels())
     torch.testing.assert_close(
         rows([joined], kernels()), rows([block], kernels()) + rows([short], kernels())
     )
@@ -176,7 +176,7 @@ def test_positions_of_any_number_are_joined() -> None:
 def test_shapes_tell_forms_apart() -> None:
     block = Block("kbo,bi->kboi", (torch.randn(2, 3, 6), torch.randn(3, 7)))
     other = Block("kbo,bi->kboi", (torch.randn(2, 3, 6), torch.randn(1, 7)))
-    assert len(merge([block, other])) == 2
+    assert len(merge([block, other], kernels())) == 2
 
 
 def test_plans_are_found_once() -> None:

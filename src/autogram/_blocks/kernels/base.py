@@ -133,15 +133,16 @@ class Kernels(Hardware):
         """Explicit rows from the equation and the factors of a block, as :meth:`einsum`."""
         return self.einsum(equation, operands, memory)
 
-    def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
+    def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
         """Whether rows of a convolution are faster by its gradient, with samples as groups.
 
         Args:
             patches: Elements of the patches, which the other way copies.
             rows: Elements of the rows.
             channels: Channels that the convolution's kernel reads.
+            dtypes: Those of the factors.
         """
-        del patches, rows, channels
+        del patches, rows, channels, dtypes
         return False
 
     def prefers_calls(self, largest: int, kept: int) -> bool:

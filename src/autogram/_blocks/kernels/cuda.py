@@ -42,7 +42,8 @@ _PARTS_PER_PROCESSOR = 2
 _SHARE_OF_FREE, _SHARE_OF_TAKEN, _SHARE_OF_COPIES = 2, 3, 8
 
 # Rows of a convolution whose samples are groups cost three times as much an element as patches do.
-# With few channels, that kernel is slow whatever the size.
+# With few channels, that kernel is slow whatever the size. For a single one, PyTorch has a kernel
+# that does for the rows what it does for the sum over the samples.
 _PATCHES_PER_ROW = 3
 _FEWEST_CHANNELS = 16
 
@@ -146,8 +147,10 @@ class CudaKernels(Kernels):
         return distinct_or_repeated(indices, size)
 
     @override
-    def prefers_adjoint(self, patches: int, rows: int, channels: int) -> bool:
-        return channels >= _FEWEST_CHANNELS and patches > _PATCHES_PER_ROW * rows
+    def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
+        del dtypes
+        is_fast = channels == 1 or channels >= _FEWEST_CHANNELS
+        return is_fast and patches > _PATCHES_PER_ROW * rows
 
     @override
     def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 On a CPU, products in half precision are those of factors in float32, which have the same result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ from autogram._blocks.kernels import CudaKernels, TracedCudaKernels, cuda
 from autogram._blocks.products import directional, explicit, products, weighted_sum
 from autogram._blocks.region import Region
 from autogram.testing import reference_jacobian
+from tests.speed.gpu.autocast import autocast_as_on_a_gpu
 from tests.unit._blocks.blocks import EQUATIONS, SIZES, Operators, dense, gramian_of, make_block
 
 HALF = [torch.bfloat16, torch.float16]
@@ -34,9 +35,11 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets engines contract tensors of each device as those of a GPU."""
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets engines contract tensors of each device as those of a GPU, and autocast compute so."""
     monkeypatch.setattr(Devices, "on", lambda devices, _device: devices.cuda)
+    with autocast_as_on_a_gpu():
+        yield
 
 
 @pytest.mark.parametrize("limit", [2**40, 100])
@@ -299,6 +302,31 @@ def test_rows_of_convolutions_come_the_faster_way(
     assert choice == (by_groups < by_patches)
 
 
+def test_a_single_channel_has_a_kernel_of_its_own() -> None:
+    """One that does as much for the rows of all samples as for their sum."""
+    rows = 1000
+    for positions, expected in ((2, False), (4, True), (1024, True)):
+        assert kernels().prefers_adjoint(positions * rows, rows, 1) == expected
+        assert not kernels().prefers_adjoint(positions * rows, rows, 2)
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("groups", [1, 2, 32])
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_convolutions_behind_a_normalisation_in_float32(half: torch.dtype, groups: int) -> None:
+    """Their kernel and the cotangent are in half precision, where the image of the call is not."""
+    model = nn.Conv2d(32, 32, 3, padding=1, groups=groups).float()
+    engine = Engine(model, batch_dim=0)
+    for samples in (3, 2, 3, 3):
+        x = torch.randn(samples, 32, 14, 14).float()
+        with torch.autocast(x.device.type, half):
+            losses = model(x).float().square().mean((1, 2, 3))
+        rows = reference_jacobian(losses, model.parameters()).double()
+        gramian = engine.compute_gramian(losses).double()
+        error = float((gramian - rows @ rows.T).norm() / (rows @ rows.T).norm())
+        assert error < torch.finfo(half).eps
+
+
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize(("size", "has_groups"), [(2, False), (30, True)])
 def test_samples_are_groups_where_images_are_large(size: int, has_groups: bool) -> None:
@@ -332,7 +360,8 @@ def test_patches_are_copied_once(groups: int) -> None:
             gramian = engine.compute_gramian(losses)
         assert_close(gramian, jacobian @ jacobian.T)
     copies = [name for name in operators.names if name.startswith(COPIES)]
-    assert len(copies) == 2, copies  # channels last, and patches
+    # Channels last, and patches, which the kernel of a single channel does not need.
+    assert len(copies) == 1 + (groups < 8), copies
 
 
 @pytest.mark.parametrize("counts", [True, False])
