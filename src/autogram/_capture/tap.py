@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.uses import Use
 
@@ -21,10 +22,8 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     """
     recording = use.recording
     recording.count += 1
-    if torch._C._is_any_autocast_enabled():
-        device = output.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # the output's dtype may hide it
-            recording.dtypes.add(torch.get_autocast_dtype(device))
+    if (dtype := autocast_dtype(output.device.type)) is not None:
+        recording.dtypes.add(dtype)  # the output's dtype may hide it
     tapped: Tensor
     if not in_place:
         tapped = _apply(output, use, recording.channel.anchor, saved, False)

@@ -15,6 +15,7 @@ from autogram._errors import RuleError
 _POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
 
 Prepare = Callable[..., tuple[Tensor, ...]]
+FromResult = Callable[[Tensor], tuple[Tensor, ...] | None]
 
 
 class Formula(NamedTuple):
@@ -42,12 +43,17 @@ class Recipe(NamedTuple):
         formula: How the blocks of the operands are made.
         saved: The tensors to keep until the backward pass: those that the formula needs, no others.
         output: Index of the result whose cotangent is used.
+        from_result: Gives the tensors to keep in place of ``saved``, from the result of the call:
+            those that the graph keeps for the call's own backward pass, which take no memory.
+            ``None``, where it finds none. It is not called where hooks pack what the graph keeps,
+            so that the formula must be able to do with ``saved``.
     """
 
     operands: tuple[Tensor, ...]
     formula: Formula
     saved: tuple[Tensor, ...] = ()
     output: int = 0
+    from_result: FromResult | None = None
 
 
 def product(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import compress
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ def group_norm(
     dims = positions(input.dim())
     blocks = partial(_by_group, dims, num_groups, eps, weight is not None, bias is not None)
     operands = tuple([x for x in (weight, bias) if x is not None])
-    return [Recipe(operands, Formula(dims, blocks), (input,))]
+    recipe = Recipe(operands, Formula(dims, blocks), (input,), from_result=_kept_by_group_norm)
+    return [recipe]
 
 
 @register_rule(torch.instance_norm)
@@ -146,6 +148,16 @@ def _standardize(eps: float, input: Tensor, mean: Tensor, variance: Tensor) -> T
     return (input - mean.view(shape)) * torch.rsqrt(variance + eps).view(shape)
 
 
+def _kept_by_group_norm(result: Tensor) -> tuple[Tensor, ...] | None:
+    """The input as the kernel has read it, and mean and inverse deviation of each group."""
+    node: Any = result.grad_fn
+    if type(node).__name__ != "NativeGroupNormBackward0":
+        return None
+    kept: tuple[Tensor, ...] = node._saved_input, node._saved_result1, node._saved_result2
+    has_digits = all(x.dtype in (torch.float32, torch.float64) for x in kept[1:])
+    return kept if has_digits else None
+
+
 def _by_group(
     dims: str,
     groups: int,
@@ -153,17 +165,21 @@ def _by_group(
     has_weight: bool,
     has_bias: bool,
     layout: Layout | None,
-    *tensors: Tensor,
+    cotangent: Tensor,
+    input: Tensor,
+    *statistics: Tensor,
 ) -> Iterator[Block]:
     """The blocks of weight and bias, of those that there are, with statistics of each group.
 
     PyTorch has a kernel for ``dw = (sum g x - mean sum g) / deviation`` and ``dc = sum g``, which
     reads the cotangent g and the input x once and computes no x^.
     """
-    cotangent, input = promoted(*tensors)
+    cotangent, input = promoted(cotangent, input)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
     if is_plain and input.is_contiguous() and cotangent.is_contiguous() and input.numel():
-        blocks = [Block("kbx->kbx", (rows,)) for rows in _rows(cotangent, input, groups, eps)]
+        blocks = [
+            Block("kbx->kbx", (rows,)) for rows in _rows(cotangent, input, groups, eps, *statistics)
+        ]
     else:
         normalized = torch.group_norm(input, groups, eps=eps)
         blocks = [
@@ -173,14 +189,17 @@ def _by_group(
     return compress(blocks, (has_weight, has_bias))
 
 
-def _rows(cotangent: Tensor, input: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+def _rows(
+    cotangent: Tensor, input: Tensor, groups: int, eps: float, *statistics: Tensor
+) -> tuple[Tensor, Tensor]:
     """The rows of weight and bias, ``(k, b, c)`` each, by the backward kernel of group norm.
 
     The kernel adds up the rows of all samples. So it is given one sample with the channels of all.
     """
     n, c, area = *input.shape[:2], prod(input.shape[2:])
-    _, *statistics = torch.native_group_norm(input, None, None, n, c, area, groups, eps)
-    mean, inverse = (x.view(1, n * groups) for x in statistics)
+    if not statistics:
+        statistics = torch.native_group_norm(input, None, None, n, c, area, groups, eps)[1:]
+    mean, inverse = (x.view(1, n * groups) for x in promoted(input, *statistics)[1:])
     x, ones = input.view(1, n * c, area), input.new_ones(n * c)
     parts = [
         torch.ops.aten.native_group_norm_backward(

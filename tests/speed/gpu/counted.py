@@ -3,8 +3,8 @@
 ``python -m tests.speed.gpu.counted`` prints a table for each precision. Steps run on tensors
 without data, with the kernels of a GPU, at the sizes that people train. Their operators are
 counted: launches, bytes that are read and written, flops of products by dtype, and the peak of
-memory. Times are not guessed. Operators are those of the CPU otherwise: autocast, too, computes as
-it does there, with fewer functions in float32.
+memory. Times are not guessed. Operators are those of the CPU otherwise. Autocast computes those
+functions in float32 that it does on a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tests.speed.report import as_table
 from tests.speed.training import constant_weights
 from tests.speed.workloads import Workload
 
+from .autocast import autocast_as_on_a_gpu
 from .models import TINY, WORKLOADS
 from .steps import PRECISIONS, Precision, precision
 
@@ -165,6 +166,7 @@ def without_data(counts: Counts) -> Iterator[FakeTensorMode]:
             (config, "fake_tensor_cache_enabled", False),  # the cache keeps storages alive
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(autocast_as_on_a_gpu())
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(counts)
         yield mode

@@ -1,12 +1,19 @@
 """Rules of the affine part of normalisations."""
 
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError
 from autogram.testing import reference_jacobian
+from tests.unit._blocks.blocks import Operators
 from tests.unit.checks import (
     COUPLED,
     PER_SAMPLE,
@@ -180,3 +187,37 @@ def test_a_single_value_for_each_channel(name: str) -> None:
         return function(x, weight, bias, None, None, True, 0.1, 1e-5, False)
 
     assert_gramian_is_exact(call(normalize, (2,), (2,)), torch.randn(1, 2, 1))
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 6), (5, 4, 3, 2), (5, 4)], ids=str)
+def test_group_norm_keeps_what_the_graph_keeps(shape: tuple[int, ...]) -> None:
+    """Its statistics are not computed again, unless hooks pack what the graph keeps."""
+    model = nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh(), nn.GroupNorm(4, 4))
+    trained(model)
+    engine = Engine(model, batch_dim=0, verify="never")
+    ways: list[Callable[[], AbstractContextManager[Any]]] = [nullcontext, save_on_cpu]
+    for i in (0, 1, 0, 0, 1, 1, 0):
+        x = torch.randn(shape) + 3
+        with ways[i]():
+            losses = model(x).sin().flatten(1).sum(1)
+        rows = reference_jacobian(losses, model.parameters())
+        with Operators() as operators:
+            gramian = engine.compute_gramian(losses)
+        assert_close_to_reference(gramian, rows @ rows.T)
+        assert operators.names.count("aten::native_group_norm") == 2 * i
+
+
+def test_group_norm_of_half_precision_keeps_the_input() -> None:
+    """The statistics that the call keeps are rounded then, without autocast."""
+    model, half = nn.GroupNorm(2, 4), torch.bfloat16
+    model.bias.requires_grad_(False)
+    engine = Engine(model.to(half), batch_dim=0, verify="never")
+    wide = copy.deepcopy(model).double()
+    for _ in range(3):
+        x = (20 + torch.randn(5, 4, 60)).to(half)
+        factors = torch.randn(4, 60).to(half).double()
+        losses, of_wide = (factors * y.double() for y in (model(x), wide(x.double())))
+        rows = reference_jacobian(of_wide.sum((1, 2)), [wide.weight])
+        gramian = engine.compute_gramian(losses.sum((1, 2))).double()
+        error = float((gramian - rows @ rows.T).norm() / (rows @ rows.T).norm())
+        assert error < 0.1 * torch.finfo(half).eps

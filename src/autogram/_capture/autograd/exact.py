@@ -1,4 +1,7 @@
-"""Blocks in which products are computed: without a graph, without autocast and inference mode."""
+"""Blocks in which products are computed: without a graph, without autocast and inference mode.
+
+And the dtype of autocast, for calls of the user's.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,11 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         return
     with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
         yield
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes on a kind of device now, or ``None`` if it is off."""
+    # A tensor on the meta device may not be asked about.
+    if not torch._C._is_any_autocast_enabled() or device == "meta":
+        return None
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -33,6 +33,18 @@ _OF_OTHERS = {
     Tensor.grad.__get__,  # type: ignore[union-attr]  # of the class, a descriptor
     F.triplet_margin_with_distance_loss,
 }
+# What autocast carries out in half precision, on each kind of device.
+_IN_HALF = {
+    F.linear,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    *(getattr(torch, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
+    *(
+        getattr(owner, name)
+        for owner in (torch, Tensor)
+        for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")
+    ),
+}
 
 
 class Kind(NamedTuple):
@@ -52,6 +64,8 @@ class Kind(NamedTuple):
     """Whether other arguments give no more than a dtype or a shape, as in ``x.to(y)``."""
     reads_others: bool
     """Whether the function may read parameters that are none of its arguments."""
+    is_in_half: bool
+    """Whether autocast rounds the function's arguments."""
 
 
 @lru_cache(maxsize=4096)
@@ -67,6 +81,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         shows_cotangent=name in ("retain_grad", "register_hook"),
         reads_first_only=name in _LOOK_AT_OTHER,
         reads_others=function in _OF_OTHERS,
+        is_in_half=function in _IN_HALF,
     )
 
 

@@ -18,6 +18,7 @@ from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
+from autogram.rules._recipe import FromResult
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -40,6 +41,8 @@ class Answer(NamedTuple):
     recipes: list[KeptRecipe]
     saved: list[Tensor]
     """The tensors that the tap has to save. Each recipe knows which of these it needs."""
+    from_result: dict[int, FromResult]
+    """What gives other tensors to save, from the result, by the position of the recipe."""
 
 
 class UseRule(NamedTuple):
@@ -125,18 +128,20 @@ def _ask(
     if recipes is None:
         return None
     tracked = {id(tensor): status for tensor, status in reads}
-    answers = {0: Answer([], [], [])}
+    answers = {0: Answer([], [], [], {})}
     for recipe in recipes:
         operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
         known = [status for status in operands if status is not None]
         if known:
             if recipe.output not in answers:
-                answers[recipe.output] = Answer([], [], [])
+                answers[recipe.output] = Answer([], [], [], {})
             answer = answers[recipe.output]
             start = len(answer.saved)
             answer.reads.extend(known)
             answer.saved.extend(recipe.saved)
             saved = slice(start, len(answer.saved))
+            if recipe.from_result is not None:
+                answer.from_result[len(answer.recipes)] = recipe.from_result
             answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
     expected = [status for _, status in reads]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.calls import Kind, first_of, results_of
-from autogram._capture.forward.decision import Reads, UseRule
+from autogram._capture.forward.checkpoints import hooks_now
+from autogram._capture.forward.decision import Answer, Reads, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
@@ -36,10 +39,18 @@ class Tapping:
     ) -> Any:
         """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
+        rounded: dict[int, Tensor] = {}
+        if kind.is_in_half and torch._C._is_any_autocast_enabled():
+            rounded = _rounded((*args, *kwargs.values()), decision)
         saved = {
-            index: [x.detach().clone() if x is changed else x.detach() for x in answer.saved]
+            index: [
+                x.detach().clone() if x is changed else rounded.get(id(x), x).detach()
+                for x in answer.saved
+            ]
             for index, answer in decision.answers.items()
         }
+        if rounded:
+            args, kwargs = replaced((args, kwargs), rounded)
         versions = [x._version for some in saved.values() for x in some]
         output = kind.function(*args, **kwargs)
         if versions != [x._version for some in saved.values() for x in some]:
@@ -57,10 +68,13 @@ class Tapping:
                     f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, "
                     "which requires a gradient. Return recipes with each `output`."
                 )
+            recipes, own = answer.recipes, saved[index]
+            if answer.from_result and hooks_now(True) is None:
+                recipes, own = _kept_by_the_graph(answer, own, tensor)
             number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
-            known = number, kind.name, shape, reads, answer.recipes, decision.rule
+            known = number, kind.name, shape, reads, recipes, decision.rule
             use = RuleUse(self.recording, *known)
-            tapped[id(tensor)] = self.tap(use, tensor, saved[index], in_place=kind.is_in_place)
+            tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
 
     def run_without_rule(
@@ -115,3 +129,33 @@ class Tapping:
         number = self.recording.count
         use = RuleUse(self.recording, number, name, shape, (tracked,), recipes, None)
         return self.tap(use, tensor, ())
+
+
+def _rounded(arguments: Sequence[Any], decision: UseRule) -> dict[int, Tensor]:
+    """What autocast makes of the arguments that a rule saves, by their ``id``.
+
+    The call is made with these. So what it saves and what its tap saves are the same tensors.
+    """
+    found: dict[int, Tensor] = {}
+    given = set(map(id, arguments))
+    for tensor in chain.from_iterable([answer.saved for answer in decision.answers.values()]):
+        dtype = autocast_dtype(tensor.device.type)
+        is_wide = tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
+        if dtype is not None and is_wide and id(tensor) in given:
+            found[id(tensor)] = tensor.to(dtype)
+    return found
+
+
+def _kept_by_the_graph(
+    answer: Answer, saved: Sequence[Tensor], result: Tensor
+) -> tuple[list[KeptRecipe], list[Tensor]]:
+    """Recipes and the tensors to save, with those that the graph of a result keeps anyway."""
+    recipes: list[KeptRecipe] = []
+    found: list[Tensor] = []
+    for number, recipe in enumerate(answer.recipes):
+        from_result = answer.from_result.get(number)
+        kept = None if from_result is None else from_result(result)
+        own = saved[recipe.saved] if kept is None else [x.detach() for x in kept]
+        recipes.append(recipe._replace(saved=slice(len(found), len(found) + len(own))))
+        found.extend(own)
+    return recipes, found

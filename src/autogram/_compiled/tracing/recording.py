@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
+from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind, first_of, kind_of
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.forward.recorder import Recorder
@@ -80,9 +81,8 @@ class TracedTapping(Tapping):
         assert isinstance(use, RuleUse)
         self.uses.append(use)
         self.recording.count += 1
-        device = output.device.type
-        if torch.is_autocast_enabled(device):
-            self.dtypes.add(torch.get_autocast_dtype(device))
+        if (dtype := autocast_dtype(output.device.type)) is not None:
+            self.dtypes.add(dtype)
         if not in_place:
             tapped: Tensor = TracedTap.apply(output, use, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
             return tapped
