@@ -109,6 +109,13 @@ class Backward:
         self._variants: dict[Any, _Variant] = {}
         self._outside: dict[Keep | None, set[int]] = {}  # numbers of uses, by what is kept
         self._tracing = torch._guards.TracingContext.try_get()
+        self._is_guarded = True
+        if part.sizes.are_open:
+            # Compiled now, what a compiler asks of sizes becomes a guard of the part. Later, it
+            # would hold for the sizes of one call, and be used for all.
+            self._variant("full", self._without_taps)
+            self._variant("taps", self._with_taps)
+            self._is_guarded = False
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the variant that the running pass is to have."""
@@ -259,8 +266,12 @@ class Backward:
 
     def _compiled(self, module: fx.GraphModule, examples: Sequence[Any] | None = None) -> Compiled:
         """A graph as the compiler makes it, for inputs as those of the tracing or as examples."""
+        from torch._functorch._aot_autograd.utils import make_boxed_func
         from torch._inductor.virtualized import V
 
+        if examples is None and not self._is_guarded:
+            run: Compiled = make_boxed_func(module.forward)  # right for all sizes, as it is
+            return run
         tracing = self._tracing
         mode = tracing.fake_mode if tracing else None
         if examples is not None:

@@ -17,6 +17,7 @@ from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
     INNER,
     Images,
+    assert_step,
     class_losses,
     compile_inside,
     compiled,
@@ -226,3 +227,31 @@ def test_sizes_that_never_occur_again() -> None:
             assert_fused(engine, squares(run(x), x), jacobian, trainable(model))
         inside.append(not shown)
     assert inside == ([False] * 3 + [True] * 3) * 2 + [False] * 3 + [True] * 2 + [False] * 7
+
+
+class Hypotenuse(nn.Module):
+    """A parameter in a call without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The root of the sum of squares."""
+        return torch.hypot(x, self.other)
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CompiledPartWarning")
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("has_rules", [True, False])
+def test_images_of_many_sizes(inner: str, has_rules: bool) -> None:
+    """What a compiler asks of sizes, as inductor does for convolutions, holds in all calls."""
+    middle = nn.Tanh() if has_rules else Hypotenuse()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), middle, nn.Conv2d(4, 2, 3))
+    engine = Engine(model, verify="never")
+    run = compiled(model, inner)
+    for size in (8, 8, 9, 9, 5, 7, 9, 8):
+        x = torch.randn(4, 3, size, size)
+        with engine.paused():
+            plain = model(x).square().flatten(1).sum(1)
+        assert_step(engine, run(x).square().flatten(1).sum(1), plain, trainable(model))
