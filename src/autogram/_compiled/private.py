@@ -49,6 +49,9 @@ NAMES = (
         "_unsafe_preserve_version_counter",
         f"in-place calls that a custom function may make, {_ISSUES}91093",
     ),
+    Private(
+        "torch", "ops.aten._unsafe_view", "a tensor of the same memory that is no view; no request"
+    ),
     Private("torch._ops", "OpOverload._schema", f"what an operator takes, {_ISSUES}65997"),
     Private("torch.fx", "Graph._codegen", _PUBLIC),
     Private("torch._subclasses", "FakeTensor", _PUBLIC),

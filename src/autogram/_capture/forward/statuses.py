@@ -46,6 +46,12 @@ class Statuses:
         names = self._tapping.recording.names
         return {id(p): track_parameter(p) for p in names if p.requires_grad}
 
+    @cached_property
+    def _inner(self) -> dict[Any, Tensor]:
+        """Parameters that are no leaves, as where a compiled part is traced, by their nodes."""
+        names = self._tapping.recording.names
+        return {p.grad_fn: p for p in names if not p.is_leaf}
+
     def add_parameter(self, parameter: Tensor) -> None:
         """Adds a tensor that is a parameter from now on."""
         if parameter.requires_grad and id(parameter) not in self._parameters:
@@ -61,6 +67,7 @@ class Statuses:
         """Lets a tensor be what another is that it stands for, also where it is a leaf."""
         if isinstance(status, Tracked):
             self._parameters[id(tensor)] = status
+            self._inner[tensor.grad_fn] = tensor
         else:
             self.set(tensor, status)
 
@@ -130,7 +137,7 @@ class Statuses:
                     "models of transformers, in `gradient_checkpointing_kwargs`)."
                 )
             reaches_tap |= is_tap_of(channel, node)
-            variable: Tensor | None = getattr(node, "variable", None)
+            variable: Tensor | None = getattr(node, "variable", self._inner.get(node))
             if variable is not None and (tracked := self._parameters.get(id(variable))):
                 sources[variable] = tracked
         return sources, reaches_tap

@@ -40,7 +40,10 @@ class TracedTap(torch.autograd.Function):
         ctx.use = use  # by which the recorder knows the node as a tap
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        return output.detach()
+        # AOTAutograd repeats what makes an output from one that shares its memory: a `detach` would
+        # cut its gradient off.
+        found: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+        return found
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
