@@ -112,3 +112,8 @@ def _region_of_view(view: Tensor, base: Tensor, region: Region) -> Region | None
     if tuple(base.stride()) != region.strides or tuple(base.shape) != region.shape:
         return None
     return Region.of(view, region.offset - int(base.storage_offset()))
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base

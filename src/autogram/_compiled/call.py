@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._blocks import Folded
-from autogram._capture.autograd.graph import entry, entry_of
+from autogram._capture.autograd.graph import calls_of, entry, entry_of, nodes_behind
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.session import recorders_of
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
-from autogram._capture.tracked import Tracked, as_of_now, track_parameter
+from autogram._capture.tracked import Tracked, as_of_now, base_of, track_parameter
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._compiled.placement import carried
 from autogram._compiled.tracing.part import Part
@@ -146,7 +147,7 @@ class Call:
         assert found is not None
         saved = [i for i in self.part.derived_from if i not in self._given]
         given = {**self._given, **dict(zip(saved, found.saved_tensors, strict=True))}
-        derived = source.derivation.run([given[i] for i in source.derivation.inputs])
+        (derived,) = source.derivation.run([given[i] for i in source.derivation.inputs])
         sources = tuple({id(p): p for root in roots for p in root.sources}.values())
         shape, edge = tuple(derived.shape), get_gradient_edge(derived)
         return Tracked(sources, None, shape, source.dtype, derived._version, edge)
@@ -179,14 +180,24 @@ class CompiledPart:
             anchors = [recorder.recording.channel.anchor for recorder in recorders]
             saved = [args[i] for i in part.derived_from if _is_saved(args[i])]
             given = entry(calls, like, anchors, saved)
+            reads = [
+                _reads_of(call, args, inputs) for call, inputs in zip(calls, derived, strict=True)
+            ]
+            before = [(x, x._version) for x in args if isinstance(x, Tensor) and not x.is_leaf]
             outputs = list(self._function(*args, given))
-            for position, way in part.outputs.items():
-                outputs[position] = way.run([args[i] for i in way.inputs])
-            for call, inputs in zip(calls, derived, strict=True):
-                expected = {i: x for i, x in inputs.items() if i not in part.roots}
-                _add_rows(call, args, expected, outputs)
+            for positions, way in part.outputs.items():
+                found = way.run([args[i] for i in way.inputs])
+                for position, x in zip(positions, found, strict=True):
+                    outputs[position] = x
+            if any(reads):
+                changed = [x for x, version in before if x._version != version]
+                results = _Results(calls, outputs, changed)
+                for call, of in zip(calls, reads, strict=True):
+                    _add_rows(call, of, results)
+                outputs = results.outputs
+        unbatched = set(chain(*part.outputs))
+        batched = [x for i, x in enumerate(outputs) if i not in unbatched]
         for recorder in recorders:
-            batched = [x for i, x in enumerate(outputs) if i not in part.outputs]
             recorder.mark([x for x in batched if isinstance(x, Tensor)])
         return outputs
 
@@ -213,19 +224,59 @@ def _derived_inputs(recorder: Recorder, part: Part, args: Sequence[Any]) -> dict
     return found
 
 
-def _add_rows(
-    call: Call, args: Sequence[Any], derived: dict[int, Tracked], outputs: list[Any]
-) -> None:
-    """Puts taps on the outputs of a call, for explicit rows of what has no rule in the part."""
-    part, recording = call.part, call.recording
-    reads = {**call.roots_with_rows, **derived}
+# What gets explicit rows through a call: its position, what it is, and where it enters the call.
+_Reads = dict[int, tuple[Tracked, GradientEdge]]
+
+
+def _reads_of(call: Call, args: Sequence[Any], derived: dict[int, Tracked]) -> _Reads:
+    """What gets explicit rows through a call, before the call, which may change it in place."""
+    unexpected = {i: x for i, x in derived.items() if i not in call.part.roots}
+    roots = {**call.roots_with_rows, **unexpected}
+    return {i: (root, get_gradient_edge(args[i])) for i, root in roots.items()}
+
+
+class _Results:
+    """The tensors that a call has computed, without those that are views of others.
+
+    Args:
+        calls: What engines are shown of the call.
+        outputs: Its outputs.
+        changed: The arguments that it has changed in place.
+
+    Attributes:
+        outputs: The outputs, behind the taps.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], outputs: Sequence[Any], changed: Sequence[Tensor]
+    ) -> None:
+        self.outputs = list(outputs)
+        bases = [base_of(x) for x in outputs if isinstance(x, Tensor)]
+        self._own = {id(x): x for x in bases if calls_of(x.grad_fn) is calls}
+        self._changed = [
+            x for x in changed if any(calls_of(node) is calls for node in nodes_behind(x))
+        ]
+
+    def tap(self, make_use: Callable[[Tensor], Use]) -> None:
+        """Puts a tap on each. What is a view is made again, from what is behind the tap."""
+        behind = {at: tap(make_use(x), x, ()) for at, x in self._own.items()}
+        for x in self._changed:
+            tap(make_use(x), x, (), in_place=True)
+            behind[id(base_of(x))] = base_of(x)
+        for position, x in enumerate(self.outputs):
+            base = behind.get(id(base_of(x))) if isinstance(x, Tensor) else None
+            if base is not None:
+                self.outputs[position] = base if base_of(x) is x else x._view_func(base)
+        self._own = {id(x): x for x in map(behind.__getitem__, self._own)}
+
+
+def _add_rows(call: Call, reads: _Reads, results: _Results) -> None:
+    """Puts taps on the results of a call, for explicit rows of what has no rule in the part."""
     if not reads:
         return
+    part, recording = call.part, call.recording
     call.rows_of = frozenset(reads)
     functions = list(dict.fromkeys(name for i in reads for name in part.rows.get(i, ())))
     name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
-    inputs = tuple(get_gradient_edge(args[i]) for i in reads)
-    for position, x in enumerate(outputs):
-        if isinstance(x, Tensor) and x.requires_grad and position not in part.outputs:
-            use = FallbackUse.of(recording, name, x, tuple(reads.values()), inputs)
-            outputs[position] = tap(use, x, ())
+    roots, inputs = zip(*reads.values(), strict=True)
+    results.tap(lambda x: FallbackUse.of(recording, name, x, roots, inputs))

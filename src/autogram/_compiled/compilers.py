@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from autogram._compiled.tracing.operator import DECOMPOSITIONS
+
 # Makes the backward pass of a part from its graph, from what compiles a variant of it, and from
 # what gives the decompositions of operators that are not taken as they are.
 MakeBackward = Callable[[fx.GraphModule, Callable[..., Any], Callable[[], Mapping[Any, Any]]], Any]
@@ -53,7 +55,15 @@ def _inductor(
         _keep_saved_tensors()
         return compile(graph) if backward is None else backward(graph, compile, select_decomp_table)
 
-    compiled: Any = compile_fx(graph, inputs, inner_compile=inner, config_patches=dict(config))
+    with torch._inductor.config.patch(dict(config)):
+        decompositions = {**select_decomp_table(), **DECOMPOSITIONS}
+    compiled: Any = compile_fx(
+        graph,
+        inputs,
+        inner_compile=inner,
+        config_patches=dict(config),
+        decompositions=decompositions,
+    )
     return compiled  # type: ignore[no-any-return]  # as typed in torch
 
 
@@ -84,6 +94,7 @@ def _aot_eager(
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=compile_forward,
         bw_compiler=compile_backward,
+        decompositions=dict(DECOMPOSITIONS),
         partition_fn=min_cut_rematerialization_partition,
     )(graph, inputs)
     return compiled

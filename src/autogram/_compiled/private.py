@@ -43,14 +43,12 @@ NAMES = (
     Private("torch._C._dynamo.eval_frame", "_FrameExecStrategy", _FRAMES),
     Private("torch._C._dynamo.eval_frame", "set_code_exec_strategy", _FRAMES),
     Private("torch", "Tensor._version", _PUBLIC),
+    Private("torch", "Tensor._view_func", "a view, made again of another tensor; no request"),
     Private("torch", "_TorchCompileInductorWrapper", "a check of inductor's options; no request"),
     Private(
         "torch.autograd",
         "_unsafe_preserve_version_counter",
         f"in-place calls that a custom function may make, {_ISSUES}91093",
-    ),
-    Private(
-        "torch", "ops.aten._unsafe_view", "a tensor of the same memory that is no view; no request"
     ),
     Private("torch._ops", "OpOverload._schema", f"what an operator takes, {_ISSUES}65997"),
     Private("torch.fx", "Graph._codegen", _PUBLIC),

@@ -22,7 +22,7 @@ _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential
 
 
 class Derivation(NamedTuple):
-    """How a derived tensor is computed from inputs of the region.
+    """How derived tensors are computed from inputs of the region.
 
     Attributes:
         graph: The part of the region's graph.
@@ -34,14 +34,14 @@ class Derivation(NamedTuple):
     inputs: tuple[int, ...]
     autocast: _Autocast
 
-    def run(self, inputs: Sequence[Any]) -> Tensor:
-        """Computes the tensor again, with a graph of autograd."""
+    def run(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Computes the tensors again, with a graph of autograd."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch._C.DisableTorchFunction())
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
-            derived: Tensor = self.graph(*inputs)
+            derived: tuple[Tensor, ...] = self.graph(*inputs)
         return derived
 
 
@@ -81,12 +81,13 @@ class History:
         else:
             self._changed |= _behind(node)
 
-    def of(self, tensor: Tensor) -> Derivation | None:
-        """The part that computes a tensor without samples, or ``None`` if it cannot run again."""
-        node, reference = self._nodes.get(id(tensor), (None, lambda: None))
-        if node is None or reference() is not tensor:
+    def of(self, *tensors: Tensor) -> Derivation | None:
+        """The part that computes tensors without samples, or ``None`` if it cannot run again."""
+        known = [self._nodes.get(id(tensor), (None, lambda: None)) for tensor in tensors]
+        if any(reference() is not x for x, (_, reference) in zip(tensors, known, strict=True)):
             return None
-        needed = _behind(node)
+        nodes = [node for node, _ in known if node is not None]
+        needed = set[fx.Node]().union(*map(_behind, nodes))
         if not self._changed.isdisjoint(needed) or not all(map(self._is_repeatable, needed)):
             return None
         states = {self._autocast[step] for step in needed if step in self._autocast}
@@ -98,7 +99,7 @@ class History:
                 inputs.append(self._positions[step])
             if step in needed:
                 values[step] = graph.node_copy(step, lambda x: values[x])
-        graph.output(values[node])
+        graph.output(tuple(values[node] for node in nodes))
         module = fx.GraphModule(self._module, graph)
         return Derivation(module, tuple(inputs), states.pop() if states else ())
 

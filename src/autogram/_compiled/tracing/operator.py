@@ -1,8 +1,13 @@
-"""The operator that marks, in the joint graph of a compiled region, where a cotangent is shown."""
+"""The operators of taps in a compiled region.
+
+``show`` marks, in the joint graph, where a cotangent is shown. ``tap`` gives what is behind a tap,
+which AOTAutograd must not take for a view of what is before it: it repeats views outside of the
+region, and would cut the gradient off. In the graph, both are one tensor (`DECOMPOSITIONS`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +15,7 @@ from torch import Tensor
 
 _LIBRARY = torch.library.Library("autogram", "DEF")  # lasts as long as the module
 _LIBRARY.define("show(Tensor cotangent, Tensor[] saved, int use) -> Tensor")
+_LIBRARY.define("tap(Tensor output) -> Tensor")
 
 
 def _show(cotangent: Tensor, saved: Sequence[Tensor], use: int) -> Tensor:
@@ -18,18 +24,24 @@ def _show(cotangent: Tensor, saved: Sequence[Tensor], use: int) -> Tensor:
     return cotangent.clone()
 
 
-def _show_shape(cotangent: Tensor, saved: Sequence[Tensor], use: int) -> Tensor:
+def _like(tensor: Tensor, *others: Any) -> Tensor:
     """A tensor like the result."""
-    del saved, use
+    del others
     return torch.empty_strided(
-        cotangent.shape, cotangent.stride(), dtype=cotangent.dtype, device=cotangent.device
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 
 
 _LIBRARY.impl("show", _show, "CompositeExplicitAutograd")
-torch.library.register_fake("autogram::show", _show_shape, lib=_LIBRARY)
+_LIBRARY.impl("tap", torch.clone, "CompositeExplicitAutograd")  # never runs, either
+for _name in ("show", "tap"):
+    torch.library.register_fake(f"autogram::{_name}", _like, lib=_LIBRARY)
 
 SHOW: Any = torch.ops.autogram.show.default
+_TAP: Any = torch.ops.autogram.tap.default
+
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {_TAP: lambda output: output}
+"""What AOTAutograd is to replace in the graphs of regions."""
 
 
 class TracedTap(torch.autograd.Function):
@@ -40,10 +52,8 @@ class TracedTap(torch.autograd.Function):
         ctx.use = use  # by which the recorder knows the node as a tap
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        # AOTAutograd repeats what makes an output from one that shares its memory: a `detach` would
-        # cut its gradient off.
-        found: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-        return found
+        tapped: Tensor = _TAP(output)
+        return tapped
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:

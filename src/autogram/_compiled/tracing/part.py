@@ -91,7 +91,7 @@ class Part:
         self.uses: tuple[PartUse, ...] = ()
         self.rows: dict[int, list[str]] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.outputs: dict[int, Derivation] = {}
+        self.outputs: dict[tuple[int, ...], Derivation] = {}
         self.sizes = Sizes(())
         self.tensors: tuple[int, ...] = ()
         self.backward: fx.GraphModule | None = None

@@ -19,7 +19,7 @@ from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.tracked import BATCHED, Status, Tracked
+from autogram._capture.tracked import BATCHED, Status, Tracked, base_of
 from autogram._capture.uses import RuleUse, Use
 from autogram._compiled.tracing.derivation import Derivation, History
 from autogram._compiled.tracing.operator import TracedTap
@@ -32,7 +32,8 @@ class TracedTapping(Tapping):
     Attributes:
         uses: In the order of the forward pass.
         derivations: How derived tensors that are used are computed.
-        outputs: How outputs of the part are computed that no sample is in.
+        outputs: How outputs of the part are computed that no sample is in. Those that share memory
+            are computed together.
         without_rule: Names of calls, each with a parameter that it reads.
         dtypes: Those in which autocast carried out uses.
     """
@@ -42,7 +43,7 @@ class TracedTapping(Tapping):
         self._history = history
         self.uses: list[RuleUse] = []
         self.derivations: dict[Tracked, Derivation] = {}
-        self.outputs: dict[int, Derivation] = {}
+        self.outputs: dict[tuple[int, ...], Derivation] = {}
         self.without_rule: list[tuple[str, Tensor]] = []
         self.dtypes: set[torch.dtype] = set()
 
@@ -216,14 +217,16 @@ def record(
     recorder.mark([args[i] for i in batched])
     with recorder:
         outputs = Runner(module, recorder, history).run(*args)
+    derived_outputs: dict[int, dict[int, Tracked]] = {}  # by what they are views of
     for position, tensor in enumerate(outputs):
         status = recorder.status_of(tensor) if isinstance(tensor, Tensor) else None
         if isinstance(status, Tracked) and not recorder.is_parameter(tensor):
-            way = history.of(tensor)
-            if way is None:
-                tapping.without_rule += [
-                    ("an output of parameters alone", p) for p in status.sources
-                ]
-            else:
-                tapping.outputs[position] = way
+            derived_outputs.setdefault(id(base_of(tensor)), {})[position] = status
+    for statuses in derived_outputs.values():
+        way = history.of(*[outputs[i] for i in statuses])
+        if way is None:
+            sources = [p for status in statuses.values() for p in status.sources]
+            tapping.without_rule += [("an output of parameters alone", p) for p in sources]
+        else:
+            tapping.outputs[tuple(statuses)] = way
     return outputs, tapping
