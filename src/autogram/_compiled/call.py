@@ -22,7 +22,14 @@ from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._compiled.placement import carried
 from autogram._compiled.tracing.part import Part
 from autogram._compiled.tracing.sizes import Numbers
-from autogram._errors import listed
+from autogram._errors import ChangedTensorError, listed
+
+_CHANGED = (
+    "A tensor from which a compiled part computes a parameter's value, such as a weight times a "
+    "buffer, was changed in place after the part had read it, so that the rows of the parameter "
+    "cannot be computed. Make a new tensor: `x = x * 2`, not `x.mul_(2)`. Or change the tensor "
+    "behind the engine's pass."
+)
 
 
 class Call:
@@ -51,7 +58,9 @@ class Call:
         self._roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
         self._numbers: Numbers = part.sizes.of(args)
         # Tensors without a graph are saved with the node, which notices changes in place.
-        self._given = {i: args[i] for i in part.derived_from if not _is_saved(args[i])}
+        given = [i for i in part.derived_from if not _is_saved(args[i])]
+        self._given = {i: args[i] for i in given}
+        self._versions = {i: args[i]._version for i in given if isinstance(args[i], Tensor)}
         self._first = recording.count
         self._uses: tuple[RuleUse | None, ...] | None = None
         recording.count += len(part.uses)
@@ -146,7 +155,14 @@ class Call:
         found = entry_of(node)
         assert found is not None
         saved = [i for i in self.part.derived_from if i not in self._given]
-        given = {**self._given, **dict(zip(saved, found.saved_tensors, strict=True))}
+        if any(self._given[i]._version != version for i, version in self._versions.items()):
+            raise ChangedTensorError(_CHANGED)
+        try:
+            given = {**self._given, **dict(zip(saved, found.saved_tensors, strict=True))}
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise ChangedTensorError(_CHANGED) from error
         (derived,) = source.derivation.run([given[i] for i in source.derivation.inputs])
         sources = tuple({id(p): p for root in roots for p in root.sources}.values())
         shape, edge = tuple(derived.shape), get_gradient_edge(derived)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.autograd.exact import autocast_dtype
-from autogram._capture.forward.calls import Kind, first_of, kind_of
+from autogram._capture.forward.calls import Kind
 from autogram._capture.forward.decision import Reads, UseRule
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
@@ -115,12 +115,6 @@ class TraceRecorder(Recorder):
             if isinstance(argument, Tensor):
                 self._statuses.let_be(argument, status)
 
-    def note_changes(self, kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Notes a call that changes what does not depend on the samples in place."""
-        changed = first_of(args, kwargs) if kind.is_in_place else None
-        if isinstance(changed, Tensor) and self.status_of(changed) is not BATCHED:
-            self._history.note_change(changed)
-
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """No: AOTAutograd decides what is computed again."""
         del hooks
@@ -135,8 +129,12 @@ class Runner(fx.Interpreter):
         self._recorder, self._history = recorder, history
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs a node, and notes what it computes."""
+        """Runs a node, and notes what it computes, and what it changes without samples."""
+        given = [(x, x._version) for x in tensors_in(self.fetch_args_kwargs_from_env(n))]
         result = super().run_node(n)
+        for x, version in given:
+            if x._version != version and self._recorder.status_of(x) is not BATCHED:
+                self._history.note_change(x)
         self._history.note(n, result)
         return result
 
@@ -145,14 +143,7 @@ class Runner(fx.Interpreter):
         if str(target) == "tag_activation_checkpoint":
             body, *inputs = args
             args = (_recorded_again(body, len(inputs), self._recorder), *inputs)
-        elif callable(target):
-            self._recorder.note_changes(kind_of(target), args, kwargs)
         return super().call_function(target, args, kwargs)
-
-    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a method of a tensor."""
-        self._recorder.note_changes(kind_of(getattr(args[0], target)), args, kwargs)
-        return super().call_method(target, args, kwargs)
 
 
 def _recorded_again(body: fx.GraphModule, inputs: int, recorder: TraceRecorder) -> fx.GraphModule:
@@ -215,8 +206,14 @@ def record(
     roots = [args[i] for i in derived]
     recorder.set_statuses(roots, [Tracked.of(x, (x,)) for x in roots])
     recorder.mark([args[i] for i in batched])
+    versions = [(i, x._version) for i, x in enumerate(args) if isinstance(x, Tensor)]
     with recorder:
         outputs = Runner(module, recorder, history).run(*args)
+    changed = {i for i, version in versions if args[i]._version != version}
+    for tracked, known in tapping.derivations.items():
+        if not changed.isdisjoint(known.inputs):  # also if it was changed behind the use
+            name = "a tensor that is changed in place"
+            tapping.without_rule += [(name, p) for p in tracked.sources]
     derived_outputs: dict[int, dict[int, Tracked]] = {}  # by what they are views of
     for position, tensor in enumerate(outputs):
         status = recorder.status_of(tensor) if isinstance(tensor, Tensor) else None

@@ -1,0 +1,74 @@
+"""Tensors that are changed in place, from which compiled parts compute what parameters stand for."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import ChangedTensorError, Engine
+from tests.unit._compiled.compiling import assert_step, compiled
+from tests.unit.checks import trainable
+
+
+class _Counting(nn.Module):
+    """A layer whose weight depends on a buffer."""
+
+    def __init__(self, body: Callable[["_Counting", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.last, self.body = nn.Linear(3, 3), nn.Linear(3, 2), body
+        self.register_buffer("steps", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.body(self, x).tanh())
+        return found.square().sum(1)
+
+
+def _before(model: _Counting, x: Tensor) -> Tensor:
+    model.steps += 1
+    return F.linear(x, model.layer.weight * model.steps)
+
+
+def _behind(model: _Counting, x: Tensor) -> Tensor:
+    x = F.linear(x, model.layer.weight + model.steps)
+    model.steps += 1
+    return x
+
+
+def _between(model: _Counting, x: Tensor) -> Tensor:
+    x = F.linear(x, model.layer.weight + model.steps)
+    model.steps.add_(1)
+    return F.linear(x, model.layer.weight + model.steps)
+
+
+@pytest.mark.parametrize("body", [_before, _behind, _between], ids=lambda body: body.__name__)
+def test_inside(body: Callable[[_Counting, Tensor], Tensor]) -> None:
+    """The parameter gets rows: nothing of what it is used for is computed again."""
+    model = _Counting(body)
+    twin = copy.deepcopy(model)
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+    for size in (4, 4, 5):
+        x = torch.randn(size, 3)
+        assert_step(engine, run(x), twin(x), trainable(model), trainable(twin))
+
+
+@pytest.mark.parametrize("is_derived", [True, False], ids=["of a parameter", "a buffer"])
+def test_outside(is_derived: bool) -> None:
+    """What is computed again for rows would be of the new values."""
+    part = compiled(lambda x, w, s: F.linear(x, w * 2 + s))
+
+    def body(model: _Counting, x: Tensor) -> Tensor:
+        w = model.layer.weight * 2
+        y: Tensor = part(x, w, model.steps)
+        (w if is_derived else model.steps).add_(1)
+        return y
+
+    model = _Counting(body)
+    engine = Engine(model, verify="never")
+    for _ in range(2):
+        losses = model(torch.randn(4, 3))
+        with pytest.raises(ChangedTensorError, match="was changed in place after the part"):
+            engine.compute_gramian(losses)
