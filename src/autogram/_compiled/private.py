@@ -80,6 +80,11 @@ MARKS = (
     Private("torch.fx", "Node.meta.tensor_dict._dynamo_static_input_type", _JOINT),
     Private("torch.fx", "GraphModule._param_name_to_source", _JOINT),
     Private("torch._functorch", "_boxed_call", _SEVERAL),
+    Private(
+        "torch._dynamo",
+        "_torchdynamo_disable",
+        "a public decorator that does not import Dynamo; no request is known",
+    ),
 )
 
 

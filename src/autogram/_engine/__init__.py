@@ -1,5 +1,10 @@
 """The engine: what a training loop talks to. See README.md here."""
 
+from autogram._compiled.frames import stay_outside
+from autogram._engine.accumulation import Accumulation
 from autogram._engine.engine import Engine
+from autogram._engine.hooked import Hooked
 
 __all__ = ["Engine"]
+
+stay_outside(Hooked, Engine, Accumulation)

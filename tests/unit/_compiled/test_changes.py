@@ -1,4 +1,4 @@
-"""Tensors that are changed in place, from which compiled parts compute what parameters stand for."""
+"""Tensors that are changed in place, of which compiled parts compute what parameters stand for."""
 
 import copy
 from collections.abc import Callable
