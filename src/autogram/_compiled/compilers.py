@@ -43,6 +43,8 @@ def _inductor(
     from torch._inductor.decomposition import select_decomp_table
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if "get_decomp_fn" in kwargs:  # a table in its place has no entry in inductor's cache
+            kwargs["get_decomp_fn"] = select_decomp_table
         if not kwargs.get("is_backward"):
             return compile_fx_inner(graph, inputs, **kwargs)
         patches = torch._inductor.config.get_config_copy() if config else {}
