@@ -60,7 +60,8 @@ class Call:
         # Tensors without a graph are saved with the node, which notices changes in place.
         given = [i for i in part.derived_from if not _is_saved(args[i])]
         self._given = {i: args[i] for i in given}
-        self._versions = {i: args[i]._version for i in given if isinstance(args[i], Tensor)}
+        derived_inputs = [i for i in given if isinstance(args[i], Tensor) and not args[i].is_leaf]
+        self._versions = {i: args[i]._version for i in derived_inputs}
         self._first = recording.count
         self._uses: tuple[RuleUse | None, ...] | None = None
         recording.count += len(part.uses)
@@ -220,7 +221,7 @@ class CompiledPart:
 
 def _is_saved(given: Any) -> bool:
     """Whether an argument is kept by the node: tensors that autograd has no graph of."""
-    return isinstance(given, Tensor) and given.grad_fn is None
+    return isinstance(given, Tensor) and given.grad_fn is None and not given.is_inference()
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import ChangedTensorError, Engine
-from tests.unit._compiled.compiling import assert_step, compiled
+from tests.unit._compiled.compiling import assert_step, assert_steps, compiled
 from tests.unit.checks import trainable
 
 
@@ -72,3 +72,13 @@ def test_outside(is_derived: bool) -> None:
         losses = model(torch.randn(4, 3))
         with pytest.raises(ChangedTensorError, match="was changed in place after the part"):
             engine.compute_gramian(losses)
+
+
+def test_made_in_inference_mode() -> None:
+    """Autograd does not save such a tensor; it is kept otherwise."""
+    model = _Counting(lambda model, x: F.linear(x, model.layer.weight + model.steps))
+    with torch.inference_mode():
+        model.steps = torch.ones(1)
+    engine = Engine(model, unseen="error")
+    batches = [(torch.randn(n, 3),) for n in (4, 4, 5)]
+    assert_steps(model, compiled(model), engine, batches, lambda losses, _: losses)
