@@ -82,3 +82,21 @@ def test_made_in_inference_mode() -> None:
     engine = Engine(model, unseen="error")
     batches = [(torch.randn(n, 3),) for n in (4, 4, 5)]
     assert_steps(model, compiled(model), engine, batches, lambda losses, _: losses)
+
+
+def _before_the_change(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    found = w * 3
+    w.add_(x.mean(0))
+    return found, x + w
+
+
+def test_output_from_before_a_change() -> None:
+    """An output of parameters alone has the values from before samples were added to them."""
+    model = _Counting(lambda model, x: torch.mul(*model.part(x, model.layer.bias * 2)))
+    model.part = _before_the_change
+    twin = copy.deepcopy(model)
+    model.part = compiled(_before_the_change)
+    engine = Engine(model, verify="never", batch_dim=None)
+    for size in (4, 4, 5):
+        x = torch.randn(size, 3)
+        assert_step(engine, model(x), twin(x), trainable(model), trainable(twin))
