@@ -80,6 +80,11 @@ def _nested_functions(m: Checkpointed, x: Tensor) -> Tensor:
     return saving(lambda y: inner(saving(inner, y) * m.weight[1]), x)
 
 
+def _nested_of_parameters(m: Checkpointed, x: Tensor) -> Tensor:
+    """When the inner one runs again, it is given a copy of the parameter."""
+    return x @ saving(lambda w: m.second(saving(m.first, w)), m.weight) + m.first(x)
+
+
 def _function_between_modules(m: Checkpointed, x: Tensor) -> Tensor:
     """Uses of the root's parameter before, between and behind blocks."""
 
@@ -165,6 +170,7 @@ RUNS = [
     _derived_in_a_function,
     _nested,
     _nested_functions,
+    _nested_of_parameters,
     _function_between_modules,
     _parameter_as_argument,
     _derived_outside,

@@ -74,6 +74,54 @@ def scaled_twice(model: Model, x: Tensor) -> Tensor:
     return (model(x * model.temperature) + model(2 * x * model.temperature)).square().sum(1)
 
 
+def parts_of_an_input(model: Model, x: Tensor) -> Tensor:
+    """Views of one call, which PyTorch lets nobody change in place."""
+    parts = (x * model.temperature).split([2, 3])
+    return torch.cat([model(part) for part in parts]).square().sum(1)
+
+
+def input_and_view(model: Model, x: Tensor) -> Tensor:
+    """The view leads past a tap that is put on its base afterwards."""
+    scaled = x * model.temperature
+    view = scaled.T
+    return (model(scaled) + model(view.T) + 0.1 * model(view.T.clone())).square().sum(1)
+
+
+def input_behind_view(model: Model, x: Tensor) -> Tensor:
+    scaled = x * model.temperature
+    view = scaled[:, None]
+    return (model(view[:, 0]) + model(view.squeeze(1)) + model(scaled)).square().sum(1)
+
+
+def expanded_input(model: Model, x: Tensor) -> Tensor:
+    """Its elements share their memory."""
+    row = (x.mean(1, keepdim=True) * model.temperature).expand(-1, 3)
+    return model(row).square().sum(1)
+
+
+class Shift(torch.autograd.Function):
+    """Reads a parameter, and returns a view, which may not be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        del ctx, parameter
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        del ctx
+        return gradient, gradient.sum()
+
+
+def viewed_by_a_function(model: Model, x: Tensor) -> Tensor:
+    hook = model.last.register_forward_pre_hook(
+        lambda _, args: Shift.apply(args[0], model.temperature)
+    )
+    outputs = model(x)
+    hook.remove()
+    return outputs.square().sum(1)
+
+
 def functional_call(model: Model, x: Tensor) -> Tensor:
     doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
     return torch.func.functional_call(model, doubled, (x,)).square().sum(1)
@@ -86,6 +134,11 @@ LOSSES = [
     another_method,
     scaled_input,
     gradient_penalty,
+    parts_of_an_input,
+    input_and_view,
+    input_behind_view,
+    expanded_input,
+    viewed_by_a_function,
     functional_call,
 ]
 

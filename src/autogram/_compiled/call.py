@@ -181,9 +181,9 @@ class CompiledPart:
     def __init__(self, part: Part, function: Any) -> None:
         self._part, self._function = part, function
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
         """Calls the part."""
-        part = self._part
+        part, args = self._part, list(given)
         recorders = recorders_of([args[i] for i in part.parameters])
         like = nowhere(args[part.roots[0]].device)
         with torch._C.DisableTorchFunction():
@@ -196,12 +196,12 @@ class CompiledPart:
             ]
             anchors = [recorder.recording.channel.anchor for recorder in recorders]
             saved = [args[i] for i in part.derived_from if _is_saved(args[i])]
-            given = entry(calls, like, anchors, saved)
+            entered = entry(calls, like, anchors, saved)
             reads = [
                 _reads_of(call, args, inputs) for call, inputs in zip(calls, derived, strict=True)
             ]
             before = [(x, x._version) for x in args if isinstance(x, Tensor) and not x.is_leaf]
-            outputs = list(self._function(*args, given))
+            outputs = list(self._function(*args, entered))
             for positions, way in part.outputs.items():
                 found = way.run([args[i] for i in way.inputs])
                 for position, x in zip(positions, found, strict=True):
@@ -230,12 +230,15 @@ def nowhere(device: torch.device) -> Tensor:
     return torch.zeros((), device=device, requires_grad=True)
 
 
-def _derived_inputs(recorder: Recorder, part: Part, args: Sequence[Any]) -> dict[int, Tracked]:
-    """The inputs of a call that are computed from parameters alone, by position."""
+def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int, Tracked]:
+    """The inputs of a call that are computed from parameters alone, by position.
+
+    What the call reads in the place of others takes their place among the arguments.
+    """
     found: dict[int, Tracked] = {}
     for position, x in enumerate(args):
         if isinstance(x, Tensor) and x.grad_fn is not None and position not in part.parameters:
-            status = recorder.status_of(x)
+            args[position], status = recorder.tapped(x)
             if isinstance(status, Tracked):
                 found[position] = as_of_now(x, status)
     return found

@@ -27,10 +27,12 @@ _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu",
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
-# What gives gradients that may be differentiated again, or calls a function of the user's.
+# What gives gradients that may be differentiated again, or tangents, which the calls before have
+# computed beside their results, or calls a function of the user's.
 _OF_OTHERS = {
     torch.autograd.grad,
     Tensor.grad.__get__,  # type: ignore[union-attr]  # of the class, a descriptor
+    torch._VF._unpack_dual,
     F.triplet_margin_with_distance_loss,
 }
 # What autocast carries out in half precision, on each kind of device.

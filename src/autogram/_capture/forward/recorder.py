@@ -49,28 +49,28 @@ class Recorder(TorchFunctionMode):
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
-        recording, tensors = self.recording, self._given(inputs)
-        sizes = [_sizes(tensor) for tensor in tensors]
+        recording, tensors = self.recording, list(tensors_in(inputs))
+        sizes = [_sizes(tensor) for tensor in tensors if not self._statuses.is_parameter(tensor)]
         size = next((of[0] for of in sizes if of and of[0] != 1), 1)
         recording.sizes = frozenset().union(*sizes)
         call = _call(module, tensors)
         before = self._checkpoints.recall(call) or [None] * len(tensors)
         are_batched = []
         for tensor, was_batched in zip(tensors, before, strict=True):
+            is_parameter = self._statuses.is_parameter(tensor)
             # Masks and position indices without a batch dimension are constants. An input that is
             # wrongly taken for a constant costs time, and results stay exact.
-            is_batched = was_batched
+            is_batched = False if is_parameter else was_batched
             if is_batched is None:
                 is_batched = tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf
             are_batched.append(is_batched)
-            if not (is_batched or tensor.requires_grad):
+            if is_parameter or not (is_batched or tensor.requires_grad):
                 continue
             sources, _ = self._statuses.untapped_parameters(tensor)
-            if sources and not is_batched:
-                continue  # derived: adopted when a call reads it, as in the first run
-            if sources:
-                self.tapping.tap_unseen(tensor, sources)  # parameters were used before
-            self._statuses.set(tensor, BATCHED if is_batched else None)
+            if is_batched:
+                self._statuses.adopt_batched(tensor, sources)
+            elif not sources:  # else derived: adopted when a call reads it, as in the first run
+                self._statuses.set(tensor, None)
         self._checkpoints.note(call, are_batched)
 
     def mark(self, tensors: Iterable[Tensor], status: Batched = BATCHED) -> None:
@@ -78,16 +78,23 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._statuses.set(tensor, status)
 
-    def status_of(self, tensor: Tensor) -> Status:
-        """The status of a tensor, which is tapped if parameters have met samples in it unseen."""
+    def tapped(self, tensor: Tensor) -> tuple[Tensor, Status]:
+        """What a call may read in the place of a tensor, tapped if there are unseen parameters.
+
+        And its status.
+        """
         return self._statuses.tapped(tensor)
+
+    def status_of(self, tensor: Tensor) -> Status:
+        """The status of a tensor."""
+        return self.tapped(tensor)[1]
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module, and notes inputs that a checkpoint will give to it again."""
         hooks = hooks_now(True)
         if hooks is not None and self._are_of_checkpoint(hooks):
-            tensors = self._given(inputs)
-            are_batched = [isinstance(self._statuses.of(tensor), Batched) for tensor in tensors]
+            tensors = list(tensors_in(inputs))
+            are_batched = [self._statuses.is_batched(tensor) for tensor in tensors]
             self._checkpoints.note(_call(module, tensors), are_batched)
         self._hooks_at_entry.append(hooks)
 
@@ -136,7 +143,12 @@ class Recorder(TorchFunctionMode):
         reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
         has_untapped = self._statuses.has_untapped
         if has_untapped:
-            reads = self._statuses.read_by_use(reads)
+            before, changed = reads, first_of(args, kwargs) if kind.is_in_place else None
+            reads = self._statuses.read_by_use(before, changed)
+            pairs = zip(before, reads, strict=True)
+            stand_ins = {id(x): found for (x, _), (found, _) in pairs if found is not x}
+            if stand_ins:
+                args, kwargs = replaced((args, kwargs), stand_ins)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
@@ -195,10 +207,6 @@ class Recorder(TorchFunctionMode):
         """
         is_new = hooks != self._hooks_at_entry[-1]
         return is_new and are_of_checkpoint(hooks)
-
-    def _given(self, inputs: Any) -> list[Tensor]:
-        """The tensors in a module's inputs that are not parameters of the engine's modules."""
-        return [t for t in tensors_in(inputs) if not self._statuses.is_parameter(t)]
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

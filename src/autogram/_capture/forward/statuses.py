@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from autogram._capture.autograd.graph import is_tap_of, nodes_behind
+from autogram._capture.autograd.graph import is_tap_of, may_be_changed, nodes_behind
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.tracked import (
     BATCHED,
@@ -22,7 +22,8 @@ from autogram._capture.tracked import (
 from autogram._errors import UnsupportedError
 
 # A tensor, its status, and its version if it has a graph.
-_Mark = tuple[Callable[[], Tensor | None], Status, int | None]
+_Reference = Callable[[], Tensor | None]
+_Mark = tuple[_Reference, Status, int | None]
 _NO_MARK: _Mark = (lambda: None, None, None)
 
 
@@ -38,6 +39,8 @@ class Statuses:
     def __init__(self, tapping: Tapping) -> None:
         self._tapping = tapping
         self._marks: dict[int, _Mark] = {}
+        self._stand_ins: dict[int, tuple[_Reference, int, _Reference]] = {}
+        self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
         self.has_untapped = False
 
     @cached_property
@@ -85,20 +88,43 @@ class Statuses:
         """The status of what is computed from tensors that depend on samples."""
         return UNTAPPED if UNTAPPED in [status for _, status in reads] else BATCHED
 
-    def read_by_use(self, reads: list[tuple[Tensor, Status]]) -> list[tuple[Tensor, Status]]:
+    def read_by_use(
+        self, reads: list[tuple[Tensor, Status]], changed: Any
+    ) -> list[tuple[Tensor, Status]]:
         """The same, with taps on what has none if the call reads tracked tensors, too.
 
         The tap of a use hides what lies behind it from the search for the uses of single nodes.
-        What no use reads is left to that search, which finds the factors of these uses.
+        What no use reads is left to that search, which finds the factors of these uses. Nothing
+        takes the place of the tensor that the call has ``changed`` in place.
         """
         if not any(isinstance(status, Tracked) for _, status in reads):
             return reads
-        return [(x, self.tapped(x) if status is UNTAPPED else status) for x, status in reads]
+        tapped = [self.tapped(x) if status is UNTAPPED else (x, status) for x, status in reads]
+        return [
+            read if read[0] is changed and new[0] is not changed else new
+            for read, new in zip(reads, tapped, strict=True)
+        ]
 
-    def tapped(self, tensor: Tensor) -> Status:
-        """The status of a tensor, which is tapped if parameters have met samples in it unseen."""
+    def tapped(self, tensor: Tensor) -> tuple[Tensor, Status]:
+        """A tensor that calls may read, and its status, with a tap if parameters are behind it.
+
+        It is the tensor itself, or takes its place where the tensor must not be changed.
+        """
         status = self.of(tensor)
-        return self._adopt(tensor) if status is UNTAPPED else status
+        if status is UNTAPPED:
+            status = self._adopt(tensor)
+        return (tensor, status) if status is not UNTAPPED else (self._stand_in(tensor), BATCHED)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """A tensor with a tap that takes the place of one that must not be changed."""
+        of, version, known = self._stand_ins.get(id(tensor), (lambda: None, 0, lambda: None))
+        found = known() if of() is tensor and version == tensor._version else None
+        if found is None:
+            sources, _ = self.untapped_parameters(tensor)
+            found = self._tapping.tap_unseen(tensor, sources, in_place=False)
+            places = weakref.ref(tensor), tensor._version, weakref.ref(found)
+            self._stand_ins[id(tensor)] = places
+        return found
 
     def of(self, tensor: Tensor) -> Status:
         """The status of a tensor.
@@ -116,19 +142,30 @@ class Statuses:
             return None if isinstance(status, Tracked) else status
         return status if version == tensor._version else self._adopt(tensor)
 
+    def is_batched(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on samples, as far as calls that read it are concerned."""
+        status = self.of(tensor)
+        if status is UNTAPPED:
+            sources, are_samples_behind = self.untapped_parameters(tensor)
+            return are_samples_behind or not sources
+        return status is BATCHED
+
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the trainable parameters."""
         return id(tensor) in self._parameters
 
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
-        """The parameters behind a tensor on paths without a tap, and whether a tap is behind it."""
+        """The parameters behind a tensor on paths without a tap, and whether samples are behind it.
+
+        These are behind each tap, and behind inputs that no tap could be put on.
+        """
         channel = self._tapping.recording.channel
 
         def covers_all(node: Any) -> bool:  # the tap of an in-place call may cover only a slice
             return is_tap_of(channel, node) and not getattr(node, "in_place", False)
 
         sources: dict[Tensor, Tracked] = {}
-        reaches_tap = False
+        are_samples_behind = False
         for node in nodes_behind(tensor, covers_all):
             if node.name() == "CheckpointFunctionBackward":
                 raise UnsupportedError(
@@ -136,23 +173,32 @@ class Statuses:
                     "its calls from the engine. Pass `use_reentrant=False` to `checkpoint` (to "
                     "models of transformers, in `gradient_checkpointing_kwargs`)."
                 )
-            reaches_tap |= is_tap_of(channel, node)
+            are_samples_behind |= is_tap_of(channel, node) or node in self._batched_nodes
             variable: Tensor | None = getattr(node, "variable", self._inner.get(node))
             if variable is not None and (tracked := self._parameters.get(id(variable))):
                 sources[variable] = tracked
-        return sources, reaches_tap
+        return sources, are_samples_behind
 
     def _adopt(self, tensor: Tensor) -> Status:
         """The status of a tensor that comes from a call which the recorder could not see.
 
         If the call read parameters, the tensor is derived from these. If it read batched tensors,
-        too, the call is a use, and its result is tapped here.
+        too, the call is a use, and its result is tapped here, or by a use that reads it.
         """
-        sources, reaches_tap = self.untapped_parameters(tensor)
-        status: Status = BATCHED
-        if sources and reaches_tap:
+        sources, are_samples_behind = self.untapped_parameters(tensor)
+        if sources and not are_samples_behind:
+            status: Status = Tracked.of(tensor, tuple(sources))
+            self.set(tensor, status)
+            return status
+        return self.adopt_batched(tensor, sources)
+
+    def adopt_batched(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> Batched:
+        """The status of a batched tensor, which is tapped here if parameters are behind it."""
+        status = BATCHED
+        if sources and may_be_changed(tensor):
             self._tapping.tap_unseen(tensor, sources)
         elif sources:
-            status = Tracked.of(tensor, tuple(sources))
+            status = UNTAPPED
+            self._batched_nodes.add(tensor.grad_fn)
         self.set(tensor, status)
         return status

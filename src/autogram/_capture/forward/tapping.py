@@ -114,12 +114,17 @@ class Tapping:
                 tapped[id(tensor)] = self.tap(use, tensor, (), in_place=kind.is_in_place)
         return replaced(output, tapped)
 
-    def tap_unseen(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> None:
-        """Taps the result of a call that was not recorded, in which parameters met samples."""
+    def tap_unseen(
+        self, tensor: Tensor, sources: Mapping[Tensor, Tracked], *, in_place: bool = True
+    ) -> Tensor:
+        """Taps the result of a call that was not recorded, in which parameters met samples.
+
+        In place, because the user's code goes on with this very tensor, or for one call alone.
+        """
         name = f"the call behind `{type(tensor.grad_fn).__name__}`"
         reads, inputs = tuple(sources.values()), tuple(sources)
         use = FallbackUse.of(self.recording, name, tensor, reads, inputs, is_seen=False)
-        self.tap(use, tensor, (), in_place=True)  # the user's code goes on with this very tensor
+        return self.tap(use, tensor, (), in_place=in_place)
 
     def tap_result(self, tensor: Tensor, tracked: Tracked) -> Tensor:
         """A module's output that is computed from parameters alone, with a tap."""

@@ -70,10 +70,12 @@ class TracedTapping(Tapping):
         self.without_rule += [(kind.name, p) for _, tracked in reads for p in tracked.sources]
         return kind.function(*args, **kwargs)
 
-    def tap_unseen(self, tensor: Tensor, sources: Any) -> None:
+    def tap_unseen(self, tensor: Tensor, sources: Any, *, in_place: bool = True) -> Tensor:
         """Notes parameters that were used where even tracing sees no calls."""
+        del in_place
         name = f"the call behind {type(tensor.grad_fn).__name__}"
         self.without_rule += [(name, p) for tracked in sources.values() for p in tracked.sources]
+        return tensor
 
     def tap(
         self, use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from autogram import Engine, UnseenUseWarning
@@ -49,6 +50,43 @@ def as_parameters(model: Energy, x: Tensor, forces: Tensor) -> Tensor:
     return F.linear(x, model.last.weight - 0.1 * gradient)
 
 
+def by_a_view_of_before(model: Energy, _x: Tensor, forces: Tensor) -> Tensor:
+    """The view leads past a tap that is put on its base afterwards."""
+    view = forces.T
+    return model.last(forces) + model.last(view.T) + model.last(view.T.cos())
+
+
+def by_views_of_a_view(model: Energy, _x: Tensor, forces: Tensor) -> Tensor:
+    view = forces.T
+    return model.last(view.T) + model.last(view.T.sin()) + model.last(view.T) + forces
+
+
+def in_place_behind_a_view(model: Energy, _x: Tensor, forces: Tensor) -> Tensor:
+    """The view is changed with its base, which a layer has read."""
+    view = forces.view_as(forces)
+    read = model.last((forces + model.scale).sin())
+    forces += model.scale
+    return model.last(view) + read
+
+
+def tangents(model: Energy, x: Tensor, _forces: Tensor) -> Tensor:
+    """In forward mode, calls compute them beside their results."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.cos())
+        value, tangent = forward_ad.unpack_dual(model.energy(dual).tanh())
+        assert tangent is not None
+    return model.last(x * tangent) * value + tangent
+
+
+def behind_a_hook(model: Energy, _x: Tensor, forces: Tensor) -> Tensor:
+    """PyTorch gives the module a view that may not be changed in place."""
+    handle = model.last.register_full_backward_hook(lambda *_: None)
+    try:
+        return model.last(forces) + model.last(2 * forces)
+    finally:
+        handle.remove()
+
+
 READS: dict[str, Callable[[Energy, Tensor, Tensor], Tensor]] = {
     "by a layer": lambda model, _x, forces: model.last(forces),
     "by a layer, later": lambda model, x, forces: model.last((x + 0.1 * forces).sin()),
@@ -57,6 +95,13 @@ READS: dict[str, Callable[[Energy, Tensor, Tensor], Tensor]] = {
     "in a slice": lambda model, x, forces: torch.cat([x, model.last(forces[:, :])[:, 1:]], 1),
     "by two layers": lambda model, _x, forces: model.last(forces) + model.last(forces.cos()),
     "also by losses": lambda model, _x, forces: model.last(forces) + 2 * forces,
+    "by a view of before": by_a_view_of_before,
+    "by views of a view": by_views_of_a_view,
+    "by views of one call": lambda model, _x, forces: torch.stack([model.last(x) for x in forces]),
+    "expanded": lambda model, _x, forces: model.last(forces.expand(2, -1, -1)).sum(0),
+    "in place, behind a view": in_place_behind_a_view,
+    "behind a hook": behind_a_hook,
+    "tangents": tangents,
     "by the energy": lambda model, x, forces: model.forces(x + 0.1 * forces),
     "of forces": lambda model, _x, forces: model.last(model.forces(model.last(forces))),
     "accumulated": accumulated,
