@@ -26,8 +26,8 @@ class Around(Protocol):
     is_off: bool
     """Whether the object is not called for calls that begin now."""
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Is called before the module."""
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Is called before the module. A result other than ``None`` replaces ``args``."""
 
     def end(self, module: nn.Module, output: Any) -> Any:
         """Is called with the output of the module, or with ``None`` if its forward raised.
@@ -150,7 +150,8 @@ def _run(
     try:
         for around in [around for _, around in all_around if not around.is_off]:
             entered.append(around)
-            around.begin(module, args, kwargs)
+            given = around.begin(module, args, kwargs)
+            args = args if given is None else given
         output = module._call_impl(*args, **kwargs)
         is_done = True
     finally:

@@ -112,26 +112,6 @@ def is_tap_of(channel: object, node: Any) -> bool:
     return any(shown.recording.channel is channel for shown in shown_by(node))
 
 
-def may_be_changed(tensor: Tensor) -> bool:
-    """Whether a tap may be put on a tensor in place.
-
-    PyTorch refuses to change some tensors in place: elements that are one place in memory, views
-    of leaves, several views that one call gave, and views that a custom autograd Function returned.
-    And a view that was made before its base was tapped leads past that tap, but would no longer
-    with a tap of its own: it would then have a part in both.
-    """
-    if tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1:
-        return False
-    base = tensor._base
-    if base is None:
-        return True
-    is_changed = use_of(base.grad_fn) is not None or type(base.grad_fn).__name__ == "CopySlices"
-    meta = torch._C._autograd.CreationMeta.DEFAULT
-    return (
-        not (base.is_leaf or is_changed) and torch._C._autograd._get_creation_meta(tensor) == meta
-    )
-
-
 def in_dense(gradient: Tensor) -> Tensor:
     """A dense copy of a gradient that is sparse, as for embeddings; any other as it is."""
     is_dense = gradient.layout in (torch.strided, torch.jagged)

@@ -98,6 +98,14 @@ class Recorder(TorchFunctionMode):
             self._checkpoints.note(_call(module, tensors), are_batched)
         self._hooks_at_entry.append(hooks)
 
+    def tapped_before_hooks(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a module that has full backward hooks, with taps where some are due.
+
+        A pass from a tap inside of the module to its inputs would be one such hook's, in the place
+        of the pass that goes on to what is behind.
+        """
+        return tuple([self.tapped(x)[0] if isinstance(x, Tensor) else x for x in args])
+
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
         """Notes tensors that are parameters of these names from now on, in the place of shards."""
         names = self.recording.names

@@ -118,8 +118,10 @@ class Session(threading.local):
         """Whether modules run without recording: second runs of checkpoints are as their first."""
         return self._is_paused and not ((run := run_now()) and run.is_second)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enters a module."""
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Enters a module, and returns other arguments for it or ``None``."""
         if self._recorder is not None and self._was_abandoned(module):
             self.close()
         if self._recorder is not None:
@@ -131,8 +133,11 @@ class Session(threading.local):
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._depth, self._outermost = recorder, 1, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
-        if self._recorder is not None and (wrapper := wrapper_now()) is not None:
+        if self._recorder is None:
+            return None
+        if (wrapper := wrapper_now()) is not None:
             note_wrapper(self._recorder.recording, wrapper)
+        return self._recorder.tapped_before_hooks(args) if module._backward_hooks else None
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
         """Notes whole tensors that take the place of shards, by name, for the rest of the pass."""

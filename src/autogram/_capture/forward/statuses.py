@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from autogram._capture.autograd.graph import is_tap_of, may_be_changed, nodes_behind
+from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.tracked import (
     BATCHED,
@@ -159,21 +160,18 @@ class Statuses:
 
         These are behind each tap, and behind inputs that no tap could be put on.
         """
-        channel = self._tapping.recording.channel
-
-        def covers_all(node: Any) -> bool:  # the tap of an in-place call may cover only a slice
-            return is_tap_of(channel, node) and not getattr(node, "in_place", False)
-
+        # The tap of an in-place call that may cover only a slice is hidden behind another node.
+        is_end = partial(is_tap_of, self._tapping.recording.channel)
         sources: dict[Tensor, Tracked] = {}
         are_samples_behind = False
-        for node in nodes_behind(tensor, covers_all):
+        for node in nodes_behind(tensor, is_end):
             if node.name() == "CheckpointFunctionBackward":
                 raise UnsupportedError(
                     "A part of the model is checkpointed with `use_reentrant=True`, which hides "
                     "its calls from the engine. Pass `use_reentrant=False` to `checkpoint` (to "
                     "models of transformers, in `gradient_checkpointing_kwargs`)."
                 )
-            are_samples_behind |= is_tap_of(channel, node) or node in self._batched_nodes
+            are_samples_behind |= node in self._batched_nodes or is_end(node)
             variable: Tensor | None = getattr(node, "variable", self._inner.get(node))
             if variable is not None and (tracked := self._parameters.get(id(variable))):
                 sources[variable] = tracked
@@ -195,10 +193,21 @@ class Statuses:
     def adopt_batched(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> Batched:
         """The status of a batched tensor, which is tapped here if parameters are behind it."""
         status = BATCHED
-        if sources and may_be_changed(tensor):
+        if sources and _may_be_changed(tensor):
             self._tapping.tap_unseen(tensor, sources)
         elif sources:
             status = UNTAPPED
             self._batched_nodes.add(tensor.grad_fn)
         self.set(tensor, status)
         return status
+
+
+def _may_be_changed(tensor: Tensor) -> bool:
+    """Whether a tap may be put on a tensor in place.
+
+    PyTorch refuses to change elements that share their memory, views that one call gave with
+    others, and views that a custom autograd Function returned. And a view that was made before its
+    base was tapped leads past that tap; with a tap of its own it would have a part in both.
+    """
+    shares = tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+    return tensor._base is None and not shares
