@@ -122,6 +122,21 @@ def viewed_by_a_function(model: Model, x: Tensor) -> Tensor:
     return outputs.square().sum(1)
 
 
+def read_without_gradients(model: Model, x: Tensor) -> Tensor:
+    """As for statistics, before any other call reads it."""
+
+    def scaled(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+        found: Tensor = torch.func.vmap(lambda row: row * model.temperature)(args[0])
+        with torch.no_grad():
+            mean = found.mean()
+        return found - mean
+
+    hook = model.last.register_forward_pre_hook(scaled)
+    outputs = model(x)
+    hook.remove()
+    return outputs.square().sum(1)
+
+
 def functional_call(model: Model, x: Tensor) -> Tensor:
     doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
     return torch.func.functional_call(model, doubled, (x,)).square().sum(1)
@@ -139,6 +154,7 @@ LOSSES = [
     input_behind_view,
     expanded_input,
     viewed_by_a_function,
+    read_without_gradients,
     functional_call,
 ]
 

@@ -193,6 +193,8 @@ class Statuses:
     def adopt_batched(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> Batched:
         """The status of a batched tensor, which is tapped here if parameters are behind it."""
         status = BATCHED
+        if sources and not torch.is_grad_enabled():
+            return BATCHED  # its tap waits for a call whose gradient is recorded, as its own is
         if sources and _may_be_changed(tensor):
             self._tapping.tap_unseen(tensor, sources)
         elif sources:

@@ -90,6 +90,13 @@ def behind_a_hook(model: Energy, _x: Tensor, forces: Tensor) -> Tensor:
         handle.remove()
 
 
+def without_gradients(model: Energy, _x: Tensor, forces: Tensor) -> Tensor:
+    """First by a layer whose result has no graph."""
+    with torch.no_grad():
+        before = model.last(forces)
+    return model.last(forces) + before
+
+
 READS: dict[str, Callable[[Energy, Tensor, Tensor], Tensor]] = {
     "by a layer": lambda model, _x, forces: model.last(forces),
     "by a layer, later": lambda model, x, forces: model.last((x + 0.1 * forces).sin()),
@@ -105,6 +112,7 @@ READS: dict[str, Callable[[Energy, Tensor, Tensor], Tensor]] = {
     "in place, behind a view": in_place_behind_a_view,
     "behind a hook": behind_a_hook,
     "tangents": tangents,
+    "without gradients": without_gradients,
     "by the energy": lambda model, x, forces: model.forces(x + 0.1 * forces),
     "of forces": lambda model, _x, forces: model.last(model.forces(model.last(forces))),
     "accumulated": accumulated,
