@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal
 
 from torch import Tensor
@@ -25,7 +24,6 @@ from autogram._capture.samples.remembered import Remembered
 from autogram._capture.samples.replays import Replays, is_captured
 from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
-from autogram._capture.samples.tail import showing
 from autogram._containers import Latest
 from autogram._errors import (
     MixedSamplesError,
@@ -86,14 +84,13 @@ class Driver:
             # A search or a check needs the graph again, and so do leaves that are no part of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
             run.retain_graph = run.retain_graph or needs_graph or bool(run.outside)
-            with showing(run.survey.tail) if run.survey.tail else nullcontext():
-                try:
-                    self._make_passes(run)
-                except NonFiniteError:
-                    if not is_overflow_expected():
-                        raise
-                    self._is_repeatable = False
-                    fill_with_nan(run)
+            try:
+                self._make_passes(run)
+            except NonFiniteError:
+                if not is_overflow_expected():
+                    raise
+                self._is_repeatable = False
+                fill_with_nan(run)
             return run
 
     @property
@@ -134,7 +131,8 @@ class Driver:
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
-            assemble(run)
+            with run.showing_tail():
+                assemble(run)
             if run.check is not None:
                 self._confirm(run, run.check)
         self.summary = run.summary or self._summaries[run.survey.key]
@@ -174,15 +172,16 @@ class Driver:
         A check verifies the step with the layouts that are remembered. Only the next call searches
         for the samples again.
         """
-        search.begin()
-        while True:
-            try:
-                with search.watched():
-                    assemble(run, search)
-                search.finish()
-                break
-            except UnknownLayoutError as unknown:
-                search.run(unknown.use)
+        with run.showing_tail():
+            search.begin()
+            while True:
+                try:
+                    with search.watched():
+                        assemble(run, search)
+                    search.finish()
+                    break
+                except UnknownLayoutError as unknown:
+                    search.run(unknown.use)
         run.has_searched = search.has_searched
         if run.check is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -15,6 +16,7 @@ from autogram._capture.backward.verification import Check
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
+from autogram._capture.samples.tail import showing
 from autogram._capture.uses import Use
 
 
@@ -63,6 +65,10 @@ class Run:
     """The columns of each parameter that the losses reach, if they are kept."""
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
+
+    def showing_tail(self) -> AbstractContextManager[None]:
+        """A block in which passes of this run, and of no other, are shown the uses in its tail."""
+        return showing(self.survey.tail) if self.survey.tail else nullcontext()
 
     @cached_property
     def outside(self) -> list[Tensor]:

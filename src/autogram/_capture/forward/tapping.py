@@ -42,10 +42,11 @@ class Tapping:
         rounded: dict[int, Tensor] = {}
         if kind.is_in_half and torch._C._is_any_autocast_enabled():
             rounded = _rounded((*args, *kwargs.values()), decision)
+        # Autograd saves no tensor of inference mode, but a call may save a copy that it has made.
         saved = {
             index: [
-                x.detach().clone() if x is changed else rounded.get(id(x), x).detach()
-                for x in answer.saved
+                x.detach().clone() if x is changed or x.is_inference() else x.detach()
+                for x in (rounded.get(id(x), x) for x in answer.saved)
             ]
             for index, answer in decision.answers.items()
         }

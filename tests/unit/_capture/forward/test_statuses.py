@@ -4,10 +4,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autogram import Engine
 from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
 from tests.unit.checks import assert_gramian_is_exact
+from tests.unit.engines import assert_exact, per_sample
 
 
 class Detached(nn.Module):
@@ -34,6 +36,17 @@ class Initialized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu_(input=self.linear(x) + 0)
         return y + nn.init.constant_(torch.empty(3), 2.0)
+
+
+def test_inputs_of_inference_mode() -> None:
+    """Autograd saves none of them, but a call may save a copy that it has made."""
+    layer, recurrent = nn.Linear(3, 3), nn.GRU(3, 3, batch_first=True)
+    model = nn.ModuleList([layer, recurrent])
+    engine = Engine(model, layer, recurrent)
+    with torch.inference_mode():
+        x = torch.randn(5, 1, 3).expand(-1, 4, -1)
+    losses = per_sample(layer(x) + recurrent(x)[0])
+    assert_exact(engine, losses, model)
 
 
 def test_detached() -> None:

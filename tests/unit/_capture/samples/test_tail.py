@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine, UnseenUseWarning
+from autogram import Engine, UnseenUseWarning, VerificationError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import counted_passes
@@ -334,3 +334,16 @@ def test_two_engines_and_a_part_that_is_left_out() -> None:
     losses = slopes(model, torch.rand(4, 2))
     jacobian = reference_jacobian(losses, [*model[0].parameters(), *model[4].parameters()])
     assert_close_to_reference(whole.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def _clamped(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    """Clips the gradient of an activation."""
+    output.register_hook(lambda gradient: gradient.clamp(min=0))
+
+
+def test_a_verification_that_fails() -> None:
+    """Its cause is looked for in a pass that has uses in the tail of its own."""
+    model = perceptron()
+    model[1].register_forward_hook(_clamped)
+    with pytest.raises(VerificationError, match="the samples are mixed, or lie elsewhere"):
+        Engine(model, batch_dim=0).compute_gramian(slopes(model, torch.rand(4, 2)))
