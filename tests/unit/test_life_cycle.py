@@ -517,6 +517,17 @@ class TestChanges:
         model.to_empty(device=state["0.weight"].device).load_state_dict(state)
         assert_works(engine, model, batch(4, 3))
 
+    def test_lazy_layers(self) -> None:
+        """Parameters without a shape, which the first call of their layer gives them."""
+        hidden, head = nn.LazyLinear(4), nn.LazyLinear(2)
+        model = nn.Sequential(hidden, nn.Tanh(), head, nn.LazyLinear(1))
+        engine = Engine(model, verify="never")
+        for stop in (1, 1, 3, 3):  # the last layer never runs
+            losses = losses_of(model[:stop](batch(4, 3)))
+            assert_exact(engine, losses, model[:stop])
+            n = sum(p.numel() for p in model[:stop].parameters())
+            assert engine.jacobian(losses).dense().shape == (4, n)
+
     def test_a_cached_parametrization(self) -> None:
         """One tensor for several forward passes."""
         model = mlp()

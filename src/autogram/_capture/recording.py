@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from autogram._errors import UnsupportedError
 
@@ -111,6 +112,7 @@ class Channel:
         names: dict[Tensor, str] = {}
         for parameter, name in found.items():
             is_free = parameter.requires_grad and name not in of_reached and not seen[name]
+            is_free = is_free and not is_lazy(parameter)  # it would have no number of columns
             if parameter in reached or is_free:
                 seen[name] += 1
                 names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"

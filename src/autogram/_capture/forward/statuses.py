@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.tapping import Tapping
@@ -46,9 +47,20 @@ class Statuses:
 
     @cached_property
     def _parameters(self) -> dict[int, Tracked]:
-        """The trainable parameters, by ``id``."""
+        """The trainable parameters that are initialised, by ``id``."""
         names = self._tapping.recording.names
-        return {id(p): track_parameter(p) for p in names if p.requires_grad}
+        return {id(p): track_parameter(p) for p in names if p.requires_grad and not is_lazy(p)}
+
+    @cached_property
+    def _lazy_parameters(self) -> set[int]:
+        """Those that a call of their module will initialise, by ``id``."""
+        return {id(p) for p in self._tapping.recording.names if p.requires_grad and is_lazy(p)}
+
+    def _parameter(self, tensor: Tensor) -> Tracked | None:
+        """The status of a trainable parameter, or ``None`` for any other tensor."""
+        if id(tensor) in self._lazy_parameters and not is_lazy(tensor):
+            self.add_parameter(tensor)
+        return self._parameters.get(id(tensor))
 
     @cached_property
     def _inner(self) -> dict[Any, Tensor]:
@@ -134,7 +146,7 @@ class Statuses:
         was noted is stale where a view of the tensor was changed in place, a derived tensor was
         detached, or a custom autograd Function has put the result of its own calls into the graph.
         """
-        if (parameter := self._parameters.get(id(tensor))) is not None:
+        if (parameter := self._parameter(tensor)) is not None:
             return parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
         if reference() is not tensor:
@@ -153,7 +165,7 @@ class Statuses:
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the trainable parameters."""
-        return id(tensor) in self._parameters
+        return self._parameter(tensor) is not None
 
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
         """The parameters behind a tensor on paths without a tap, and whether samples are behind it.
@@ -173,7 +185,7 @@ class Statuses:
                 )
             are_samples_behind |= node in self._batched_nodes or is_end(node)
             variable: Tensor | None = getattr(node, "variable", self._inner.get(node))
-            if variable is not None and (tracked := self._parameters.get(id(variable))):
+            if variable is not None and (tracked := self._parameter(variable)):
                 sources[variable] = tracked
         return sources, are_samples_behind
 
