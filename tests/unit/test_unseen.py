@@ -137,6 +137,16 @@ def read_without_gradients(model: Model, x: Tensor) -> Tensor:
     return outputs.square().sum(1)
 
 
+def checkpointed_behind_taps(model: Model, x: Tensor) -> Tensor:
+    """Products in a tail, whose factors a checkpoint computes again."""
+
+    def part(y: Tensor) -> Tensor:
+        return (y @ model.last.weight * model.temperature).tanh() @ model.first.weight
+
+    outputs = checkpoint(part, model(x), use_reentrant=False)
+    return outputs.square().sum(1)
+
+
 def functional_call(model: Model, x: Tensor) -> Tensor:
     doubled = {name: 2 * parameter for name, parameter in model.named_parameters()}
     return torch.func.functional_call(model, doubled, (x,)).square().sum(1)
@@ -155,6 +165,7 @@ LOSSES = [
     expanded_input,
     viewed_by_a_function,
     read_without_gradients,
+    checkpointed_behind_taps,
     functional_call,
 ]
 

@@ -85,12 +85,15 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, _Tap).apply
 def show_to(
     current: Pass,
     use: Use,
-    saved: tuple[Tensor, ...],
+    saved: Any,
     cotangent: Tensor,
     *,
     is_kept: bool = False,
 ) -> None:
-    """Shows the cotangent of a use to a pass, which may be batched, or keeps it for its end."""
+    """Shows the cotangent of a use to a pass, which may be batched, or keeps it for its end.
+
+    ``saved`` are the tensors of the use, or for its end a function that reads them.
+    """
     show = current.keep if is_kept else current.show
     if current.hidden is None:
         show(use, saved, cotangent.unsqueeze(0))

@@ -62,7 +62,7 @@ class Pass:
         self._error: Exception | None = None
         self._aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
         self._has_nested = False
-        self._kept: list[tuple[Any, tuple[Tensor, ...], Tensor]] = []
+        self._kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = []
         self._reached: set[Recording] = set()
 
     def differentiate(
@@ -125,16 +125,16 @@ class Pass:
         except Exception as error:
             self._error = error
 
-    def keep(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Keeps a cotangent that :meth:`show_kept` shows behind the pass."""
+    def keep(self, use: Any, saved: Callable[[], tuple[Tensor, ...]], cotangent: Tensor) -> None:
+        """Keeps a cotangent for :meth:`show_kept`, which reads the tensors behind the pass."""
         self._kept.append((use, saved, cotangent))
 
     def show_kept(self) -> None:
         """Shows cotangents to the receiver, outside of the pass, and raises its error."""
         assert self._receive is not None or not self._kept
         kept, self._kept = self._kept, []
-        for shown in kept:
-            self._receive(*shown)  # type: ignore[misc]  # there is one
+        for use, saved, cotangent in kept:
+            self._receive(use, saved(), cotangent)  # type: ignore[misc]  # there is one
 
     @property
     def receiver(self) -> Any:

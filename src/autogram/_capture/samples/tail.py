@@ -271,5 +271,5 @@ def _show(uses: Iterable[TailUse], cotangents: tuple[Tensor | None, ...]) -> Non
         if cotangent is None or recording.channel is not current.channel:
             continue
         if current.reach(recording):
-            shown = each.use, each.tensors(), in_dense(cotangent)
-            show_to(current, *shown, is_kept=True)
+            # Not here: what a checkpoint computes again can be read once in a pass.
+            show_to(current, each.use, each.tensors, in_dense(cotangent), is_kept=True)
