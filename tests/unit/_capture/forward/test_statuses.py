@@ -41,12 +41,11 @@ class Initialized(nn.Module):
 def test_inputs_of_inference_mode() -> None:
     """Autograd saves none of them, but a call may save a copy that it has made."""
     layer, recurrent = nn.Linear(3, 3), nn.GRU(3, 3, batch_first=True)
-    model = nn.ModuleList([layer, recurrent])
-    engine = Engine(model, layer, recurrent)
+    engine = Engine(layer, recurrent)
     with torch.inference_mode():
         x = torch.randn(5, 1, 3).expand(-1, 4, -1)
     losses = per_sample(layer(x) + recurrent(x)[0])
-    assert_exact(engine, losses, model)
+    assert_exact(engine, losses, layer, recurrent)
 
 
 def test_detached() -> None:
