@@ -10,6 +10,7 @@ from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import (
+    is_distributed,
     is_exchanged,
     refuse_gradients,
     refuse_pass,
@@ -43,6 +44,7 @@ __all__ = [
     "add_to_grad",
     "exact",
     "expecting_overflow",
+    "is_distributed",
     "is_exchanged",
     "leaves_behind",
     "limit_of_bytes",

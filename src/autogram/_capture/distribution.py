@@ -70,7 +70,7 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
     """
     if channel.before_pass is not None:
         return True
-    if not _is_distributed() or torch.distributed.get_world_size() == 1:
+    if not is_distributed() or torch.distributed.get_world_size() == 1:
         return False
     taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
     return not taps or any(
@@ -129,12 +129,7 @@ def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) ->
 
 
 def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) -> None:
-    """Refuses losses where a pass of an engine would be taken for the ordinary backward pass.
-
-    Without a group of processes, nothing is checked.
-    """
-    if not _is_distributed():
-        return
+    """Refuses losses where a pass of an engine would be taken for the ordinary backward pass."""
     with_others = channel.before_pass is not None
     refuse_shards(modules, with_others=with_others)
     nodes = list(nodes_behind(losses))
@@ -172,7 +167,7 @@ def _refuse_exchange(node: Any) -> None:
         )
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of a group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 

@@ -25,6 +25,7 @@ from autogram._capture import (
     Shards,
     Unseen,
     Verify,
+    is_distributed,
     limit_of_bytes,
     refuse_pass,
     refuse_shards,
@@ -223,7 +224,8 @@ class Hooked:
             if not (losses.numel() or losses.requires_grad):
                 losses = losses.detach().requires_grad_()  # a rank without objectives
         check_losses(losses, self._batch_dim, self._channel.told)
-        refuse_pass(self._channel, self._session.roots.values(), losses)
+        if is_distributed():
+            refuse_pass(self._channel, self._session.roots.values(), losses)
         return losses
 
     def __reduce__(self) -> tuple[Callable[[type[Self]], Hooked], tuple[type[Self]]]:
