@@ -17,7 +17,7 @@ from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
-from autogram._capture.limit import retried_with_less
+from autogram._capture.limit import retried
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.remembered import Remembered
@@ -52,6 +52,7 @@ class Driver:
         replays: Where calls that are captured into CUDA graphs leave their comparisons.
 
     Attributes:
+        limit: How large one intermediate result may be.
         summary: What the last call did.
     """
 
@@ -66,17 +67,16 @@ class Driver:
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
-        self._limit = devices.limit
+        self.limit = devices.limit
         self._devices = devices
         self._on_unseen: Unseen = unseen
         self._replays = replays
         self._is_repeatable = False
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
-        self.summary = Summary(devices.limit)
+        self.summary = Summary(self.limit)
         self._summaries = Latest[bytes, Summary](_MOST_SUMMARIES)  # by graph
 
-    @retried_with_less
     def run(self, losses: Tensor, **asked: Any) -> Run:
         """Makes one call. What is asked for are fields of the run, which has the results, too."""
         with exact(losses.device):
@@ -121,7 +121,7 @@ class Driver:
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
             check,
-            summary=None if survey.key in self._summaries else Summary(self._limit, survey.key),
+            summary=None if survey.key in self._summaries else Summary(self.limit, survey.key),
             must_verify=must_verify,
             **asked,
         )
@@ -236,7 +236,7 @@ class Drivers:
         except IndexError:
             driver = self._make()
         try:
-            return driver.run(losses, **asked)
+            return retried(driver.limit, driver.run, losses, **asked)
         finally:
             self.last = driver
             self._idle.append(driver)
