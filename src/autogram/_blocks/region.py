@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -26,7 +26,11 @@ class Region:
     @classmethod
     def of(cls, tensor: Tensor, shift: int = 0) -> Region:
         """The elements of its storage that ``tensor`` addresses, moved by ``shift``."""
-        return _region(int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride())
+        offset, shape = int(tensor.storage_offset()) + shift, tuple(tensor.shape)
+        strides = tensor.stride()
+        # Where a graph is compiled for open sizes, these have no hash.
+        is_open = any(isinstance(size, torch.SymInt) for size in (*shape, *strides))
+        return (Region if is_open else _known)(offset, shape, strides)
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...]) -> Region:
@@ -68,7 +72,7 @@ class Region:
 
     def shifted(self, offset: int) -> Region:
         """A region that begins further on."""
-        return _region(self.offset + offset, self.shape, self.strides) if offset else self
+        return replace(self, offset=self.offset + offset) if offset else self
 
     def split_first(self, groups: int) -> Region:
         """The same elements, with the first dimension split into ``(groups, rest)``."""
@@ -110,16 +114,8 @@ class Region:
         )
 
 
+# One object for equal regions, so that what is derived from them is computed once.
 _known = lru_cache(maxsize=4096)(Region)
-
-
-def _region(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Region:
-    """One object for equal regions, so that what is derived from them is computed once.
-
-    Where a graph is compiled for open sizes, these have no hash.
-    """
-    is_open = any(isinstance(size, torch.SymInt) for size in (*shape, *strides))
-    return Region(offset, shape, strides) if is_open else _known(offset, shape, strides)
 
 
 @lru_cache(maxsize=4096)
