@@ -104,9 +104,8 @@ class Kernels(Hardware):
         """The dtype of products and sums of tensors of some dtypes: at least float32."""
         return reduce(torch.promote_types, dtypes, torch.float32)
 
-    def multiplied(self, *dtypes: torch.dtype) -> torch.dtype:
-        """The dtype in which factors of some dtypes are multiplied."""
-        return self.accumulating(*dtypes)
+    multiplied = accumulating
+    """The dtype in which factors of some dtypes are multiplied."""
 
     def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """A cotangent and factors, with the digits that the call of the forward pass had."""
@@ -127,11 +126,8 @@ class Kernels(Hardware):
         found = carry_out(self, equation, operands, memory if dtype == wide else None)
         return found if found.dtype == wide else found.to(wide)
 
-    def rows(
-        self, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
-    ) -> Tensor:
-        """Explicit rows from the equation and the factors of a block, as :meth:`einsum`."""
-        return self.einsum(equation, operands, memory)
+    rows = einsum
+    """Explicit rows from the equation and the factors of a block, as :meth:`einsum`."""
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
         """Whether rows of a convolution are faster by its gradient, with samples as groups.
