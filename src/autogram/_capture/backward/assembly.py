@@ -132,7 +132,7 @@ class Assembly:
                 listener.restart(run.objectives)
         if run.arena is not None:
             run.arena.restart()
-        tail = use_in_tail(run.channel, run.survey)
+        tail = use_in_tail(run.channel, run.survey) if run.survey.leaves_of_tail else None
         self._has_arrivals = tail is not None
         if tail is not None:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())

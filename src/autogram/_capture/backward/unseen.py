@@ -35,8 +35,6 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     than ``forward``, by a gradient that is differentiated again, and by a forward pass from before
     the engine was made.
     """
-    if not survey.leaves_of_tail:
-        return None
     losses = survey.losses
     names = channel.parameters(survey.leaves_of_tail)
     known = {p for use, *_ in survey.tail for tracked in use.reads for p in tracked.sources}

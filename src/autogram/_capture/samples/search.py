@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
@@ -77,7 +77,7 @@ class Search:
     def _forget(self) -> None:
         """Begins with nothing found."""
         self._found: Layouts | None = None
-        self._has_changed = Flag([])
+        self._has_changed: Flag | None = None  # without constants, nothing can
         self._silent: tuple[Spot, ...] = ()
         self._heard: list[Tensor] = []
         self._scales: Scales | None = None
@@ -89,10 +89,10 @@ class Search:
         if reason is not None:
             raise MixedSamplesError(reason)
         known = self._known
-        is_usable = known is not None and not (known.is_doubted and self._replays is None)
-        if known is not None and is_usable:
-            self._has_changed = self._flag(known.changes(self._survey))
-            if not (self._has_changed.is_ready and self._has_changed.read()):
+        if known is not None and not (known.is_doubted and self._replays is None):
+            changed = self._flag(known.changes(self._survey)) if known.constants else None
+            self._has_changed = changed
+            if changed is None or not (changed.is_ready and changed.read()):
                 self._found, self._silent = known.of_uses(self._survey), known.silent
         if self._found is None and self._survey.uses:
             self.run()
@@ -130,11 +130,14 @@ class Search:
         """Whether the layout of every use is known, whatever its cotangent will be."""
         if self._found is None or self._silent or self._survey.may_hide_taps:
             return False
-        return all(map(self.known, self._survey.uses)) and self._has_changed.is_ready
+        is_certain = self._has_changed is None or self._has_changed.is_ready
+        return is_certain and all(map(self.known, self._survey.uses))
 
     def watched(self) -> AbstractContextManager[None]:
         """Watches, in the pass inside of a block, spots whose cotangent was zero in the proof."""
         self._heard = heard = []
+        if not self._silent:
+            return nullcontext()
         return shown(self._survey, self._silent, lambda _, x: heard.append((x != 0).any()))
 
     def _flag(self, values: Sequence[Tensor]) -> Flag:
@@ -145,7 +148,7 @@ class Search:
 
     def finish(self) -> None:
         """Ends a pass, and remembers the layouts that it has shown."""
-        if self._has_changed.read():
+        if self._has_changed is not None and self._has_changed.read():
             raise UnknownLayoutError
         if self._heard and self._flag(self._heard).read():
             self._remembered.layouts.pop(self._key, None)
