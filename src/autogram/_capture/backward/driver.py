@@ -136,8 +136,8 @@ class Driver:
             if run.check is not None:
                 self._confirm(run, run.check)
         self.summary = run.summary or self._summaries[run.survey.key]
-        self._summaries[run.survey.key] = self.summary
         if run.summary is not None:
+            self._summaries[run.survey.key] = self.summary
             for recording in run.survey.recordings or self._channel.recordings:
                 for parameter, name in recording.names.items():
                     self.summary.names.setdefault(name, parameter.requires_grad)
