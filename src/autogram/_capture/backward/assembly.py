@@ -144,10 +144,7 @@ class Assembly:
         is_empty = not cotangent.numel()  # of no sample, or of no position
         if (layout is not None or self._search is None) and not is_empty:
             self._add(use, layout, saved, cotangent)
-        complete: Complete = []
-        for tracked in use.reads:
-            self._count(self._accounts[tracked], complete)
-        self._take(complete)
+        self._take(self._count(use.reads))
 
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
         """Those of some uses that a compiled part may contract itself, with their layouts.
@@ -212,9 +209,7 @@ class Assembly:
             )
         waiting = [account for account in self._accounts.values() if account.columns is not None]
         for account in sorted(waiting, key=lambda x: isinstance(x.owner, Tensor)):
-            complete: Complete = []
-            self._finish(account, complete)  # derived tensors come first
-            self._take(complete)
+            self._take(self._finish(account))  # derived tensors come first
         run = self._run
         run.columns = self._columns
         if not run.is_summed:
@@ -251,25 +246,28 @@ class Assembly:
                 assert account.columns is not None
                 account.columns.add(region, block, subset)
 
-    def _count(self, account: _Account, complete: Complete) -> None:
-        """Counts an arrival, and finishes the account if no other is expected."""
-        account.is_reached = True
-        account.expected -= 1
-        if account.expected == 0 and self._is_complete:
-            self._finish(account, complete)
+    def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
+        """Counts an arrival for each owner, and finishes accounts where no other is expected."""
+        complete: Complete = []
+        for owner in owners:
+            account = self._accounts[owner]
+            account.is_reached = True
+            account.expected -= 1
+            if account.expected == 0 and self._is_complete:
+                complete += self._finish(account)
+        return complete
 
-    def _finish(self, account: _Account, complete: Complete) -> None:
+    def _finish(self, account: _Account) -> Complete:
         """Closes an account. An account that no use has reached has no columns.
 
         Columns of a parameter are complete. Rows of a derived tensor are pulled back, and added to
-        the columns of its parameters.
+        the columns of its parameters, some of which may be complete by that.
         """
         owner, columns, account.columns = account.owner, account.columns, None
         if columns is None or not account.is_reached:
-            return
+            return []
         if isinstance(owner, Tensor):
-            complete.append((owner, columns))
-            return
+            return [(owner, columns)]
         if account.has_blocks:
             subset = columns.narrow()
             channel = self._run.channel
@@ -278,8 +276,7 @@ class Assembly:
                 of_parameter = self._accounts[parameter].columns
                 assert of_parameter is not None
                 of_parameter.add(Region.of_parameter(parameter), block, subset)
-        for parameter in owner.sources:
-            self._count(self._accounts[parameter], complete)
+        return self._count(owner.sources)
 
     def _take(self, complete: Complete) -> None:
         """Takes all columns of some parameters, which come once in a pass."""
