@@ -49,11 +49,7 @@ class Agreement:
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
         """
-        self.calls += 1
-        digest = (-1, -1) if own is None else own.digest
-        digests = tuple(tuple(found) for found in self._group.gather_numbers(*digest))
-        if (-1, -1) in digests:
-            self._raise(error)
+        digests = self._told(error, *(_UNKNOWN if own is None else own.digest))
         found = self._known.get(digests)
         if found is None:
             self.exchanged += 1
@@ -72,12 +68,7 @@ class Agreement:
         Raises:
             RankError: A rank has failed.
         """
-        self.calls += 1
-        digest = (-1, -1) if error is not None else _UNKNOWN if own is None else own.digest
-        digests = tuple(tuple(found) for found in self._group.gather_numbers(*digest))
-        if (-1, -1) in digests:
-            self._raise(error)
-        return self._known.get(digests)
+        return self._known.get(self._told(error, *(_UNKNOWN if own is None else own.digest)))
 
     def holds(self, is_right: bool, error: BaseException | None) -> bool:
         """Whether all ranks had what they have foreseen.
@@ -85,11 +76,7 @@ class Agreement:
         Raises:
             RankError: A rank has failed.
         """
-        self.calls += 1
-        found = self._group.gather_numbers(2 if error is not None else int(is_right))
-        if [2] in found:
-            self._raise(error)
-        return [0] not in found
+        return (0,) not in self._told(error, int(is_right))
 
     def confirm(self, error: BaseException | None = None, scale: float = 0.0) -> None:
         """Waits until all ranks have come here.
@@ -101,15 +88,19 @@ class Agreement:
         Raises:
             RankError: A rank has failed, or the ranks have different scales.
         """
-        self.calls += 1
         (bits,) = _INTEGER.unpack(_NUMBER.pack(scale))
-        found = self._group.gather_numbers(int(error is not None), bits)
-        if any(flag for flag, _ in found):
-            self._raise(error)
-        _compare_scales([bits for _, bits in found])
+        _compare_scales([bits for (bits,) in self._told(error, bits)])
 
-    def _raise(self, error: BaseException | None) -> None:
-        """Tells all ranks what has happened on some of them."""
+    def _told(self, error: BaseException | None, *numbers: int) -> Digests:
+        """Some numbers of each rank. If some have failed, tells all ranks what has happened there.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        self.calls += 1
+        found = self._group.gather_numbers(int(error is not None), *numbers)
+        if not any(has_failed for has_failed, *_ in found):
+            return tuple(tuple(numbers) for _, *numbers in found)
         text = None if error is None else f"{type(error).__name__}: {error}"
         texts: list[str | None] = self._group.gather_objects(text)
         ranks = [rank for rank, said in enumerate(texts) if said is not None]
