@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 from torch import nn
@@ -142,17 +142,13 @@ class HookManager:
         """Lets modules run as if these hooks were not there."""
         self._switch(self.handles(**filters), is_on=False)
 
-    @contextmanager
-    def active(self, **filters: Any) -> Iterator[None]:
+    def active(self, **filters: Any) -> AbstractContextManager[None]:
         """Activates hooks inside of a block. At its end, they are as they were before."""
-        with self._switched(is_on=True, **filters):
-            yield
+        return self._switched(is_on=True, **filters)
 
-    @contextmanager
-    def inactive(self, **filters: Any) -> Iterator[None]:
+    def inactive(self, **filters: Any) -> AbstractContextManager[None]:
         """Deactivates hooks inside of a block. At its end, they are as they were before."""
-        with self._switched(is_on=False, **filters):
-            yield
+        return self._switched(is_on=False, **filters)
 
     def remove(self, **filters: Any) -> None:
         """Takes hooks off their modules for good."""
