@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,14 +61,10 @@ class Exchange:
         self.early = 0
         self.is_confirmed = False
         self.sent: dict[str, int] = {"rows": 0, "gathered": 0, "ring": 0}
-        starts = [0]
-        for share in shares:
-            starts.append(starts[-1] + share.m)
-        self.starts = starts
-        dtype = shares[0].dtype
-        for share in shares:
-            dtype = torch.promote_types(dtype, share.dtype)
-        self._total = torch.zeros(starts[-1], starts[-1], dtype=dtype, device=device)
+        self.starts = [0, *accumulate(share.m for share in shares)]
+        dtype = reduce(torch.promote_types, [share.dtype for share in shares])
+        m = self.starts[-1]
+        self._total = torch.zeros(m, m, dtype=dtype, device=device)
 
     def take(self, name: str, found: list[tuple[int, Columns]]) -> None:
         """Takes the columns of a parameter, and begins to exchange the buckets that are complete.
@@ -99,7 +97,8 @@ class Exchange:
                 self._gather(packet, data)
             else:
                 self._pass_on(packet, data)
-        return self.finish()
+        self._group.add_up(self._total).wait()
+        return (self._total + self._total.mT) / 2
 
     def fits(self, share: Share) -> bool:
         """Whether this rank has what the exchange is for."""
@@ -119,11 +118,6 @@ class Exchange:
         self._pending.append(self.begin(self._buckets.pop()))
         while len(self._pending) > _UNDER_WAY:
             self._pending.pop(0)()
-
-    def finish(self) -> Tensor:
-        """Adds up what the ranks have computed."""
-        self._group.add_up(self._total).wait()
-        return (self._total + self._total.mT) / 2
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function, or ``None`` once something has failed."""
@@ -151,7 +145,8 @@ class Exchange:
         def contract() -> None:
             work.wait()
             assert sent is not None  # it lives until it has left
-            self._attempt(self._contract_rows, received.view(-1, step))
+            rows = received.view(-1, step)  # of all objectives, in a slice of the parameters
+            self._attempt(self._total.addmm_, rows, rows.mT)
 
         return contract
 
@@ -167,10 +162,6 @@ class Exchange:
                 local[places, at : at + part.elements] = rows.to(local)
             at += part.elements
         return local.view(share.m, world, step).transpose(0, 1).reshape(-1)
-
-    def _contract_rows(self, rows: Tensor) -> None:
-        """Adds the products of a slice of the rows of all objectives."""
-        self._total.addmm_(rows, rows.mT)
 
     # Factors
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -77,10 +78,7 @@ class Share:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first objective of each part, and the number of all."""
-        starts = [0]
-        for k, b in self.sizes:
-            starts.append(starts[-1] + k * b)
-        return tuple(starts)
+        return 0, *accumulate(k * b for k, b in self.sizes)
 
     @property
     def m(self) -> int:

@@ -129,10 +129,11 @@ class Wrappers:
             UnsupportedError: There are some.
         """
         self._outside.update(map(id, outside))
+        are_learning = any(map(_learns, self._seen))  # a static graph, from the next pass
         found = [
             tuple(x.shape)
             for x in outside
-            if isinstance(x, nn.Parameter) and not (self.has(x) and not self._learn())
+            if isinstance(x, nn.Parameter) and (are_learning or not self.has(x))
         ]
         if found:
             raise UnsupportedError(
@@ -141,14 +142,6 @@ class Wrappers:
                 "modules to `Engine` as well; or make two passes: "
                 "`losses.backward(engine.weights(losses, weighting))`."
             )
-
-    def _learn(self) -> bool:
-        """Whether a wrapper is about to learn its static graph from the next pass."""
-        return any(_learns(wrapper) for wrapper in self._seen)
-
-    def among(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Those of some leaves whose gradients are a wrapper's affair."""
-        return [leaf for leaf in leaves if self.has(leaf)]
 
 
 def _learns(wrapper: Any) -> bool:

@@ -126,7 +126,7 @@ class Step:
 
     def _differentiate_rest(self, weights: Tensor) -> None:
         """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
-        sizes = [part.m for part in self._parts]
+        sizes, wrappers = [part.m for part in self._parts], self.wrappers
         self._parts.clear()
         for i, part in enumerate(weights.flatten().split(sizes)):
             if i not in self._rest:
@@ -134,9 +134,9 @@ class Step:
             losses, outside, retain_graph = self._rest.pop(i)
             outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
             cotangent = part.reshape(losses.shape).to(losses)
-            if self.wrappers is not None and (leaves := self.wrappers.among(outside)):
-                outside = [leaf for leaf in outside if not self.wrappers.has(leaf)]
-                scaled = cotangent * self.wrappers.size
+            if wrappers is not None and (leaves := [x for x in outside if wrappers.has(x)]):
+                outside = [leaf for leaf in outside if not wrappers.has(leaf)]
+                scaled = cotangent * wrappers.size
                 must_retain = retain_graph or bool(outside)
                 torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
             if outside:
