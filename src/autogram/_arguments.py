@@ -157,6 +157,14 @@ def _kinds_in_torchjd(value: Any) -> set[str]:
     return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
 
 
+def check_square(gramian: Tensor) -> None:
+    """Refuses a matrix that is not square."""
+    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
+        raise InvalidOperandError(
+            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
+        )
+
+
 def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
     """The weights that a user's function gives, detached, in at least float32."""
     with without_autocast(gramian.device):

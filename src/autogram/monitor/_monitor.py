@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._arguments import Weighting, check_weighting
-from autogram._errors import InvalidOperandError, InvalidOptionError, UnsupportedError
+from autogram._arguments import Weighting, check_square, check_weighting
+from autogram._errors import InvalidOptionError, UnsupportedError
 from autogram.monitor._numbers import Numbers, entropy_of, numbers_of, ratio
 
 
@@ -151,10 +151,7 @@ class ConflictMonitor:
                 "Return the Gramian from the step (`return_gramian=True`), and give it to "
                 "`observe` behind each replay."
             )
-        if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
-            raise InvalidOperandError(
-                f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
-            )
+        check_square(gramian)
         self._seen += 1
         if (self._seen - 1) % self.every or not len(gramian):
             return None

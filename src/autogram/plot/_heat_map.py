@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from autogram._arguments import check_square
 from autogram._errors import InvalidOperandError
 from autogram.monitor import cosines
 
@@ -41,10 +42,7 @@ def plot_cosines(
     Raises:
         InvalidOperandError: The Gramian is not square, or there are not as many classes.
     """
-    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
-        raise InvalidOperandError(
-            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
-        )
+    check_square(gramian)
     axes = axes or new_axes()
     table = cosines(gramian.detach().cpu())
     classes: list[object] = []

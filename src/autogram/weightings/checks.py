@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autogram._arguments import check_square
 from autogram._errors import InvalidOperandError, NonFiniteError
 
 # A Gramian is taken for symmetric if it differs from its transpose by this part of its trace.
@@ -22,10 +23,7 @@ def check_gramian(gramian: Tensor, vectors: Tensor | None = None) -> None:
         InvalidOperandError: The matrix is not square, not symmetric, or has a negative diagonal.
         NonFiniteError: An entry is infinite or not a number.
     """
-    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
-        raise InvalidOperandError(
-            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
-        )
+    check_square(gramian)
     if not gramian.numel():
         return
     trace = gramian.diagonal().sum()
