@@ -37,10 +37,7 @@ class Lookup(Kept):
         """Both tensors."""
         return self.indices, self.cotangents
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Both tensors."""
-        return self.operands
+    tensors = operands
 
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
