@@ -65,15 +65,14 @@ class _Account:
     has_blocks: bool = False
 
 
+@dataclass(eq=False)
 class _Accounts(dict["Tensor | Tracked", _Account]):
     """The accounts of parameters and derived tensors, opened when first asked for.
 
     A region of a parameter has the account of the parameter.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
+    run: Run
 
     def __missing__(self, owner: Tensor | Tracked) -> _Account:
         if isinstance(owner, Tracked) and owner.region is not None:
@@ -81,7 +80,7 @@ class _Accounts(dict["Tensor | Tracked", _Account]):
             account = self[owner] = self[parameter]
             assert account.columns is not None
             if owner.place not in (None, account.columns.parameter):
-                name = self._run.channel.parameters([parameter]).get(parameter)
+                name = self.run.channel.parameters([parameter]).get(parameter)
                 # The region tells where the elements were.
                 raise UnsupportedError(
                     f"`{name}` was moved in memory after the forward pass, into another memory "
@@ -95,7 +94,7 @@ class _Accounts(dict["Tensor | Tracked", _Account]):
                 self[parameter].expected += 1
         else:
             region, device = Region.of_parameter(owner), owner.device
-        account = self[owner] = _Account(owner, Columns(region, self._run.devices.on(device)))
+        account = self[owner] = _Account(owner, Columns(region, self.run.devices.on(device)))
         return account
 
 
