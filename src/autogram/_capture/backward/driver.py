@@ -103,9 +103,10 @@ class Driver:
         with explaining_freed_graphs():
             survey = Survey(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
+        replays = self._replays if is_captured(losses.device) else None
         check = None
-        if is_captured(losses.device):
-            self._replays.check_prepared()
+        if replays is not None:
+            replays.check_prepared()
             if must_verify:
                 raise UnsupportedError(
                     "A step that is captured into a CUDA graph cannot be verified: that reads "
@@ -121,6 +122,7 @@ class Driver:
             survey,
             Objectives(losses, batch_dim if losses.dim() else None),
             check,
+            replays,
             summary=None if survey.key in self._summaries else Summary(self.limit, survey.key),
             must_verify=must_verify,
             **asked,
@@ -150,8 +152,7 @@ class Driver:
 
     def _collect_per_sample(self, run: Run) -> bool:
         """Makes the passes, and returns whether the losses have turned out to be per-sample."""
-        replays = self._replays if is_captured(run.survey.losses.device) else None
-        search = Search(self._remembered, run.objectives, run.survey, replays)
+        search = Search(self._remembered, run.objectives, run.survey, run.replays)
         try:
             self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:

@@ -15,6 +15,7 @@ from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.verification import Check
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.replays import Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.samples.tail import showing
 from autogram._capture.uses import Use
@@ -40,6 +41,8 @@ class Run:
     objectives: Objectives
     check: Check | None
     """The verification of this call, if one is due."""
+    replays: Replays | None = None
+    """Where comparisons are left, if the call is captured into a CUDA graph."""
     form: Keep | None = None
     """Whether to keep factors or rows, or ``None`` to keep nothing."""
     arena: Arena | None = None

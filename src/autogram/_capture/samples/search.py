@@ -63,7 +63,7 @@ class Search:
         remembered: Remembered,
         objectives: Objectives,
         survey: Survey,
-        replays: Replays | None = None,
+        replays: Replays | None,
     ) -> None:
         self._remembered = remembered
         self._replays = replays
