@@ -90,8 +90,6 @@ def block_of(equation: str, operands: tuple[Tensor, ...]) -> Block | Lookup:
 
 def concatenate(lookups: Sequence[Lookup]) -> Lookup:
     """Several lookups in one table as one."""
-    if len(lookups) == 1:
-        return lookups[0]
     indices = torch.cat([lookup.indices for lookup in lookups], 1)
     return Lookup(indices, torch.cat([lookup.cotangents for lookup in lookups], 2))
 

@@ -16,7 +16,7 @@ from autogram._capture.tracked import BATCHED, Tracked
 from autogram._compiled.call import CompiledPart, nowhere
 from autogram._compiled.compilers import COMPILERS
 from autogram._compiled.private import missing
-from autogram._compiled.tracing.part import Part, traced
+from autogram._compiled.tracing.part import Part
 from autogram._compiled.variants import Backward
 from autogram._errors import CompiledPartWarning, UnsupportedError, listed, warn_user
 
@@ -59,7 +59,7 @@ def autogram(
         return _checked(compile(_outer(graph, graph.forward), inputs, config, None), frozen)
     part = Part(graph, parameters, derived, batched)
     device = inputs[part.roots[0]].device
-    module = _outer(graph, traced(part), "autogram_entry")
+    module = _outer(graph, part.trace, "autogram_entry")
     examples = [*inputs, nowhere(device)]
     function = compile(module, examples, config, partial(Backward, part))
     return _checked(CompiledPart(part, function), frozen)

@@ -163,7 +163,10 @@ class Parts:
                 row.append(torch.zeros(shape, dtype=dtype, device=device))
                 first.add_products(row[-1], second, parameters)
             rows.append(row)
-        whole = rows[0][0] if len(rows) == len(rows[0]) == 1 else _assembled(rows)
+        if len(rows) == len(rows[0]) == 1:
+            whole = rows[0][0]
+        else:
+            whole = torch.cat([torch.cat(row, 1) for row in rows])
         return other.in_order(self.in_order(whole, 0), 1)
 
     def weights_of(self, w: Tensor, *, can_be_stack: bool = False) -> list[Tensor]:
@@ -209,11 +212,6 @@ class Parts:
         for dim in dims:
             values = values.index_select(dim, order)
         return values
-
-
-def _assembled(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """A matrix from its blocks."""
-    return torch.cat([torch.cat(list(row), 1) for row in rows])
 
 
 def _add(total: Tensor, part: Tensor | None) -> None:

@@ -53,9 +53,9 @@ def test_configuration_is_left_alone(inner: str, monkeypatch: pytest.MonkeyPatch
     seen: list[dict[str, Any]] = []
     trace = Part.trace
 
-    def noted(self: Part, args: Any) -> Any:
+    def noted(self: Part, *args: Any) -> Any:
         seen.append({name: getattr(torch._functorch.config, name) for name in names})
-        return trace(self, args)
+        return trace(self, *args)
 
     monkeypatch.setattr(Part, "trace", noted)
     model = _mlp()

@@ -128,7 +128,7 @@ def _stack(step: Step) -> Place:
     return moved(place, place.dim + (dim <= place.dim)) if isinstance(place, Folded) else UNKNOWN
 
 
-def _along(position: int, name: str, *, drops: int = 0, is_slice: bool = False) -> Rule:
+def _along(position: int, *, drops: int = 0, is_slice: bool = False) -> Rule:
     """For what selects along one dimension, which goes (1) or comes (-1) with it."""
 
     def rule(step: Step) -> Place:
@@ -136,7 +136,7 @@ def _along(position: int, name: str, *, drops: int = 0, is_slice: bool = False) 
         if place is None:
             return UNKNOWN
         rank = len(step.shape) if drops < 0 else len(step.shape_of(step.first))
-        dim = step.argument(position, name, 0) % rank
+        dim = step.argument(position, "dim", 0) % rank
         if drops < 0:
             return moved(place, place.dim + (dim <= place.dim))
         if place.dim == dim:  # a slice may be the whole
@@ -192,12 +192,12 @@ def _scatter(step: Step) -> Place:
     return place if is_whole else UNKNOWN
 
 
-def _scattered_part(position: int, *, keeps_dim: bool) -> Rule:
+def _scattered_part(*, keeps_dim: bool) -> Rule:
     """For `slice_scatter` and `select_scatter`: a part of a tensor along one dimension."""
 
     def rule(step: Step) -> Place:
         base, part = step.of(step.first), step.of(step.node.args[1])
-        dim = step.argument(position, "dim", 0) % len(step.shape)
+        dim = step.argument(2, "dim", 0) % len(step.shape)
         if isinstance(part, Folded) and not keeps_dim:
             part = moved(part, part.dim + (dim <= part.dim))
         place = common([base, part])
@@ -273,16 +273,16 @@ _TABLE: list[tuple[Rule, str]] = [
     (_matrices, "mm bmm"),
     (_cat, "cat"),
     (_stack, "stack"),
-    (_along(1, "dim", is_slice=True), "slice narrow"),
-    (_along(1, "dim"), "cumsum index_select gather"),
-    (_along(1, "dim", drops=1), "select"),
-    (_along(2, "dim", drops=-1), "select_backward"),
+    (_along(1, is_slice=True), "slice narrow"),
+    (_along(1), "cumsum index_select gather"),
+    (_along(1, drops=1), "select"),
+    (_along(2, drops=-1), "select_backward"),
     (_slice_backward, "slice_backward"),
     (_several, "split split_with_sizes unbind"),
     (_pad, "constant_pad_nd"),
     (_scatter, "scatter scatter_add"),
-    (_scattered_part(2, keeps_dim=True), "slice_scatter"),
-    (_scattered_part(2, keeps_dim=False), "select_scatter"),
+    (_scattered_part(keeps_dim=True), "slice_scatter"),
+    (_scattered_part(keeps_dim=False), "select_scatter"),
     (_pointwise, "native_dropout_backward where copy"),
     (
         _leading(2),

@@ -96,8 +96,12 @@ class Part:
         self.tensors: tuple[int, ...] = ()
         self.backward: fx.GraphModule | None = None
 
-    def trace(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs the graph on traced arguments, and keeps what was recorded."""
+    def trace(self, *args: Any) -> Sequence[Any]:
+        """What AOTAutograd traces: runs the graph on its arguments, and keeps what was recorded.
+
+        The last argument is what leads to engines.
+        """
+        args = args[:-1]
         outputs, tapping = record(self._graph, args, self.parameters, self._derived, self._batched)
         self._take(args, tapping)
         return outputs
@@ -173,13 +177,3 @@ def _part_use(use: RuleUse, number: Callable[[Tracked], int]) -> PartUse:
         for operands, formula, saved in use.recipes
     )
     return PartUse(use.function, use.shape, tuple(map(number, use.reads)), recipes, use.rule)
-
-
-def traced(part: Part) -> Callable[..., Any]:
-    """What AOTAutograd traces of a part."""
-
-    def trace_part(*args: Any) -> Any:
-        """Runs the part on traced arguments, of which the last is what leads to engines."""
-        return part.trace(args[:-1])
-
-    return trace_part
