@@ -179,9 +179,7 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
 def _block(of: BlockSummary) -> Block | Lookup:
     """A block without data."""
     tensors = tuple(torch.empty(x, dtype=of.dtype, device="meta") for x in of.shapes)
-    if of.equation is None:
-        return Lookup(tensors[0].long(), tensors[1])
-    return Block(of.equation, tensors)
+    return Block(of.equation, tensors) if of.equation else Lookup(tensors[0].long(), tensors[1])
 
 
 def _flops_of_rows(block: Block | Lookup, region: Region) -> int:

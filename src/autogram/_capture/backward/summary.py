@@ -45,8 +45,8 @@ class BlockSummary:
     """The parameter of the block, or the parameters that its tensor is derived from."""
     region: Region
     """The elements that the block covers."""
-    equation: str | None
-    """The equation of the factors, or ``None`` for a lookup: indices and cotangents."""
+    equation: str
+    """The equation of the factors, empty for a lookup: indices and cotangents."""
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: str
@@ -78,12 +78,8 @@ class Summary:
     ) -> None:
         """Notes a block."""
         tracked, region, block = found
-        names = use.recording.names
-        equation, factors, cotangents = (
-            (None, block.tensors, block.cotangents)
-            if isinstance(block, Lookup)
-            else (block.equation, block.operands, block.operands[0])
-        )
+        names, factors = use.recording.names, block.operands
+        cotangents = block.cotangents if isinstance(block, Lookup) else factors[0]
         self.blocks.append(
             BlockSummary(
                 UseReport(
@@ -97,7 +93,7 @@ class Summary:
                 subset,
                 tuple((names[p], Region.of_parameter(p)) for p in tracked.sources),
                 region,
-                equation,
+                block.equation,
                 tuple(tuple(x.shape) for x in factors),
                 cotangents.dtype,
                 factors[0].device.type,
