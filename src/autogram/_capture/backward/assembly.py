@@ -139,10 +139,10 @@ class Assembly:
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Takes in one use."""
         self._has_arrivals = True
-        layout = self._search.layout(use, cotangent) if self._search else None
-        is_empty = not cotangent.numel()  # of no sample, or of no position
-        if (layout is not None or self._search is None) and not is_empty:
-            self._add(use, layout, saved, cotangent)
+        if cotangent.numel():  # else it is of no sample, or of no position
+            layout = self._search.layout(use, cotangent) if self._search else None
+            if layout is not None or self._search is None:
+                self._add(use, layout, saved, cotangent)
         self._take(self._count(use.reads))
 
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:

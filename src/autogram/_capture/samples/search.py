@@ -99,8 +99,6 @@ class Search:
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero."""
-        if not cotangent.numel():
-            return None  # an expert without tokens, say
         if self._found is None:
             raise UnknownLayoutError
         if self._scales is not None and use not in self._found:
