@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-from torch.autograd.graph import get_gradient_edge
-
 from autogram._capture.autograd.graph import is_compiled, shown_by
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.survey import Survey
@@ -50,12 +48,8 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
             "wait for the others. Use these parameters in the `forward` of a module that is given "
             "to `Engine` before it runs, and penalties in an ordinary backward pass."
         )
-    recording = Recording(channel, names)
-    sources = tuple(tracked.sources[0] for tracked in reads)
-    shape, edge = tuple(losses.shape), get_gradient_edge(losses)
-    return FallbackUse(
-        recording, -1, "the losses", shape, reads, losses.dtype, edge, sources, is_seen=False
-    )
+    recording = Recording(channel, names, count=-1)  # it has the number -1, and no other use has
+    return FallbackUse.of(recording, "the losses", losses, reads, tuple(inside), is_seen=False)
 
 
 def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy: Unseen) -> None:
