@@ -86,15 +86,12 @@ def _aot_eager(
         del examples
         return make_boxed_func(graph.forward)
 
-    def compile_forward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
-        return compile(graph)
-
     def compile_backward(graph: fx.GraphModule, _: Sequence[Any]) -> Any:
         _keep_saved_tensors()
         return compile(graph) if backward is None else backward(graph, compile, dict)
 
     compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=compile_forward,
+        fw_compiler=compile,
         bw_compiler=compile_backward,
         decompositions=dict(DECOMPOSITIONS),
         partition_fn=min_cut_rematerialization_partition,
