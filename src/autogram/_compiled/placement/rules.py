@@ -46,15 +46,6 @@ def _same(step: Step) -> Place:
     return UNKNOWN if place is None else place
 
 
-def _expand(step: Step) -> Place:
-    place = step.only_first()
-    if place is None:
-        return UNKNOWN
-    own, shape = step.shape_of(step.first), step.shape
-    dim = place.dim + len(shape) - len(own)
-    return moved(place, dim) if shape[dim] == own[place.dim] else UNKNOWN
-
-
 def _permute(step: Step) -> Place:
     place = step.only_first()
     if place is None:
@@ -129,7 +120,7 @@ def _stack(step: Step) -> Place:
 
 
 def _along(position: int, *, drops: int = 0, is_slice: bool = False) -> Rule:
-    """For what selects along one dimension, which goes (1) or comes (-1) with it."""
+    """For what mixes or selects along one dimension, which may go (1) or come (-1) with it."""
 
     def rule(step: Step) -> Place:
         place = step.only_first()
@@ -147,15 +138,6 @@ def _along(position: int, *, drops: int = 0, is_slice: bool = False) -> Rule:
         return new if is_whole else UNKNOWN
 
     return rule
-
-
-def _slice_backward(step: Step) -> Place:
-    place = step.only_first()
-    if place is None:
-        return UNKNOWN
-    dim = step.argument(2, "dim") % len(step.shape)
-    same = step.shape == step.shape_of(step.first)
-    return place if dim != place.dim or same else UNKNOWN
 
 
 def _several(step: Step) -> Places:
@@ -237,12 +219,6 @@ def _batch_norm(step: Step) -> Places:
     return (UNKNOWN if place is None else place, UNKNOWN, UNKNOWN)
 
 
-def _softmax(step: Step) -> Place:
-    place = step.only_first()
-    dim = step.argument(2, "dim") % len(step.shape)
-    return UNKNOWN if place is None or place.dim == dim else place
-
-
 def _attention(step: Step) -> Places:
     place = step.only_first()
     kept = place if place is not None and place.dim < 2 else UNKNOWN
@@ -265,7 +241,6 @@ def _named(names: str) -> list[Any]:
 _TABLE: list[tuple[Rule, str]] = [
     (_reshape, "view reshape _unsafe_view unsqueeze squeeze flatten unflatten _reshape_alias"),
     (_same, "clone alias detach _to_copy contiguous lift_fresh_copy"),
-    (_expand, "expand"),
     (_permute, "permute transpose t"),
     (_flip, "flip"),
     (_constant, "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like"),
@@ -277,13 +252,13 @@ _TABLE: list[tuple[Rule, str]] = [
     (_along(1), "cumsum index_select gather"),
     (_along(1, drops=1), "select"),
     (_along(2, drops=-1), "select_backward"),
-    (_slice_backward, "slice_backward"),
+    (_along(2, is_slice=True), "slice_backward"),
     (_several, "split split_with_sizes unbind"),
     (_pad, "constant_pad_nd"),
     (_scatter, "scatter scatter_add"),
     (_scattered_part(keeps_dim=True), "slice_scatter"),
     (_scattered_part(keeps_dim=False), "select_scatter"),
-    (_pointwise, "native_dropout_backward where copy"),
+    (_pointwise, "native_dropout_backward where copy expand"),
     (
         _leading(2),
         "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
@@ -292,7 +267,7 @@ _TABLE: list[tuple[Rule, str]] = [
     (_of_batch, "convolution_backward native_group_norm_backward"),
     (_layer_norm, "native_layer_norm_backward"),
     (_batch_norm, "native_batch_norm_backward"),
-    (_softmax, "_softmax_backward_data _log_softmax_backward_data"),
+    (_along(2), "_softmax_backward_data _log_softmax_backward_data"),
     (
         _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward "
