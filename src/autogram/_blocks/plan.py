@@ -8,7 +8,7 @@ that rows are used more than once, so that the two are compared here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
@@ -22,6 +22,9 @@ from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.paths import Prices, Shapes, find_path, sizes_of
 
 Kind = Literal["gram", "cross", "norms"]
+
+Mirror = Callable[[int, int], int]
+"""As :meth:`Kernels.parts_to_mirror`."""
 
 Signature = tuple[tuple[str, Shapes, bool], ...]
 """All that plans depend on: equations and shapes of blocks, and whether their adjoints are fast."""
@@ -38,8 +41,8 @@ class Plan:
         kind: Which products.
         method: ``"rows"`` adds blocks up as explicit rows and multiplies these. ``"factors"``
             contracts every pair of blocks without rows.
-        label: The index that is cut where an intermediate result would be too large: a dimension
-            of the tensor, or the samples.
+        label: The index that is cut where an intermediate result would be too large, or where half
+            of the products are the mirror of the others: a dimension of the tensor, or the samples.
         pieces: Into how many pieces that index is cut.
         cost: In multiply-adds, memory traffic included.
         multiplications: Multiply-adds alone.
@@ -102,14 +105,10 @@ class Plan:
         """The products of two blocks, of which both may be the same."""
         if first is not second or self.kind != "gram":
             return cross(first, second, kernels, self.kind, self.pieces)
-        if (pieces := self.parts(first, kernels)) > 1:
-            return _with_itself(first, pieces, kernels)
+        if self.pieces > 1:
+            return _with_itself(first, self.pieces, kernels)
         product = cross(first, first, kernels)
         return product if product.is_contiguous() else mirrored(product)
-
-    def parts(self, block: Block, kernels: Kernels) -> int:
-        """Into how many ranges of samples a product of a block with itself is cut."""
-        return max(self.pieces, kernels.parts_to_mirror(self.cost, block.sizes["b"]))
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
         """Pieces of some blocks."""
@@ -186,7 +185,7 @@ def plans(
         tuple([(x.equation, x.shapes, x.has_fast_adjoint(kernels)) for x in blocks])
         for blocks in (first, second)
     )
-    return _find_plans(kind, *signatures, prices, limit)
+    return _find_plans(kind, *signatures, prices, limit, kernels.parts_to_mirror)
 
 
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
@@ -211,13 +210,13 @@ def cost_of_products(first: str, of_first: Shapes, second: str, of_second: Shape
 
 @lru_cache(maxsize=4096)
 def _find_plans(
-    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int
+    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int, mirror: Mirror
 ) -> tuple[Plan, ...]:
     """The plans for blocks of some signatures, in pieces where results would exceed the limit."""
     by_rows = _plan_rows(kind, first, second, prices, limit)
     if len(first) + len(second) > _MOST_BLOCKS_IN_PAIRS:
         return (by_rows,)
-    by_factors = _plan_factors(kind, first, second, prices, limit)
+    by_factors = _plan_factors(kind, first, second, prices, limit, mirror)
     return (by_factors, by_rows) if by_factors.cost < by_rows.cost else (by_rows, by_factors)
 
 
@@ -264,7 +263,7 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, 
 
 
 def _plan_factors(
-    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int
+    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int, mirror: Mirror
 ) -> Plan:
     """The plan that contracts pairs of blocks without rows."""
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
@@ -274,10 +273,14 @@ def _plan_factors(
         for q, of_q, _ in of_second
     ]
     largest = max(path.largest for path in paths)
-    pieces = count_pieces(largest, limit, sizes_of(*(second or first)[0][:2])["b"])
+    samples = sizes_of(*(second or first)[0][:2])["b"]
+    pieces = count_pieces(largest, limit, samples)
+    elements = -(-largest // pieces)
     cost = sum(path.cost(prices) for path in paths)
+    if kind == "gram":
+        pieces = max(pieces, mirror(cost, samples))
     work = sum(path.multiplications for path in paths)
-    return Plan(kind, "factors", "b", pieces, cost, work, -(-largest // pieces))
+    return Plan(kind, "factors", "b", pieces, cost, work, elements)
 
 
 def count_pieces(elements: int, limit: int, size: int) -> int:

@@ -53,7 +53,7 @@ def share_factor(outer: Block, rows: Block, kernels: Kernels) -> bool:
     if is_sum or first[:2] != "kb" or second[:1] != "b" or "k" in second:
         return False
     plan = plans("gram", [outer], (), kernels)[0]
-    return plan.parts(outer, kernels) == 1 and plan.method == "factors"
+    return plan.pieces == 1 and plan.method == "factors"
 
 
 def gram_with_factor(outer: Block, kernels: Kernels) -> Tensor:

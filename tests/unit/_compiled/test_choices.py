@@ -131,11 +131,11 @@ def test_products_of_half_of_the_samples(monkeypatch: pytest.MonkeyPatch, inner:
     """Where a device leaves out what is the mirror of another part, so does the graph."""
     asked: list[int] = []
 
-    def parts_to_mirror(_kernels: CpuKernels, _cost: int, samples: int) -> int:
+    def parts_to_mirror(_cost: int, samples: int) -> int:
         asked.append(samples)
         return 3
 
-    monkeypatch.setattr(CpuKernels, "parts_to_mirror", parts_to_mirror)
+    monkeypatch.setattr(CpuKernels, "parts_to_mirror", staticmethod(parts_to_mirror))
     model = nn.Sequential(nn.Linear(9, 8, bias=False), nn.Tanh(), nn.Linear(8, 7))
     engine = Engine(model, verify="never")
     run = compiled(model, inner)

@@ -186,7 +186,8 @@ class Kernels(Hardware):
         found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
         return found
 
-    def parts_to_mirror(self, cost: int, samples: int) -> int:
+    @staticmethod
+    def parts_to_mirror(cost: int, samples: int) -> int:
         """Into how many ranges of samples to cut a product of a block with itself.
 
         Half of such a product is the mirror of the other half. Products of parts are smaller.

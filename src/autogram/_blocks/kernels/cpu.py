@@ -102,7 +102,8 @@ class CpuKernels(Kernels):
         """Whether a compiled graph would take much fresh memory."""
         return largest > _FRESH_INSIDE or kept > _FRESH_BEHIND
 
-    def parts_to_mirror(self, cost: int, samples: int) -> int:
+    @staticmethod
+    def parts_to_mirror(cost: int, samples: int) -> int:
         """Into how many ranges of samples to cut a product of a block with itself."""
         return min(4, samples // _FEWEST_SAMPLES) if cost > _WORTH_MIRRORING else 1
 
