@@ -63,7 +63,7 @@ class Plan:
             return self._by_rows(first, second, kernels)
         if self.kind == "cross":
             pairs = [(p, q) for p in first for q in second]
-            return reduce(torch.add, [self._of_pair(p, q, kernels) for p, q in pairs])
+            return reduce(torch.add, [cross(p, q, kernels, pieces=self.pieces) for p, q in pairs])
         if self.kind == "norms" and self.pieces > 1:
             return torch.cat([self._of_sum(part, kernels) for part in self._cut(first)], 1)
         return self._of_sum(first, kernels)
@@ -96,19 +96,13 @@ class Plan:
         products: list[Tensor] = []
         for i, first in enumerate(blocks):
             for second in blocks[:i]:
-                product = self._of_pair(first, second, kernels)
+                product = cross(first, second, kernels, self.kind, self.pieces)
                 products += [product, product if self.kind == "norms" else mirrored(product)]
-            products.append(self._of_pair(first, first, kernels))
+            if self.kind == "norms":
+                products.append(cross(first, first, kernels, self.kind))
+            else:
+                products.append(_with_itself(first, self.pieces, kernels))
         return reduce(torch.add, products)
-
-    def _of_pair(self, first: Block, second: Block, kernels: Kernels) -> Tensor:
-        """The products of two blocks, of which both may be the same."""
-        if first is not second or self.kind != "gram":
-            return cross(first, second, kernels, self.kind, self.pieces)
-        if self.pieces > 1:
-            return _with_itself(first, self.pieces, kernels)
-        product = cross(first, first, kernels)
-        return product if product.is_contiguous() else mirrored(product)
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
         """Pieces of some blocks."""
@@ -152,7 +146,10 @@ def cross(
 
 
 def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
-    """The Gramian of one block, in ranges of samples: one half is the mirror of the other."""
+    """The Gramian of one block. In ranges of samples, one half is the mirror of the other."""
+    if pieces == 1:
+        product = cross(block, block, kernels)
+        return product if product.is_contiguous() else mirrored(product)
     block = Block(block.equation, kernels.with_copy(block.operands))
     k, b = block.sizes["k"], block.sizes["b"]
     dtype = kernels.accumulating(*[x.dtype for x in block.operands])
