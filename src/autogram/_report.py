@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from autogram._blocks import Block, Columns, Devices, Lookup, Region
+from autogram._blocks import Block, Columns, Devices, Lookup, Region, rows_block
 from autogram._blocks.kernels.paths import find_path
 from autogram._capture import BlockSummary, Summary, UseReport
-from autogram._capture.uses import rows_block
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
-from autogram._blocks.block import Adjoint, Block, assemble
+from autogram._blocks.block import Adjoint, Block, assemble, rows_block
 from autogram._blocks.bundle import (
     Bundles,
     bundled,
@@ -62,6 +62,7 @@ __all__ = [
     "largest_result",
     "pieces",
     "projected",
+    "rows_block",
     "side_by_side",
     "weighted_sums",
 ]

@@ -212,6 +212,12 @@ class Block(Kept):
         return Block(equation, self.operands, self.adjoint)
 
 
+def rows_block(rows: Tensor) -> Block:
+    """Explicit rows ``(k, b, *tensor)`` as a block."""
+    labels = "kb" + "acdefghijlmnopqrstuvwxyz"[: rows.dim() - 2]
+    return Block(f"{labels}->{labels}", (rows,))
+
+
 def assemble(
     equation: str, dims: str, layout: Layout | None, cotangent: Tensor, *factors: Tensor
 ) -> Block:

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block
+from autogram._blocks.block import Block, rows_block
 from autogram._blocks.columns import Columns
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._blocks.layout import Subset
@@ -210,6 +210,5 @@ def in_places(columns: Columns, parameter: Region) -> Columns:
         dense = columns.dense()
         shape = *dense.shape[:2], *parameter.shape
         rows = from_storage(dense.flatten(0, 1), columns.parameter).reshape(shape)
-        labels = "kb" + "vdefghij"[: len(parameter.shape)]
-        moved.add(parameter, Block(f"{labels}->{labels}", (rows,)))
+        moved.add(parameter, rows_block(rows))
     return moved

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, parsed, reordered
+from autogram._blocks.block import Block, parsed, reordered, rows_block
 from autogram._blocks.gather import Gathering
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.layout import Subset
@@ -331,7 +331,7 @@ class Columns:
         for region, found in blocks.items():
             k, b, *_ = (part := rows(found, self.kernels)).shape
             flat = put([(region, part.reshape(k * b, *region.shape))], self.parameter)
-            spread.append(Block("kbx->kbx", (flat.view(k, b, flat.shape[1]),)))
+            spread.append(rows_block(flat.view(k, b, flat.shape[1])))
         return spread
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Kept
+from autogram._blocks.block import Block, Kept, rows_block
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.plan import Kind, cross, mirrored
 from autogram._blocks.products import products
@@ -41,9 +41,8 @@ class Lookup(Kept):
 
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
-        labels = "vdefghij"[: len(shape)]
         dense = self.rows(shape[0])
-        return Block(f"kb{labels}->kb{labels}", (dense.view(*dense.shape[:2], *shape),))
+        return rows_block(dense.view(*dense.shape[:2], *shape))
 
     def at(self, samples: Tensor) -> Lookup:
         """The lookup of some samples."""
@@ -159,7 +158,7 @@ def _on_support(
         stop = min(columns, start + step)
         part = Lookup(places, lookup.cotangents[..., start:stop]).rows(len(support))
         others = [_restrict(block, support, start, stop) for block in blocks]
-        yield Block("kbvd->kbvd", (part,)), others
+        yield rows_block(part), others
 
 
 def _restrict(block: Block | Lookup, support: Tensor, start: int, stop: int) -> Block:
@@ -168,7 +167,7 @@ def _restrict(block: Block | Lookup, support: Tensor, start: int, stop: int) -> 
         places = torch.searchsorted(support, block.indices).clamp(max=len(support) - 1)
         occurs = (support[places] == block.indices).unsqueeze(-1)
         kept = torch.where(occurs, block.cotangents[..., start:stop], 0)
-        return Block("kbvd->kbvd", (Lookup(places, kept).rows(len(support)),))
+        return rows_block(Lookup(places, kept).rows(len(support)))
     row, column = tuple(block.parameter)
     at_rows = block.map(row, lambda x, dim: x.index_select(dim, support))
     return at_rows.map(column, lambda x, dim: x.narrow(dim, start, stop - start))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._blocks import Block, Layout, Limit, Lookup, Region
+from autogram._blocks import Block, Layout, Limit, Lookup, Region, rows_block
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
@@ -205,9 +205,3 @@ def one_sample_each(
         own = chosen.view(-1, *(1,) * (cotangent.dim() - 1)) == owners
         # A selection and not a product, which would spread one sample's infinities to the others.
         yield torch.where(own, cotangent.unsqueeze(1), 0)
-
-
-def rows_block(rows: Tensor) -> Block:
-    """Explicit rows ``(k, b, *tensor)`` as a block."""
-    labels = "kb" + "acdefghijlmnopqrstuvwxyz"[: rows.dim() - 2]
-    return Block(f"{labels}->{labels}", (rows,))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._blocks import Block, Layout, assemble
+from autogram._blocks import Block, Layout, assemble, rows_block
 from autogram.rules._recipe import Formula, Recipe, positions, product, promoted
 from autogram.rules._registry import register_rule
 
@@ -177,9 +177,8 @@ def _by_group(
     cotangent, input = promoted(cotangent, input)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
     if is_plain and input.is_contiguous() and cotangent.is_contiguous() and input.numel():
-        blocks = [
-            Block("kbx->kbx", (rows,)) for rows in _rows(cotangent, input, groups, eps, *statistics)
-        ]
+        found = _rows(cotangent, input, groups, eps, *statistics)
+        blocks = [rows_block(rows) for rows in found]
     else:
         normalized = torch.group_norm(input, groups, eps=eps)
         blocks = [
