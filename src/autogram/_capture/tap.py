@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autogram._capture.autograd.exact import autocast_dtype
-from autogram._capture.autograd.passes import Pass, running_pass
+from autogram._capture.autograd.passes import running_pass
 from autogram._capture.uses import Use
 
 
@@ -70,7 +69,7 @@ class _Tap(torch.autograd.Function):
         if current and cotangent is not None and use.recording.channel is current.channel:
             if current.reach(use.recording):
                 # Read once: under checkpointing, that computes again.
-                show_to(current, use, ctx.saved_tensors, cotangent)
+                current.show(use, ctx.saved_tensors, cotangent)
             if current.is_blocked:
                 # In place, zeros: with `None` autograd would drop what lies beside a slice, too.
                 passed_on = torch.zeros_like(cotangent) if ctx.in_place else None
@@ -80,48 +79,3 @@ class _Tap(torch.autograd.Function):
 # `apply` without the check for `torch.func` transforms, which would double its time: the recorder
 # has checked that there are none.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Tap).apply
-
-
-def show_to(
-    current: Pass,
-    use: Use,
-    saved: Any,
-    cotangent: Tensor,
-    *,
-    is_kept: bool = False,
-) -> None:
-    """Shows the cotangent of a use to a pass, which may be batched, or keeps it for its end.
-
-    ``saved`` are the tensors of the use, or for its end a function that reads them.
-    """
-    show = current.keep if is_kept else current.show
-    if current.hidden is None:
-        show(use, saved, cotangent.unsqueeze(0))
-    else:
-        receive = partial(show, use, saved)
-        _Unbatch.apply(cotangent, receive, current.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
-
-
-class _Unbatch(torch.autograd.Function):
-    """Hands on a cotangent with the leading dimension that a batched pass hides."""
-
-    @staticmethod
-    def forward(cotangent: Tensor, receive: Callable[[Tensor], None], hidden: int) -> Tensor:
-        receive(cotangent.expand(hidden, *cotangent.shape))  # equal for all objectives
-        return cotangent.new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int, None, None],
-        cotangent: Tensor,
-        receive: Callable[[Tensor], None],
-        hidden: int,
-    ) -> tuple[Tensor, None]:
-        del info, hidden
-        receive(cotangent.movedim(in_dims[0], 0))
-        return cotangent.new_zeros(()), None

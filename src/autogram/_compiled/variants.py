@@ -158,7 +158,7 @@ class Backward:
             use = uses[number]
             if use is not None:
                 cotangent, *saved = [(given if x.is_input else found)[x.number] for x in places]
-                current.show(use, tuple(saved), cotangent.unsqueeze(0))
+                current.show(use, tuple(saved), cotangent)
         return found[: self._results]
 
     def _choose(

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class Pass:
         is_step: Whether the pass stands for the user's backward pass, in which inner passes would
             add to `.grad` of tensors that are not the engine's.
         is_along: Whether the pass is made only because other processes make theirs.
+
+    Attributes:
+        receiver: The function that is shown cotangents, or ``None``.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Pass:
         self.channel = channel
         self.hidden = hidden
         self.is_blocked = is_blocked
-        self._receive = receive
+        self.receiver: Any = receive
         self._is_step = is_step
         self._is_along = is_along
         self._number: int | None = None
@@ -110,36 +114,25 @@ class Pass:
     def reach(self, recording: Recording) -> bool:
         """Notes that a tap of a recording is reached, and says whether its cotangent is wanted."""
         self._reached.add(recording)
-        return self._receive is not None and self._error is None
+        return self.receiver is not None and self._error is None
 
-    def show(self, use: Any, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
-        """Shows a cotangent ``(k, *output)``.
+    def show(self, use: Any, saved: Any, cotangent: Tensor, *, is_kept: bool = False) -> None:
+        """Shows the receiver the cotangent of a use, or keeps it for :meth:`show_kept`.
 
+        The tensors that the use has ``saved`` come with it; for later, a function that reads them.
+        The receiver is given ``(k, *output)``, also where a batched pass hides the first dimension.
         An error of the receiver is raised after the pass: if the error went through autograd,
         callbacks that others have queued for the end of the pass would not run. The pass goes on to
         its end, and the receiver is shown nothing more.
         """
-        assert self._receive is not None
+        receive = partial(self._keep if is_kept else self.receiver, use, saved)
         try:
-            self._receive(use, saved, cotangent)
+            if self.hidden is None:
+                receive(cotangent.unsqueeze(0))
+            else:
+                _Unbatch.apply(cotangent, receive, self.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
         except Exception as error:
             self._error = error
-
-    def keep(self, use: Any, saved: Callable[[], tuple[Tensor, ...]], cotangent: Tensor) -> None:
-        """Keeps a cotangent for :meth:`show_kept`, which reads the tensors behind the pass."""
-        self._kept.append((use, saved, cotangent))
-
-    def show_kept(self) -> None:
-        """Shows cotangents to the receiver, outside of the pass, and raises its error."""
-        assert self._receive is not None or not self._kept
-        kept, self._kept = self._kept, []
-        for use, saved, cotangent in kept:
-            self._receive(use, saved(), cotangent)  # type: ignore[misc]  # there is one
-
-    @property
-    def receiver(self) -> Any:
-        """Who is shown the cotangents of uses, if anybody is."""
-        return self._receive
 
     def tell(self, call: Callable[[], None]) -> None:
         """Tells the receiver something, and keeps an error as :meth:`show` does."""
@@ -147,6 +140,16 @@ class Pass:
             call()
         except Exception as error:
             self._error = error
+
+    def _keep(self, *shown: Any) -> None:
+        """Keeps a cotangent that is shown behind the pass."""
+        self._kept.append(shown)
+
+    def show_kept(self) -> None:
+        """Shows cotangents to the receiver, outside of the pass, and raises its error."""
+        kept, self._kept = self._kept, []
+        for use, saved, cotangent in kept:
+            self.receiver(use, saved(), cotangent)
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
         """Puts aside the gradients that a pass which begins inside of this one may add to."""
@@ -205,6 +208,31 @@ class Pass:
             )
         if self._error is not None:
             raise self._error
+
+
+class _Unbatch(torch.autograd.Function):
+    """Hands on a cotangent with the leading dimension that a batched pass hides."""
+
+    @staticmethod
+    def forward(cotangent: Tensor, receive: Callable[[Tensor], None], hidden: int) -> Tensor:
+        receive(cotangent.expand(hidden, *cotangent.shape))  # equal for all objectives
+        return cotangent.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int, None, None],
+        cotangent: Tensor,
+        receive: Callable[[Tensor], None],
+        hidden: int,
+    ) -> tuple[Tensor, None]:
+        del info, hidden
+        receive(cotangent.movedim(in_dims[0], 0))
+        return cotangent.new_zeros(()), None
 
 
 class _Here(threading.local):

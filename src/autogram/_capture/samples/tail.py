@@ -28,7 +28,6 @@ from autogram._capture.autograd.graph import in_dense, is_tap_of, nodes_leading_
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.carrying import Edge, moves_nothing
-from autogram._capture.tap import show_to
 from autogram._capture.tracked import Tracked, track_parameter
 from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
 from autogram.rules import find_rule
@@ -272,4 +271,4 @@ def _show(uses: Iterable[TailUse], cotangents: tuple[Tensor | None, ...]) -> Non
             continue
         if current.reach(recording):
             # Not here: what a checkpoint computes again can be read once in a pass.
-            show_to(current, each.use, each.tensors, in_dense(cotangent), is_kept=True)
+            current.show(each.use, each.tensors, in_dense(cotangent), is_kept=True)
