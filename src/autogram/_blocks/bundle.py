@@ -44,20 +44,19 @@ class Bundles:
             is_large = outer is not None and outer.elements > kernels.tiny
             if outer and rows and is_large and share_factor(outer, rows, kernels):
                 return [list(found)]
-        ready = map(self._add, found, blocks)
-        return [bundle for bundle in ready if bundle]
-
-    def _add(self, columns: Columns, block: Block | None) -> list[Columns]:
-        """Takes in the columns of one parameter and their only block, if there is but one."""
-        kernels = columns.kernels
-        if block is None or block.adjoint is not None or (n := block.elements) > kernels.tiny:
-            return [columns]  # the contraction takes longer than the calls
-        form = block.form("")
-        bundle = self._open.setdefault(form, [])
-        bundle.append(columns)
-        elements = len(bundle) * (n + prod(columns.parameter.shape))
-        is_full = elements > min(_FULL, kernels.limit.elements)
-        return self._open.pop(form) if is_full else []
+        ready: list[list[Columns]] = []
+        for columns, block in zip(found, blocks, strict=True):
+            kernels = columns.kernels
+            if block is None or block.adjoint is not None or (n := block.elements) > kernels.tiny:
+                ready.append([columns])  # the contraction takes longer than the calls
+                continue
+            form = block.form("")
+            bundle = self._open.setdefault(form, [])
+            bundle.append(columns)
+            elements = len(bundle) * (n + prod(columns.parameter.shape))
+            if elements > min(_FULL, kernels.limit.elements):
+                ready.append(self._open.pop(form))
+        return ready
 
     def rest(self) -> Iterator[list[Columns]]:
         """The bundles that still wait."""

@@ -80,7 +80,7 @@ class Columns:
 
     def check(self) -> None:
         """Raises ``ChangedTensorError`` if a tensor was changed in place since it was added."""
-        for block in self._all:
+        for block in chain(*self._blocks.values(), self._lookups):
             block.check()
         if self._partial:
             self._partial.check()
@@ -130,7 +130,8 @@ class Columns:
     def dtype(self) -> torch.dtype | None:
         """The dtype of the rows, at least float32, or ``None`` if nothing was added."""
         self._complete()
-        dtypes = [x.dtype for of in self._all for x in of.tensors if x.is_floating_point()]
+        found = chain(*self._blocks.values(), self._lookups)
+        dtypes = [x.dtype for of in found for x in of.tensors if x.is_floating_point()]
         return self.kernels.accumulating(*dtypes) if dtypes else None
 
     def gram(self) -> Tensor | None:
@@ -274,11 +275,6 @@ class Columns:
         subset = self._partial.together
         self._complete(subset.samples)
         return subset
-
-    @property
-    def _all(self) -> list[Block | Lookup]:
-        """All blocks."""
-        return [*chain.from_iterable(self._blocks.values()), *self._lookups]
 
     @property
     def _regions(self) -> set[Region]:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -274,11 +275,11 @@ def _watched() -> Iterator[None]:
                 pytorch._execution_engine = watcher.engine
 
 
+@dataclass
 class _Watcher:
     """PyTorch's engine, which notes passes that begin inside of the passes of engines."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    engine: Any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
