@@ -178,7 +178,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(decision, Run) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
-        status = self._statuses.of_results(reads) if has_untapped else BATCHED
+        is_untapped = has_untapped and UNTAPPED in [status for _, status in reads]
+        status = UNTAPPED if is_untapped else BATCHED
         for tensor in results:
             # A single integer, such as the number of an expert, does not belong to samples.
             is_number = not tensor.is_floating_point() and tensor.numel() == 1

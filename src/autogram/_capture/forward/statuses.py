@@ -97,10 +97,6 @@ class Statuses:
                 found.extend(self.read(argument))
         return found
 
-    def of_results(self, reads: Iterable[tuple[Tensor, Status]]) -> Batched:
-        """The status of what is computed from tensors that depend on samples."""
-        return UNTAPPED if UNTAPPED in [status for _, status in reads] else BATCHED
-
     def read_by_use(
         self, reads: list[tuple[Tensor, Status]], changed: Any
     ) -> list[tuple[Tensor, Status]]:
