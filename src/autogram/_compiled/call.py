@@ -44,7 +44,9 @@ class Call:
     Attributes:
         part: The part.
         recording: That of the engine.
+        roots: The engine's parameters among the arguments, and what is derived from them.
         rows_of: The positions of the inputs that get explicit rows through the call.
+        sizes: The numbers that the symbolic sizes of the part stand for.
     """
 
     def __init__(
@@ -55,8 +57,8 @@ class Call:
         # Some versions of PyTorch call a part on whose parameters have been frozen since.
         known = [i for i in part.parameters if args[i].requires_grad]
         own = {i: args[i] for i in known if args[i] in recording.names}
-        self._roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
-        self._numbers: Numbers = part.sizes.of(args)
+        self.roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
+        self.sizes: Numbers = part.sizes.of(args)
         # Tensors without a graph are saved with the node, which notices changes in place.
         given = [i for i in part.derived_from if not _is_saved(args[i])]
         self._given = {i: args[i] for i in given}
@@ -68,11 +70,6 @@ class Call:
         # PyTorch refuses compiled backward passes in `torch.vmap`, which hides a dimension from
         # kernels: https://github.com/pytorch/pytorch/issues/138422.
         recording.is_batchable = False
-
-    @property
-    def roots_with_rows(self) -> dict[int, Tracked]:
-        """The engine's parameters, and inputs derived from them, that have no rule in the part."""
-        return {i: root for i, root in self._roots.items() if i in self.part.rows}
 
     def uses_at(self, node: Any) -> list[RuleUse]:
         """The uses of the engine's parameters, in a call with this node."""
@@ -108,7 +105,7 @@ class Call:
         if part.backward is None or len(following) != len(part.tensors) + 1:
             return None
         given = [x for x, of in zip(results, metadata, strict=True) if of.dtype.is_floating_point]
-        found = carried(part.backward, given, lambda x: part.sizes.resolve(x, self._numbers))
+        found = carried(part.backward, given, lambda x: part.sizes.resolve(x, self.sizes))
         if found is None:
             return None
         uses = self.all_uses(node)
@@ -118,11 +115,6 @@ class Call:
         }
         inputs = [found.inputs[i] for i in part.tensors]
         return own, [x if isinstance(x, Folded) else None for x in inputs]
-
-    @property
-    def sizes(self) -> Numbers:
-        """The numbers that the symbolic sizes of the part stand for."""
-        return self._numbers
 
     def _use(self, number: int, tracked: Sequence[Tracked | None]) -> RuleUse | None:
         """A use of this call."""
@@ -134,21 +126,21 @@ class Call:
         for operands, formula, saved in use.recipes:
             own = tuple(None if i is None else tracked[i] for i in operands)
             if any(own):
-                recipes.append(KeptRecipe(own, resolve(formula, self._numbers), saved))
-        shape = resolve(use.shape, self._numbers)
+                recipes.append(KeptRecipe(own, resolve(formula, self.sizes), saved))
+        shape = resolve(use.shape, self.sizes)
         known = self._first + number, use.function, shape, reads, recipes, use.rule
         return RuleUse(self.recording, *known)
 
     def _tracked(self, number: int, node: Any) -> Tracked | None:
         """A tracked tensor of the part, if it is of parameters of the engine that get no rows."""
         source = self.part.sources[number]
-        roots = [self._roots[i] for i in source.inputs if i in self._roots]
+        roots = [self.roots[i] for i in source.inputs if i in self.roots]
         if not roots or self.part.has_rows(number):
             return None
         if source.region is not None:
             (root,) = roots
             assert root.region is not None
-            region = self.part.sizes.resolve(source.region, self._numbers)
+            region = self.part.sizes.resolve(source.region, self.sizes)
             region = region.shifted(root.region.offset)
             return Tracked(root.sources, region, region.shape, source.dtype, root.version)
         if source.derivation is None:
@@ -251,7 +243,7 @@ _Reads = dict[int, tuple[Tracked, GradientEdge]]
 def _reads_of(call: Call, args: Sequence[Any], derived: dict[int, Tracked]) -> _Reads:
     """What gets explicit rows through a call, before the call, which may change it in place."""
     unexpected = {i: x for i, x in derived.items() if i not in call.part.roots}
-    roots = {**call.roots_with_rows, **unexpected}
+    roots = {i: root for i, root in call.roots.items() if i in call.part.rows} | unexpected
     return {i: (root, get_gradient_edge(args[i])) for i, root in roots.items()}
 
 

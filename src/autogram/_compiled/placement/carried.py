@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -19,7 +19,7 @@ from autogram._compiled.placement.rules import rule_of
 from autogram._compiled.tracing.operator import SHOW
 
 
-class Carried:
+class Carried(NamedTuple):
     """Where the backward pass of a part takes the samples of its results.
 
     Attributes:
@@ -27,8 +27,8 @@ class Carried:
         inputs: The places in the gradients of the inputs, by position.
     """
 
-    def __init__(self, uses: Mapping[int, Place], inputs: Sequence[Places]) -> None:
-        self.uses, self.inputs = uses, inputs
+    uses: Mapping[int, Place]
+    inputs: Sequence[Places]
 
 
 def carried(

@@ -98,9 +98,10 @@ class TracedTapping(Tapping):
 class TraceRecorder(Recorder):
     """The recorder of one tracing of a region."""
 
+    tapping: TracedTapping
+
     def __init__(self, tapping: TracedTapping, history: History) -> None:
         super().__init__(tapping)
-        self.taps = tapping
         self._history = history
 
     def is_parameter(self, tensor: Tensor) -> bool:
@@ -169,7 +170,7 @@ class _Reentered(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         """Runs the body, under the recorder."""
-        recorder, tapping = self._recorder, self._recorder.taps
+        recorder, tapping = self._recorder, self._recorder.tapping
         if self._first is None:
             self._first = len(tapping.uses), recorder.statuses_of(inputs)
             return self._run(*inputs)
