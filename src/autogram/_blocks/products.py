@@ -26,7 +26,7 @@ def products(
 
     Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
     """
-    first, second = merge(first, kernels), merge(second, kernels)
+    first, second = merge(first, kernels), merge(second, kernels) if second else ()
     return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 

@@ -21,7 +21,7 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     """
     recording = use.recording
     recording.count += 1
-    if (dtype := autocast_dtype(output.device.type)) is not None:
+    if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(output.device.type)):
         recording.dtypes.add(dtype)  # the output's dtype may hide it
     tapped: Tensor
     if not in_place:

@@ -142,12 +142,14 @@ class Statuses:
         was noted is stale where a view of the tensor was changed in place, a derived tensor was
         detached, or a custom autograd Function has put the result of its own calls into the graph.
         """
-        if (parameter := self._parameter(tensor)) is not None:
+        if (parameter := self._parameters.get(id(tensor))) is not None:
             return parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
         if reference() is not tensor:
             status = version = None
         if tensor.is_leaf:
+            if id(tensor) in self._lazy_parameters:
+                return self._parameter(tensor)
             return None if isinstance(status, Tracked) else status
         return status if version == tensor._version else self._adopt(tensor)
 
