@@ -41,7 +41,7 @@ class Statuses:
     def __init__(self, tapping: Tapping) -> None:
         self._tapping = tapping
         self._marks: dict[int, _Mark] = {}
-        self._stand_ins: dict[int, tuple[_Reference, int, _Reference]] = {}
+        self._stand_ins: dict[int, tuple[_Reference, int, Tensor]] = {}
         self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
         self.has_untapped = False
 
@@ -126,13 +126,12 @@ class Statuses:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """A tensor with a tap that takes the place of one that must not be changed."""
-        of, version, known = self._stand_ins.get(id(tensor), (lambda: None, 0, lambda: None))
-        found = known() if of() is tensor and version == tensor._version else None
-        if found is None:
-            sources, _ = self.untapped_parameters(tensor)
-            found = self._tapping.tap_unseen(tensor, sources, in_place=False)
-            places = weakref.ref(tensor), tensor._version, weakref.ref(found)
-            self._stand_ins[id(tensor)] = places
+        of, version, known = self._stand_ins.get(id(tensor), (lambda: None, 0, tensor))
+        if of() is tensor and version == tensor._version:
+            return known
+        sources, _ = self.untapped_parameters(tensor)
+        found = self._tapping.tap_unseen(tensor, sources, in_place=False)
+        self._stand_ins[id(tensor)] = weakref.ref(tensor), tensor._version, found
         return found
 
     def of(self, tensor: Tensor) -> Status:
