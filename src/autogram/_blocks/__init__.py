@@ -1,6 +1,6 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
-from autogram._blocks.block import Adjoint, Block, assemble, rows_block
+from autogram._blocks.block import Adjoint, Block, assemble, joined, rows_block
 from autogram._blocks.bundle import (
     Bundles,
     bundled,
@@ -59,6 +59,7 @@ __all__ = [
     "cost_of_rows",
     "gram_of_bundle",
     "in_places",
+    "joined",
     "largest_result",
     "pieces",
     "projected",

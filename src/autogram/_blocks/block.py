@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -41,7 +41,7 @@ class Adjoint:
         given = self.cotangent, *self.saved
         dtype = kernels.multiplied(*[x.dtype for x in given])
         cotangent, *saved = [x.to(dtype) for x in given]
-        found = torch.stack([self.of_samples(each, *saved) for each in cotangent])
+        found = joined([self.of_samples(each, *saved).unsqueeze(0) for each in cotangent])
         return torch.einsum(f"KB{self.labels}->KB{parameter}", found)
 
     def __call__(self, weights: Tensor, parameter: str, kernels: Kernels) -> Tensor:
@@ -210,6 +210,11 @@ class Block(Kept):
         if equation == self.equation:
             return self
         return Block(equation, self.operands, self.adjoint)
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors one behind the other, without a copy where there is but one."""
+    return torch.cat(list(tensors), dim) if len(tensors) > 1 else tensors[0]
 
 
 def rows_block(rows: Tensor) -> Block:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, cross_equation, parsed, reordered
+from autogram._blocks.block import Block, cross_equation, joined, parsed, reordered
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.paths import Prices, Shapes, find_path, sizes_of
 
@@ -89,7 +89,7 @@ class Plan:
                 right = other.reshape(other.shape[0] * other.shape[1], -1)
                 products = kernels.multiply(flat.to(dtype), right.to(dtype))
                 found.append(products.view(total.shape[:2] + other.shape[:2]))
-        return torch.cat(found, 1) if self.kind == "norms" else reduce(torch.add, found)
+        return joined(found, 1) if self.kind == "norms" else reduce(torch.add, found)
 
     def _of_sum(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products of the sum of some blocks with itself: each pair of two counts twice."""

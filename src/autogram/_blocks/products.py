@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, cross_equation, parsed
+from autogram._blocks.block import Block, cross_equation, joined, parsed
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.paths import find_path, unused_labels
@@ -109,7 +109,7 @@ def directional(blocks: Sequence[Block], direction: Tensor, kernels: Kernels) ->
         inputs, output = block.equation.split("->")
         whole = Block(f"{inputs},{output[2:]}->kb", (*block.operands, direction))
         parts = [kernels.einsum(x.equation, x.operands) for x in _by_samples(whole, kernels)]
-        total.append(torch.cat(parts, 1))
+        total.append(joined(parts, 1))
     return reduce(torch.add, total)
 
 

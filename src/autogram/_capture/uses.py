@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._blocks import Block, Layout, Limit, Lookup, Region, rows_block
+from autogram._blocks import Block, Layout, Limit, Lookup, Region, joined, rows_block
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
@@ -185,7 +185,7 @@ def _rows_by(
                 dtype = torch.promote_types(rows.dtype, torch.float32)
                 part.append(rows.to(dtype).unflatten(0, some.shape[:2]))
     for part in parts:
-        yield rows_block(torch.cat(part, 1)) if part else None
+        yield rows_block(joined(part, 1)) if part else None
 
 
 def one_sample_each(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._blocks import Block, Layout, assemble, rows_block
+from autogram._blocks import Block, Layout, assemble, joined, rows_block
 from autogram.rules._recipe import Formula, Recipe, positions, product, promoted
 from autogram.rules._registry import register_rule
 
@@ -199,13 +199,14 @@ def _rows(
     if not statistics:
         statistics = torch.native_group_norm(input, None, None, n, c, area, groups, eps)[1:]
     mean, inverse = (x.view(1, n * groups) for x in promoted(input, *statistics)[1:])
-    x, ones = input.view(1, n * c, area), input.new_ones(n * c)
+    x = input.view(1, n * c, area)
+    weight = input.new_empty(n * c)  # which only the gradient of the input would read
     parts = [
         torch.ops.aten.native_group_norm_backward(
-            *(g.view(1, n * c, area), x, mean, inverse, ones),
+            *(g.view(1, n * c, area), x, mean, inverse, weight),
             *(1, n * c, area, n * groups, [False, True, True]),
         )
         for g in cotangent
     ]
-    of_weight, of_bias = (torch.stack(rows) for rows in list(zip(*parts, strict=True))[1:])
+    of_weight, of_bias = (joined(rows) for rows in list(zip(*parts, strict=True))[1:])
     return of_weight.view(-1, n, c), of_bias.view(-1, n, c)
