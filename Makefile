@@ -50,8 +50,8 @@ slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by ind
 
 emulated: $(VENV)/.test  ## Run the tests of models and rules with what a GPU computes, on a CPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.emulated --numprocesses $(JOBS) --dist worksteal \
-		-m "not slow" tests/unit/models tests/unit/rules tests/unit/integrations tests/unit/test_[a-j]*.py \
-		$(PYTEST_ARGS)
+		-m "not slow" --deselect tests/unit/test_docstrings.py tests/unit/models tests/unit/rules \
+		tests/unit/integrations tests/unit/test_[a-j]*.py $(PYTEST_ARGS)
 
 compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for those of the zoo
 	AUTOGRAM_TEST_INNER=inductor OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) \
