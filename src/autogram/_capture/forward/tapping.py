@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -141,13 +142,16 @@ def _rounded(arguments: Sequence[Any], decision: UseRule) -> dict[int, Tensor]:
     """What autocast makes of the arguments that a rule saves, by their ``id``.
 
     The call is made with these. So what it saves and what its tap saves are the same tensors.
+    Autocast rounds a leaf once for all calls, and an argument that is given twice once for each.
+    The gradients would be added up in another dtype, so that these are left to autocast.
     """
     found: dict[int, Tensor] = {}
-    given = set(map(id, arguments))
+    given = Counter(map(id, arguments))
     for tensor in chain.from_iterable([answer.saved for answer in decision.answers.values()]):
         dtype = autocast_dtype(tensor.device.type)
         is_wide = tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
-        if dtype is not None and is_wide and id(tensor) in given:
+        is_left = given[id(tensor)] != 1 or (tensor.is_leaf and tensor.requires_grad)
+        if dtype is not None and is_wide and not is_left:
             found[id(tensor)] = tensor.to(dtype)
     return found
 

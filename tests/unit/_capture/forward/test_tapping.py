@@ -117,3 +117,40 @@ def _check_saved() -> None:
         (of_input,) = torch.autograd.grad(found.square().sum(), x, retain_graph=True)
         assert torch.equal(of_input, *torch.autograd.grad(expected.square().sum(), x))
         engine.compute_gramian(found.square().sum(1))
+
+
+class Several(nn.Module):
+    """Two layers read the input, and a product reads a tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8).float(), nn.Linear(8, 8).float()
+        self.weight = nn.Parameter(torch.randn(8, 8).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Autocast rounds a leaf once for both layers, and what is read twice for each reading."""
+        hidden = (self.first(x) * self.second(x)).float().tanh()
+        return torch.addmm(hidden, hidden, self.weight).float()
+
+
+@pytest.mark.parametrize("cache_enabled", [False, True])
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_gradients_under_autocast_are_rounded_as_without_an_engine(
+    half: torch.dtype, cache_enabled: bool
+) -> None:
+    """Autocast's gradients of a tensor are added up in the dtype in which it keeps the tensor."""
+    plain, hooked = Several(), Several()
+    hooked.load_state_dict(plain.state_dict())
+    engine = Engine(hooked, batch_dim=0)
+    for dtype in (half, None, half):
+        x = torch.randn(5, 8).float().requires_grad_()
+        found = []
+        for model in (hooked, plain):
+            options = {"enabled": dtype is not None, "cache_enabled": cache_enabled}
+            with torch.autocast(x.device.type, dtype, **options):
+                output = model(x)
+            if model is hooked:
+                engine.compute_gramian(output.square().sum(1))
+            inputs = [x, *model.parameters()]
+            found.append(torch.autograd.grad(output.square().sum(), inputs))
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
