@@ -12,6 +12,7 @@ Which of them runs is decided by whose backward pass it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -114,7 +115,8 @@ class Backward:
             # Compiled now, what a compiler asks of sizes becomes a guard of the part. Later, it
             # would hold for the sizes of one call, and be used for all.
             self._variant("full", self._without_taps)
-            self._variant("taps", self._with_taps)
+            with suppress(Exception):  # the compiler's: this one, for engines, runs uncompiled then
+                self._variant("taps", self._with_taps)
             self._is_guarded = False
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:

@@ -13,6 +13,7 @@ from autogram import Engine
 from autogram._blocks import Limit
 from autogram._blocks.kernels import CpuKernels, TracedCudaKernels
 from autogram._capture.backward.assembly import Assembly
+from autogram._compiled.variants import Backward
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
     INNER,
@@ -255,3 +256,24 @@ def test_images_of_many_sizes(inner: str, has_rules: bool) -> None:
         with engine.paused():
             plain = model(x).square().flatten(1).sum(1)
         assert_step(engine, run(x).square().flatten(1).sum(1), plain, trainable(model))
+
+
+def test_a_variant_for_engines_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs uncompiled, and training without an engine does not notice."""
+    make = Backward._with_taps
+
+    def with_taps(backward: Backward, *args: Any) -> Any:
+        if backward._is_guarded:  # it would be compiled
+            raise RuntimeError("This graph cannot be compiled.")
+        return make(backward, *args)
+
+    monkeypatch.setattr(Backward, "_with_taps", with_taps)
+    model = mlp()
+    engine = Engine(model, verify="never")
+    run = compiled(model, dynamic=True)
+    for size in (4, 6, 5):
+        x = torch.randn(size, 3)
+        with engine.paused():
+            plain = squares(model(x), x)
+        squares(run(x), x).sum().backward()
+        assert_step(engine, squares(run(x), x), plain, trainable(model))
