@@ -19,7 +19,7 @@ from autogram._errors import ChangedTensorError
 
 @dataclass(frozen=True)
 class Adjoint:
-    """Computes weighted sums of a block's rows faster than an einsum.
+    """Computes weighted sums of a block's rows, and perhaps the rows, faster than an einsum.
 
     PyTorch has such a kernel for convolutions: the gradient of the weight, without patches.
     """
@@ -124,7 +124,7 @@ class Block(Kept):
     equation: str
     operands: tuple[Tensor, ...]
     adjoint: Adjoint | None = None
-    """A faster way to weighted sums of all rows, or ``None``. Slices of the block have none."""
+    """A faster way to all rows and weighted sums of them, or ``None``. Slices have none."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ _PARTS = 4
 _FRESH_INSIDE = 2**22
 _FRESH_BEHIND = 2**17
 
-# With so many elements of patches for each one of the rows, the rows of a convolution were faster
-# by its gradient: in from a fortieth to nine tenths of the time, and without patches. PyTorch's own
-# convolutions, which double precision falls back to, are called once for each group.
+# With more elements of patches than this for each element of the rows, the rows of a convolution
+# took a fortieth to nine tenths of the time by its gradient, and no patches. In double precision,
+# PyTorch has a kernel for one group, which it would call for each group of each sample.
 _PATCHES_PER_ROW = 8
 
 
@@ -92,7 +92,7 @@ class CpuKernels(Kernels):
         return torch.cat([left, torch.cat([left[half:].mT, last])], 1)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
-        """Whether patches are many, and a library has a kernel for many groups."""
+        """Whether there are many patches, and a kernel that takes many groups at once."""
         del channels
         has_kernel = torch.backends.mkldnn.is_available()
         is_fast = has_kernel and self.multiplied(*dtypes) == torch.float32
