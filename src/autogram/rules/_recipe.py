@@ -15,7 +15,6 @@ from autogram._errors import RuleError
 _POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
 
 Prepare = Callable[..., tuple[Tensor, ...]]
-FromResult = Callable[[Tensor], tuple[Tensor, ...] | None]
 
 
 class Formula(NamedTuple):
@@ -53,7 +52,7 @@ class Recipe(NamedTuple):
     formula: Formula
     saved: tuple[Tensor, ...] = ()
     output: int = 0
-    from_result: FromResult | None = None
+    from_result: Callable[[Tensor], tuple[Tensor, ...] | None] | None = None
 
 
 def product(

@@ -18,7 +18,6 @@ from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
-from autogram.rules._recipe import FromResult
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -41,7 +40,7 @@ class Answer(NamedTuple):
     recipes: list[KeptRecipe]
     saved: list[Tensor]
     """The tensors that the tap has to save. Each recipe knows which of these it needs."""
-    from_result: dict[int, FromResult]
+    from_result: dict[int, Callable[[Tensor], tuple[Tensor, ...] | None]]
     """What gives other tensors to save, from the result, by the position of the recipe."""
 
 
