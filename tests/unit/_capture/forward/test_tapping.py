@@ -59,7 +59,7 @@ class Named(nn.Module):
         self.weight = nn.Parameter(torch.randn(*sizes).float())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product in the dtype of autocast, behind a change of memory."""
+        """The product, of arguments that are given by name."""
         return F.linear(weight=self.weight, input=x)
 
 
