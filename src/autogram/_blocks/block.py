@@ -64,6 +64,7 @@ class Equation:
         inputs: The indices of each operand.
         parameter: The indices of the tensor's dimensions.
         is_rows: Whether the block is explicit rows, with their dimensions in any order.
+        is_in_order: Whether these are in the order of the tensor's.
         is_sum: Whether rows are sums over one operand, as those of a bias are.
         order_of_factors: The tensor's dimensions in the order of the block's operands.
         positions: The indices that every operand has and that are summed over.
@@ -75,6 +76,7 @@ class Equation:
         self.parameter = output[2:]
         is_single = len(self.inputs) == 1
         self.is_rows = is_single and len(inputs) == len(output)
+        self.is_in_order = inputs == output
         self.is_sum = is_single and len(inputs) > len(output)
         found = [inputs.find(label) for label in self.parameter]  # -1 for a dimension of one
         self.order_of_factors = tuple(sorted(range(len(found)), key=found.__getitem__))
@@ -164,13 +166,14 @@ class Block(Kept):
     @property
     def elements_of_rows(self) -> int:
         """How many elements explicit rows have."""
-        return prod([self.sizes[label] for label in "kb" + self.parameter])
+        sizes = self.sizes
+        return prod([sizes[label] for label in "kb" + self.parameter])
 
     def has_fast_adjoint(self, kernels: Kernels) -> bool:
         """Whether the adjoint gives rows faster than an einsum does, and without patches."""
         if self.adjoint is None or self.adjoint.of_samples is None:
             return False
-        patches, dtypes = max(map(prod, self.shapes)), [x.dtype for x in self.operands]
+        patches, dtypes = max([x.numel() for x in self.operands]), [x.dtype for x in self.operands]
         return kernels.prefers_adjoint(patches, self.elements_of_rows, self.sizes["i"], *dtypes)
 
     def form(self, differing: str) -> Hashable:

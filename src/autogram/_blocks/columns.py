@@ -58,8 +58,10 @@ class Columns:
             is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
+            equation = reordered(block.equation, region.order)
             operands = self.kernels.rounded(block.operands)
-            block = Block(reordered(block.equation, region.order), operands, block.adjoint)
+            if equation != block.equation or operands is not block.operands:
+                block = Block(equation, operands, block.adjoint)
         if subset is not None:
             self._partial = self._partial or Gathering(self.kernels)
             self._partial.add(region.canonical, subset, block)

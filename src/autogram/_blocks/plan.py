@@ -122,6 +122,9 @@ def _rows_of(block: Block, kernels: Kernels, memory: Memory | None) -> Tensor:
     """The explicit rows of one block."""
     if block.adjoint is not None and block.has_fast_adjoint(kernels):
         return block.adjoint.rows(block.parameter, kernels)
+    dtype = block.operands[0].dtype
+    if parsed(block.equation).is_in_order and kernels.multiplied(dtype) == dtype:
+        return block.operands[0]
     return kernels.rows(block.equation, block.operands, memory)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from autogram._blocks.block import Block, cross_equation, joined, parsed
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import repeats
-from autogram._blocks.kernels.paths import find_path, unused_labels
+from autogram._blocks.kernels.paths import find_path, unused_labels, weighted
 from autogram._blocks.plan import Kind, count_pieces, order_of_rows, plans, rows
 
 
@@ -91,9 +91,7 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
         if block.adjoint and can_adjoin
     ]
     for block in merge([x for x in blocks if not (x.adjoint and can_adjoin)], kernels):
-        inputs, output = block.equation.split("->")
-        s = next(unused_labels(block.equation))
-        whole = Block(f"{s}kb,{inputs}->{s}{output[2:]}", (weights, *block.operands))
+        whole = Block(weighted(block.equation), (weights, *block.operands))
         sums = [
             kernels.weighted_sum(block.equation, part.operands[1:], part.operands[0])
             for part in _by_samples(whole, kernels)

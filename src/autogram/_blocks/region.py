@@ -26,11 +26,11 @@ class Region:
     @classmethod
     def of(cls, tensor: Tensor, shift: int = 0) -> Region:
         """The elements of its storage that ``tensor`` addresses, moved by ``shift``."""
-        offset, shape = int(tensor.storage_offset()) + shift, tuple(tensor.shape)
-        strides = tensor.stride()
-        # Where a graph is compiled for open sizes, these have no hash.
-        is_open = any(isinstance(size, torch.SymInt) for size in (*shape, *strides))
-        return (Region if is_open else _known)(offset, shape, strides)
+        place = int(tensor.storage_offset()) + shift, tuple(tensor.shape), tensor.stride()
+        try:
+            return _known(*place)
+        except TypeError:  # where a graph is compiled for open sizes, these have no hash
+            return Region(*place)
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...]) -> Region:

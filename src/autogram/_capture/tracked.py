@@ -45,8 +45,8 @@ class Tracked:
         place: Region | None = None,
     ) -> Tracked:
         """A tensor as it is now. Without a region, its blocks are pulled back."""
-        shape, dtype, version = tuple(tensor.shape), tensor.dtype, tensor._version
-        return cls(sources, region, shape, dtype, version, place=place)
+        shape = tuple(tensor.shape) if region is None else region.shape
+        return cls(sources, region, shape, tensor.dtype, tensor._version, place=place)
 
 
 class Batched(Enum):

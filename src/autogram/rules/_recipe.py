@@ -185,56 +185,80 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
         Recipes for the terms that require a gradient, or ``None`` where an index repeats within a
         term or stands in that term alone: the rows of such a call are left to the fallback.
     """
-    sizes: dict[str, int] = {}
-    for tensor, labels in terms:
-        for label, n in zip(labels, tensor.shape, strict=True):
-            sizes[label] = max(n, sizes.get(label, 1))
-    targets = [_target(tensor, labels, sizes) for tensor, labels in terms]
-    factors = [_squeezed(tensor, of) for (tensor, _), of in zip(terms, targets, strict=True)]
+    labels, are_one = tuple([of for _, of in terms]), tuple([_are_one(x.shape) for x, _ in terms])
+    equations, repeated = _equations(output, labels, are_one)
+    pairs = zip(terms, repeated, strict=True)
+    factors = [x.squeeze(dims) if dims else x for (x, _), dims in pairs]
     recipes = []
-    for i, (operand, labels) in enumerate(terms):
-        if not operand.requires_grad:
-            continue
-        others = factors[:i] + factors[i + 1 :]
-        equation = ",".join((output, *(of for _, of in others)))
-        if len(set(labels)) < len(labels) or not set(targets[i]) - {"1"} <= set(equation):
-            return None
-        saved = [x for x, _ in others]
-        recipes.append(product(operand, f"{equation}->{targets[i]}", *saved, scale=scale))
+    for i, ((operand, _), equation) in enumerate(zip(terms, equations, strict=True)):
+        if operand.requires_grad:
+            if equation is None:
+                return None
+            others = factors[:i] + factors[i + 1 :]
+            recipes.append(product(operand, equation, *others, scale=scale))
     return recipes
 
 
-def _target(operand: Tensor, labels: str, sizes: dict[str, int]) -> str:
+@lru_cache(maxsize=4096)
+def _equations(
+    output: str, labels: tuple[str, ...], are_one: tuple[tuple[bool, ...], ...]
+) -> tuple[list[str | None], list[tuple[int, ...]]]:
+    """The equation of each term's block, and the dimensions along which each term is broadcast.
+
+    ``None`` in the place of an equation that no product can have.
+    """
+    pairs = list(zip(labels, are_one, strict=True))
+    targets = [_target(of, ones, pairs) for of, ones in pairs]
+    inputs = [target.replace("1", "") for target in targets]
+    equations: list[str | None] = []
+    for i, target in enumerate(targets):
+        given = ",".join((output, *inputs[:i], *inputs[i + 1 :]))
+        fits = len(set(labels[i])) == len(labels[i]) and set(target) - {"1"} <= set(given)
+        equations.append(f"{given}->{target}" if fits else None)
+    repeated = [tuple(d for d, x in enumerate(target) if x == "1") for target in targets]
+    return equations, repeated
+
+
+def _are_one(shape: Sequence[int]) -> tuple[bool, ...]:
+    """Which dimensions have size one: all that decides what is broadcast."""
+    return tuple([bool(n == 1) for n in shape])  # sizes that a compiler leaves open have no hash
+
+
+def _target(
+    labels: str, are_one: Sequence[bool], terms: Iterable[tuple[str, Sequence[bool]]]
+) -> str:
     """The indices of a term, with ``1`` for the dimensions along which it is broadcast."""
-    pairs = zip(labels, operand.shape, strict=True)
-    return "".join(label if n == sizes[label] else "1" for label, n in pairs)
-
-
-def _squeezed(tensor: Tensor, target: str) -> tuple[Tensor, str]:
-    """A term without the dimensions along which it is broadcast, and its indices."""
-    repeated = [d for d, label in enumerate(target) if label == "1"]
-    return (tensor.squeeze(repeated) if repeated else tensor), target.replace("1", "")
+    larger = {x for of, ones in terms for x, is_one in zip(of, ones, strict=True) if not is_one}
+    pairs = zip(labels, are_one, strict=True)
+    return "".join("1" if is_one and label in larger else label for label, is_one in pairs)
 
 
 def addend(
     operand: Tensor,
-    shape: Sequence[int],
-    *saved: Tensor,
+    *others: Sequence[int],
+    saved: tuple[Tensor, ...] = (),
     scale: float = 1,
     prepare: Prepare | None = None,
 ) -> Recipe:
-    """The recipe of a tensor that is broadcast to ``shape`` and added, times ``scale``.
+    """The recipe of a tensor that is added, times ``scale``, to tensors of some other shapes.
 
     For an elementwise function of this tensor, ``prepare`` multiplies the cotangent by its
     derivative.
     """
-    output, (_, labels) = broadcast(shape, operand.shape)
-    sizes = dict(zip(output, shape, strict=True))
-    target = _target(operand, labels, sizes)
-    return product(operand, f"{output}->{target}", *saved, prepare=prepare, scale=scale)
+    equation = _sum_equation(_are_one(operand.shape), tuple([_are_one(x) for x in others]))
+    return product(operand, equation, *saved, prepare=prepare, scale=scale)
 
 
-def broadcast(*shapes: Sequence[int]) -> tuple[str, list[str]]:
-    """Indices for tensors that are broadcast against each other, and for their result."""
-    output = positions(max(len(shape) for shape in shapes))
-    return output, [output[len(output) - len(shape) :] for shape in shapes]
+@lru_cache(maxsize=4096)
+def _sum_equation(own: tuple[bool, ...], others: tuple[tuple[bool, ...], ...]) -> str:
+    """The equation of a tensor that is added to others, by which of their sizes are one."""
+    output, labels = broadcast(len(own), *map(len, others))
+    terms = list(zip(labels, (own, *others), strict=True))
+    return f"{output}->{_target(labels[0], own, terms)}"
+
+
+@lru_cache
+def broadcast(*counts: int) -> tuple[str, list[str]]:
+    """Indices for tensors of some numbers of dimensions, broadcast, and for their result."""
+    output = positions(max(counts))
+    return output, [output[len(output) - count :] for count in counts]

@@ -17,7 +17,6 @@ In the equations of the blocks, ``q`` is the group of channels and ``xyz`` are t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +115,7 @@ class Convolution(NamedTuple):
             dim = None if layout is None else layout.dim
             of_samples = self._gradients if dim is not None and self._has_patches else None
             sizes = (dim, cotangent, (input,), block.parameter, of_samples)
-            adjoint = Adjoint(self._gradient, *sizes)
-            block = replace(block, adjoint=adjoint)
+            block = Block(block.equation, block.operands, Adjoint(self._gradient, *sizes))
         return (block,)
 
     def transposed_blocks(
@@ -142,6 +140,8 @@ class Convolution(NamedTuple):
 
     def _by_group(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensor with a dimension of channels split into groups and their channels."""
+        if self.groups == 1:
+            return tensor.unsqueeze(dim)
         split: Tensor = tensor.unflatten(dim, (self.groups, -1))
         return split
 
@@ -164,8 +164,10 @@ class Convolution(NamedTuple):
             input = input.contiguous()
         sizes = zip(self.weight[2:], self.stride, self.dilation, strict=True)
         for dim, (size, step, hole) in enumerate(sizes, start=1):
-            input = input.unfold(dim, hole * (size - 1) + 1, step)[..., ::hole]
-        return self._by_group(input.movedim(len(self.stride) + 1, -1), -1)
+            input = input.unfold(dim, hole * (size - 1) + 1, step)
+            if hole > 1:
+                input = input[..., ::hole]
+        return self._by_group(input.movedim(len(self.stride) + 1, -1), input.dim() - 1)
 
     def _gradient(self, cotangent: Tensor, input: Tensor) -> Tensor:
         """The gradient of the kernel, ``(q, o, i, *taps)``, by PyTorch, which needs no patches."""

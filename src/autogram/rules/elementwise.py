@@ -22,8 +22,8 @@ from autogram.rules._registry import register_rule, variants
 def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input + alpha * other``."""
     terms = [(x, scale) for x, scale in ((input, 1), (other, alpha)) if isinstance(x, Tensor)]
-    shape = torch.broadcast_shapes(*(x.shape for x, _ in terms))
-    return [addend(x, shape, scale=scale) for x, scale in terms if x.requires_grad]
+    shapes = [x.shape for x, _ in terms]
+    return [addend(x, *shapes, scale=scale) for x, scale in terms if x.requires_grad]
 
 
 @register_rule(*variants("sub", "sub_", "subtract", "subtract_"))
@@ -43,7 +43,7 @@ def mul(input: Any, other: Any) -> list[Recipe] | None:
     """``input * other``."""
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return None
-    output, (left, right) = broadcast(input.shape, other.shape)
+    output, (left, right) = broadcast(input.dim(), other.dim())
     return multilinear(output, (input, left), (other, right))
 
 
@@ -52,12 +52,12 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
     """``input / other``, not rounded."""
     if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return None
-    shape = torch.broadcast_shapes(input.shape, other.shape)
     recipes = []
     if input.requires_grad:
-        recipes.append(addend(input, shape, other, prepare=_by_numerator))
+        recipes.append(addend(input, other.shape, saved=(other,), prepare=_by_numerator))
     if other.requires_grad:
-        recipes.append(addend(other, shape, input, other, prepare=_by_denominator))
+        saved = (input, other)
+        recipes.append(addend(other, input.shape, saved=saved, prepare=_by_denominator))
     return recipes
 
 
@@ -65,9 +65,9 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
 def where(condition: Tensor, input: Any, other: Any) -> list[Recipe]:
     """``input`` where a condition holds, and ``other`` elsewhere."""
     branches = [(x, kept) for x, kept in ((input, True), (other, False)) if isinstance(x, Tensor)]
-    shape = torch.broadcast_shapes(condition.shape, *(x.shape for x, _ in branches))
+    shapes = condition.shape, *[x.shape for x, _ in branches]
     return [
-        addend(x, shape, condition, prepare=partial(_masked, kept))
+        addend(x, *shapes, saved=(condition,), prepare=partial(_masked, kept))
         for x, kept in branches
         if x.requires_grad
     ]
@@ -82,7 +82,7 @@ def where_method(input: Tensor, condition: Tensor, other: Any) -> list[Recipe]:
 @register_rule(torch.prelu)
 def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
     """The slope: dw = sum g min(x, 0), per channel or over all of them."""
-    output, _ = broadcast(input.shape)
+    output, _ = broadcast(input.dim())
     channel = "1" if weight.numel() == 1 else output[1:2]
     equation = f"{output},{output}->{channel if weight.dim() else ''}"
     return [product(weight, equation, input, prepare=_negative_part)]

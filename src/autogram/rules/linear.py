@@ -64,7 +64,7 @@ def bilinear(
 @register_rule(*variants("matmul", "mm", "bmm"))
 def matmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
     """Both sides of a matrix product, with batches broadcast."""
-    output, left, right = _matmul_labels(input, other)
+    output, left, right = _matmul_labels(input.dim(), other.dim())
     return multilinear(output, (input, left), (other, right))
 
 
@@ -79,7 +79,7 @@ def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Recipe] | None:
     """``beta * input + alpha * mat1 @ mat2``."""
-    output, left, right = _matmul_labels(mat1, mat2)
+    output, left, right = _matmul_labels(mat1.dim(), mat2.dim())
     recipes = multilinear(output, (mat1, left), (mat2, right), scale=alpha)
     shape = (*mat1.shape[:-1], mat2.shape[-1])
     return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
@@ -123,11 +123,12 @@ def _by_group(cotangent: Tensor, input: Tensor, offs: Tensor) -> tuple[Tensor, T
     return cotangent, input, is_of_group.to(cotangent.dtype)
 
 
-def _matmul_labels(left: Tensor, right: Tensor) -> tuple[str, str, str]:
-    """Indices of the output and of both sides of a matrix product."""
-    output, (left_batch, right_batch) = broadcast(left.shape[:-2], right.shape[:-2])
-    row = "o" if left.dim() > 1 else ""
-    column = "p" if right.dim() > 1 else ""
+@lru_cache
+def _matmul_labels(left: int, right: int) -> tuple[str, str, str]:
+    """Indices of the output and of both sides of a matrix product, by their dimensions."""
+    output, (left_batch, right_batch) = broadcast(max(left - 2, 0), max(right - 2, 0))
+    row = "o" if left > 1 else ""
+    column = "p" if right > 1 else ""
     return output + row + column, left_batch + row + "i", right_batch + "i" + column
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from autogram._blocks.kernels.contraction import Hardware, carry_out
-from autogram._blocks.kernels.paths import Prices, unused_labels
+from autogram._blocks.kernels.paths import Prices, weighted
 from autogram._blocks.kernels.workspace import Memory
 
 
@@ -157,9 +157,7 @@ class Kernels(Hardware):
 
     def weighted_sum(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
         """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``."""
-        inputs, output = equation.split("->")
-        s = next(unused_labels(equation))
-        return self.einsum(f"{s}kb,{inputs}->{s}{output[2:]}", (weights, *operands))
+        return self.einsum(weighted(equation), (weights, *operands))
 
     def square_norms(self, rows: Tensor) -> Tensor:
         """The squared norm of each of some rows ``(m, n)``, in one read."""

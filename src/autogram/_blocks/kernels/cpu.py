@@ -78,12 +78,12 @@ class CpuKernels(Kernels):
         """``left @ right.mT``, long sums in parts."""
         if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
             return left @ right.mT
-        left, right = (x.reshape(len(x), _PARTS, -1).transpose(0, 1) for x in (left, right))
+        left, right = (x.reshape(x.shape[0], _PARTS, -1).transpose(0, 1) for x in (left, right))
         return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
 
     def gram(self, rows: Tensor) -> Tensor:
         """Rows times themselves, of which one of two mixed quarters is the mirror of the other."""
-        m = len(rows)
+        m = rows.shape[0]
         if m < 2 * _FEWEST_SAMPLES or rows.numel() < _WORTH_SPLITTING:
             return self.multiply(rows, rows)
         half = m // 2

@@ -138,7 +138,7 @@ class CudaKernels(Kernels):
         parts = self._parts(left)
         if parts == 1:
             return self._accumulated(left, right.mT)
-        left, right = (x.reshape(len(x), parts, -1).transpose(0, 1) for x in (left, right))
+        left, right = (x.reshape(x.shape[0], parts, -1).transpose(0, 1) for x in (left, right))
         return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
 
     @override

@@ -101,3 +101,11 @@ def unused_labels(*equations: str) -> Iterator[str]:
     """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
     used = set("kb").union(*equations)
     return (letter for letter in reversed(ascii_letters) if letter not in used)
+
+
+@lru_cache(maxsize=4096)
+def weighted(equation: str) -> str:
+    """The equation of sums of rows with weights ``(s, k, b)``, which come first, from theirs."""
+    inputs, output = equation.split("->")
+    s = next(unused_labels(equation))
+    return f"{s}kb,{inputs}->{s}{output[2:]}"

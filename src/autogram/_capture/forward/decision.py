@@ -6,8 +6,8 @@ No call is carried out here. The only thing noted is the edge of a derived tenso
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +112,9 @@ def decide(
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
 
+_range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps some
+
+
 def _ask(
     rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
 ) -> dict[int, Answer] | None:
@@ -138,13 +141,13 @@ def _ask(
             start = len(answer.saved)
             answer.reads.extend(known)
             answer.saved.extend(recipe.saved)
-            saved = slice(start, len(answer.saved))
+            saved = _range(start, len(answer.saved))
             if recipe.from_result is not None:
                 answer.from_result[len(answer.recipes)] = recipe.from_result
             answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
     expected = [status for _, status in reads]
     for answer in answers.values():
-        if answer.reads != expected and Counter(answer.reads) != Counter(expected):
+        if answer.reads != expected and sorted(map(id, answer.reads)) != sorted(map(id, expected)):
             return None
     return answers

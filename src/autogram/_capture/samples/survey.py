@@ -9,6 +9,7 @@ unless the values of saved tensors move samples. A
 from __future__ import annotations
 
 import marshal
+from collections import deque
 from hashlib import blake2b
 from typing import Any
 
@@ -59,9 +60,9 @@ class Survey:
         self._structure: list[Any] = []
         self._sizes: list[Any] = [tuple(losses.shape)]
         self._inside: list[Any] = []  # the sizes inside of compiled parts
-        behind_taps: list[_Edges] = []
+        behind_taps: deque[_Edges] = deque()
         edges = ((losses.grad_fn, losses.output_nr),)
-        self.leaves_of_tail = self._follow([edges], behind_taps)
+        self.leaves_of_tail = self._follow(deque([edges]), behind_taps)
         self._end_of_tail = len(self.nodes)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
@@ -104,23 +105,25 @@ class Survey:
             self._structure += self.uses[use], output.output_nr
         return found
 
-    def _follow(self, pending: list[_Edges], behind_taps: list[_Edges]) -> list[Tensor]:
+    def _follow(self, pending: deque[_Edges], behind_taps: deque[_Edges]) -> list[Tensor]:
         """Follows edges up to taps, whose own edges it adds to ``behind_taps``.
 
         Returns the leaves that were not reached before.
         """
         leaves: list[Tensor] = []
-        nodes, numbers, structure = self.nodes, self.numbers, self._structure
-        for edges in pending:
+        nodes, numbers, structure, sizes = self.nodes, self.numbers, self._structure, self._sizes
+        while pending:
+            edges = pending.popleft()
             structure.append(len(edges))
             for node, result in edges:
-                number = numbers.setdefault(node, len(nodes))
-                structure += number, result
-                if number < len(nodes):
+                number = numbers.get(node)
+                if number is not None:
+                    structure += number, result
                     continue
+                number = numbers[node] = len(nodes)
                 nodes.append(node)
                 kind = kind_of_node(node.__class__)
-                structure.append(kind.number)
+                structure += number, result, kind.number
                 if kind.operation == _LEAF:
                     if node not in self._anchors:
                         leaves.append(node.variable)
@@ -133,7 +136,10 @@ class Survey:
                         # A float (a slope, a temperature) may change at each step of a training:
                         # only whether it is zero is part of the key.
                         structure += [x == 0 if x.__class__ is float else x for x in read]
-                        self._sizes += [size(node) for size in kind.sizes]
+                        for size in kind.sizes:
+                            found = size(node)
+                            # Tuples that are alive would let the garbage collector run more often.
+                            sizes += (len(found), *found) if found.__class__ is tuple else (found,)
                     elif kind.operation == _SLICES:
                         self.may_hide_taps |= any(x == self._anchor for x, _ in pending[-1])
         return leaves
