@@ -1,5 +1,8 @@
 """What Python costs where a device waits for it: microseconds of a call, a use, and its cotangent.
 
+And how many objects Python's garbage collector knows of. The more there are that live for a while,
+the more often it walks through all objects of the process.
+
 Run as ``python -m tests.speed.host``. Tensors are tiny, so that their arithmetic takes no time. A
 model with many equal steps is compared with one with few of them: what the further steps cost with
 an engine, less what they cost without. Times are those of the processor, and the least of many, so
@@ -110,6 +113,39 @@ def _steps(plain: nn.Module, hooked: nn.Module) -> dict[str, Callable[[], object
     }
 
 
+def count_objects() -> tuple[float, float]:
+    """How many objects of a use the collector knows: behind the forward pass, and in a fused step.
+
+    There, when its Gramian is known.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for count in (_FEW, _MANY):
+        model = Uses(count)
+        engine = Engine(model, verify="never")
+        x = torch.randn(_SAMPLES, _WIDTH)
+        ends: list[int] = []
+
+        def weigh(gramian: Tensor, ends: list[int] = ends) -> Tensor:
+            ends.append(len(gc.get_objects()))
+            return gramian.new_ones(_SAMPLES)
+
+        for _ in range(3):
+            model.zero_grad()
+            gc.collect()
+            gc.disable()
+            try:
+                start = len(gc.get_objects())
+                losses = _losses(model, x)
+                ends.append(len(gc.get_objects()))
+                engine.backward(losses, weigh)
+                del losses
+            finally:
+                gc.enable()
+        found[count] = ends[-2] - start, ends[-1] - start
+    (few, few_then), (many, many_then) = found[_FEW], found[_MANY]
+    return (many - few) / (_MANY - _FEW), (many_then - few_then) / (_MANY - _FEW)
+
+
 def _losses(model: nn.Module, x: Tensor) -> Tensor:
     """One for each sample."""
     return model(x).square().sum(1)
@@ -120,6 +156,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = measure()
     print(f"call {found.call:.1f} us, use {found.use:.1f} us, part of G {found.part:.1f} us")
+    print("objects of a use: {:.0f} behind the forward pass, {:.0f} then".format(*count_objects()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.speed.__main__ import main
 from tests.speed.gpu import counted
 from tests.speed.gpu.__main__ import main as gpu
 from tests.speed.gpu.models import TINY
-from tests.speed.host import measure
+from tests.speed.host import count_objects, measure
 from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
 from tests.speed.report import Outcome
@@ -121,6 +121,13 @@ def test_host_time_is_measured() -> None:
     found = measure(repeats=20)
     assert 0 < found.call < found.use
     assert found.part > 0
+
+
+def test_no_more_objects_live_than_did() -> None:
+    """The collector of Python runs the more often, the more objects a step has alive."""
+    forward, step = count_objects()
+    assert 0 < forward <= 17
+    assert forward < step <= 34
 
 
 # Functions of the library, and calls of them: what Python costs in each step, on every machine.

@@ -97,6 +97,9 @@ def reordered(equation: str, order: tuple[int, ...]) -> str:
 class Kept(ABC):
     """Something that keeps tensors, and notices when they are changed in place."""
 
+    _versions: tuple[int, ...] | None = None
+    """Those of the tensors at the first check."""
+
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
@@ -104,8 +107,10 @@ class Kept(ABC):
 
     def check(self) -> None:
         """Raises ``ChangedTensorError`` if a tensor was changed in place since the first check."""
-        versions = [x._version for x in self.tensors]
-        if self.__dict__.setdefault("versions", versions) != versions:
+        versions = tuple([x._version for x in self.tensors])
+        if self._versions is None:
+            object.__setattr__(self, "_versions", versions)  # a subclass may be frozen
+        elif self._versions != versions:
             raise ChangedTensorError(
                 "A tensor that the Jacobian is made of was changed in place since it was computed. "
                 "If an optimizer's step or an in-place operation did this: Call the Jacobian's "

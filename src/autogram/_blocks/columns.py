@@ -44,7 +44,7 @@ class Columns:
         self.kernels = kernels
         self._whole = parameter.canonical
         self._blocks: dict[Region, list[Block]] = {}
-        self._lookups: list[Lookup] = []
+        self._lookups: Sequence[Lookup] = ()
         self._partial: Gathering | None = None
 
     def add(self, region: Region, block: Block | Lookup, subset: Subset | None = None) -> None:
@@ -68,7 +68,7 @@ class Columns:
             return
         if not isinstance(block, Block):
             block.check()
-            self._lookups.append(block)
+            self._lookups = *self._lookups, block
             return
         blocks = self._blocks.setdefault(region.canonical, [])
         if parsed(block.equation).is_sum:
@@ -264,7 +264,7 @@ class Columns:
             if isinstance(block, Block):
                 columns._blocks.setdefault(region, []).append(block)
             else:
-                columns._lookups.append(block)
+                columns._lookups = *columns._lookups, block
         return columns
 
     def narrow(self) -> Subset | None:
@@ -318,7 +318,7 @@ class Columns:
         partial, self._partial = self._partial, None
         for region, blocks in partial.blocks(samples):
             self._blocks.setdefault(region, []).extend(blocks)
-        self._lookups.extend(partial.lookups(samples))
+        self._lookups = *self._lookups, *partial.lookups(samples)
 
     def _spread(self) -> list[Block]:
         """Rows of each region, on the whole parameter."""
