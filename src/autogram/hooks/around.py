@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from sys import getrefcount
@@ -132,23 +132,20 @@ def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
         if frame.f_code is _CALLER:
             module = frame.f_locals["self"]
     if is_grad_enabled():
-        for _, around in hooked.around:
-            if not around.is_off:
-                return _run(module, hooked.around, args, kwargs)
+        on = [around for _, around in hooked.around if not around.is_off]
+        if on:
+            return _run(module, on, args, kwargs)
     return module._call_impl(*args, **kwargs)
 
 
 def _run(
-    module: nn.Module,
-    all_around: tuple[tuple[int, Around], ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, on: Iterable[Around], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a module inside of the objects around it."""
     entered: list[Around] = []
     output, is_done = None, False
     try:
-        for around in [around for _, around in all_around if not around.is_off]:
+        for around in on:
             entered.append(around)
             given = around.begin(module, args, kwargs)
             args = args if given is None else given
