@@ -47,6 +47,12 @@ def convolutional() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
+def depthwise() -> nn.Module:
+    convolutions = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3, groups=32), nn.ReLU()
+    mean = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*convolutions, nn.Conv2d(64, 64, 3, groups=64), *mean)
+
+
 class Transformer(nn.Module):
     """Two layers behind an embedding."""
 
@@ -64,9 +70,10 @@ class Transformer(nn.Module):
 
 # Launches of a step of gradient descent, with two passes, and fused.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, int, int]]] = {
-    "perceptron": (perceptron, lambda: torch.randn(64, 512).float(), (58, 86, 58)),
-    "convolutions": (convolutional, lambda: torch.randn(16, 3, 16, 16).float(), (31, 89, 94)),
-    "transformer": (Transformer, lambda: torch.randint(100, (8, 16)), (103, 229, 201)),
+    "perceptron": (perceptron, lambda: torch.randn(64, 512).float(), (58, 85, 57)),
+    "convolutions": (convolutional, lambda: torch.randn(16, 3, 16, 16).float(), (31, 72, 75)),
+    "depthwise convolutions": (depthwise, lambda: torch.randn(16, 3, 32, 32).float(), (17, 40, 41)),
+    "transformer": (Transformer, lambda: torch.randint(100, (8, 16)), (103, 228, 200)),
 }
 
 

@@ -42,7 +42,7 @@ class Adjoint:
         dtype = kernels.multiplied(*[x.dtype for x in given])
         cotangent, *saved = [x.to(dtype) for x in given]
         found = joined([self.of_samples(each, *saved).unsqueeze(0) for each in cotangent])
-        return torch.einsum(f"KB{self.labels}->KB{parameter}", found)
+        return _permuted(found, f"KB{self.labels}", f"KB{parameter}")
 
     def __call__(self, weights: Tensor, parameter: str, kernels: Kernels) -> Tensor:
         """The sum of the rows with weights ``(k, b)``, in the order of some indices."""
@@ -54,7 +54,15 @@ class Adjoint:
         total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
         saved = [x.to(total.dtype) if x.is_floating_point() else x for x in self.saved]
         gradient = self.function(total, *saved).to(weights.dtype)
-        return torch.einsum(f"{self.labels}->{parameter}", gradient)
+        return _permuted(gradient, self.labels, parameter)
+
+
+def _permuted(tensor: Tensor, labels: str, wanted: str) -> Tensor:
+    """A tensor with its dimensions in the order of some labels, summed over those left out."""
+    left_out = [dim for dim, label in enumerate(labels) if label not in wanted]
+    single = [dim for dim in left_out if tensor.shape[dim] == 1]  # `torch.einsum` would copy these
+    kept = "".join([label for dim, label in enumerate(labels) if dim not in single])
+    return torch.einsum(f"{kept}->{wanted}", tensor.squeeze(single) if single else tensor)
 
 
 class Equation:
@@ -65,7 +73,7 @@ class Equation:
         parameter: The indices of the tensor's dimensions.
         is_rows: Whether the block is explicit rows, with their dimensions in any order.
         is_in_order: Whether these are in the order of the tensor's.
-        is_sum: Whether rows are sums over one operand, as those of a bias are.
+        is_small: Whether rows have no more elements than an operand, as those of a bias or a scale.
         order_of_factors: The tensor's dimensions in the order of the block's operands.
         positions: The indices that every operand has and that are summed over.
     """
@@ -77,7 +85,7 @@ class Equation:
         is_single = len(self.inputs) == 1
         self.is_rows = is_single and len(inputs) == len(output)
         self.is_in_order = inputs == output
-        self.is_sum = is_single and len(inputs) > len(output)
+        self.is_small = not self.is_rows and any(set(output) <= set(of) for of in self.inputs)
         found = [inputs.find(label) for label in self.parameter]  # -1 for a dimension of one
         self.order_of_factors = tuple(sorted(range(len(found)), key=found.__getitem__))
         common = set.intersection(*map(set, self.inputs))

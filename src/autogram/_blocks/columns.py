@@ -71,8 +71,10 @@ class Columns:
             self._lookups = *self._lookups, block
             return
         blocks = self._blocks.setdefault(region.canonical, [])
-        if parsed(block.equation).is_sum:
-            block = explicit([block], self.kernels)  # no larger, and every product needs them
+        is_single, is_tiny = len(block.operands) == 1, block.elements <= self.kernels.tiny
+        if parsed(block.equation).is_small and (is_single or not is_tiny):
+            # Every product would form these rows. Of tiny factors, a bundle forms them together.
+            block = explicit([block], self.kernels)
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()

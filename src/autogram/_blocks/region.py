@@ -137,7 +137,7 @@ def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
     places = last - first + 1
     region, part = parts[0]
     n = len(part)
-    if len(parts) == 1 and region == parameter.canonical and parameter.is_gapless:
+    if len(parts) == 1 and region.bounds == parameter.bounds and region.is_gapless:
         return part.reshape(n, places)
     flat = part.new_zeros(n, places)
     for region, part in parts:
