@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +57,10 @@ class Objectives:
         All samples can go together because each has its own places in every activation.
         """
         k, b = self.per_sample, self.samples
+        options: Any = {"dtype": self.losses.dtype, "device": self.losses.device}
         if k == 1:
-            return torch.ones_like(self.losses).unsqueeze(0)  # in one launch
-        eye = torch.eye(k, dtype=self.losses.dtype, device=self.losses.device)
+            return torch.ones(1, *self.losses.shape, **options)  # in one launch
+        eye = torch.eye(k, **options)
         return self._by_loss(eye.unsqueeze(-1).repeat(1, 1, b))
 
     def weighted(self, weights: Tensor) -> Tensor:
