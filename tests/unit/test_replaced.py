@@ -113,3 +113,91 @@ def test_a_call_with_other_tensors() -> None:
         output = torch.func.functional_call(model, others, (torch.randn(5, 3),))
         assert_lists(engine, per_sample(output), others)
         assert_lists(engine, old, before)
+
+
+def rename_layer(model: Extra) -> None:
+    model.head = nn.Linear(4, 3)
+    del model.last
+    model.forward = lambda x: model.head(model.first(x).tanh())
+
+
+def freeze_as_buffer(model: Extra) -> None:
+    weight = model.last.weight.detach()
+    del model.last.weight
+    model.last.register_buffer("weight", weight)
+
+
+def tie(model: Extra) -> None:
+    model.last = nn.Linear(3, 4)
+    model.last.weight = model.first.weight
+    model.forward = lambda x: model.last(model.first(x).tanh()[:, :3])
+
+
+@pytest.mark.parametrize("change", [*CHANGES, rename_layer, freeze_as_buffer, tie])
+def test_parameters_that_were_replaced_are_no_columns(change: Callable[[Extra], None]) -> None:
+    """Others may hold what was replaced, as an optimizer does, and losses may depend on it."""
+    model = Extra()
+    engine = Engine(model, batch_dim=0, verify="never")
+    old, layer = dict(model.named_parameters()), model.last
+    weight = layer.weight
+    engine.compute_gramian(model.losses())
+    change(model)
+    for _ in range(2):
+        assert_lists(engine, model.losses(), dict(model.named_parameters()))
+        losses = model.losses() + weight.square().sum()
+        assert_lists(engine, losses, dict(model.named_parameters()))
+    assert len(old) == 5
+
+
+def test_a_call_with_derived_tensors_behind_a_replacement() -> None:
+    """`functional_call` puts new parameters aside, which the recorder knows all the same."""
+    model = Extra()
+    engine = Engine(model, batch_dim=0, unseen="error")
+    model.last = nn.Linear(4, 3)
+    for _ in range(2):
+        engine.compute_gramian(model.losses())
+        parameters = dict(model.named_parameters())
+        doubled = {n: 2 * p for n, p in parameters.items()}
+        output = torch.func.functional_call(model, doubled, (torch.randn(5, 3),))
+        assert_lists(engine, per_sample(output), parameters)
+
+
+def test_a_call_with_derived_tensors_behind_one_with_parameters() -> None:
+    """The parameters of another model take the place of those that later tensors come from."""
+    model, other = Extra(), Extra()
+    engine = Engine(model, batch_dim=0, unseen="error", verify="never")
+    parameters = dict(model.named_parameters())
+    for _ in range(2):
+        x = torch.randn(5, 3)
+        first = torch.func.functional_call(model, dict(other.named_parameters()), (x,))
+        doubled = {n: 2 * p for n, p in parameters.items()} | {"last.bias": other.last.bias}
+        both = first.detach() + torch.func.functional_call(model, doubled, (x,))
+        reached = {n: p for n, p in parameters.items() if n != "last.bias"}
+        assert_lists(engine, per_sample(both), {"last.bias": other.last.bias} | reached)
+
+
+def test_a_slice_of_a_model_that_nothing_holds() -> None:
+    """Its layers are those of the model, and live on."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    engine = Engine(model[:2], batch_dim=0)
+    for _ in range(2):
+        losses = per_sample(model(torch.randn(5, 3)))
+        assert_lists(engine, losses, dict(model[:2].named_parameters()))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_parameters_may_be_swapped(is_replaced: bool) -> None:
+    """As `.to` and `load_state_dict` do with some tensors, or where PyTorch is told to."""
+    model = Extra()
+    engine = Engine(model, batch_dim=0)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        if is_replaced:
+            replace_all(model)
+        model.to(torch.float64)
+        assert_lists(engine, model.losses(), dict(model.named_parameters()))
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.to(dtype)
+            model.load_state_dict(model.state_dict())
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)

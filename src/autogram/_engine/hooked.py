@@ -62,7 +62,7 @@ class Hooked:
         self._batch_dim = batch_dim
         references = tuple(weakref.ref(module) for module in modules)
         hooks = HookManager()
-        parameters = Parameters(references, hooks)
+        parameters = Parameters(modules, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)
         self._limit = limit_of_bytes(memory_limit_bytes)
         self._session = session = Session(channel, references, Checkpoints())

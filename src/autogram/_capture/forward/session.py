@@ -22,26 +22,43 @@ from autogram.hooks import HookManager
 
 
 class Parameters:
-    """Gives the parameters of an engine's modules with their names, and keeps none alive."""
+    """Gives the parameters of an engine's modules with their names.
 
-    def __init__(self, modules: tuple[weakref.ref[nn.Module], ...], hooks: HookManager) -> None:
-        self._modules = modules
+    It keeps those of the modules as they were last seen, no longer than the modules live. Those
+    that were replaced, or whose module is gone, have weak references alone. Others have none:
+    `torch.utils.swap_tensors`, by which modules may change their dtype, refuses such tensors.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], hooks: HookManager) -> None:
+        seen: dict[Tensor, str] = {}
+        replaced: list[tuple[weakref.ref[Tensor], str]] = []
+
+        def release(_: object) -> None:
+            replaced.extend([(weakref.ref(p), name) for p, name in seen.items()])
+            seen.clear()
+
+        self._modules = tuple(weakref.ref(module, release) for module in modules)
         self._hooks = hooks
-        self._originals = [(weakref.ref(p), name) for p, name in self._names().items()]
+        self._seen, self._replaced = seen, replaced
+        self()
 
     def __call__(self) -> dict[Tensor, str]:
         """The parameters as they are now, and those that `functional_call` has put aside.
 
         Tensors that such a call puts in their place and that are no leaves are left out: these are
-        derived from parameters, or from nothing of the engine's.
+        derived from parameters, or from nothing of the engine's. Where there are parameters alone,
+        any others were replaced, or such a call has put parameters of another model in their place.
+        Of a module that is gone, such as a slice of a model, the parts may live and be called.
         """
         names = self._names()
-        for exchanged in [p for p in names if not p.is_leaf]:
-            del names[exchanged]
-        for reference, name in self._originals:
-            parameter = reference()
-            if parameter is not None:
-                names.setdefault(parameter, name)
+        alive = [(p, name) for reference, name in self._replaced if (p := reference()) is not None]
+        aside = {p: name for p, name in (*self._seen.items(), *alive) if p not in names}
+        are_gone = any(module() is None for module in self._modules)
+        if are_gone or not all(isinstance(p, nn.Parameter) for p in names):
+            return {p: name for p, name in names.items() if p.is_leaf} | aside
+        self._replaced[:] = [(weakref.ref(p), name) for p, name in aside.items()]
+        self._seen.clear()
+        self._seen.update(names)
         return names
 
     def left_out(self) -> dict[Tensor, str]:
