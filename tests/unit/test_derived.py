@@ -512,6 +512,37 @@ def test_expanded(make_model: ModelFactory, objectives: Objectives) -> None:
     assert_gramian_is_exact(make_model, torch.randn(3, 5, 4), objectives=objectives)
 
 
+class SomeRows(nn.Module):
+    """The first rows of a parameter meet the samples, in each step as many as it is told."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.rows = nn.Parameter(torch.randn(4, 4))
+        self.function = function
+
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        return self.function(self.layer(x), self.rows[:n], n)
+
+
+SOME = {
+    "prompts": lambda x, p, _: torch.cat([p.unsqueeze(0).repeat(len(x), 1, 1), x], 1),
+    "outputs": lambda x, p, _: torch.cat([x, x @ p.exp().T], 2),
+    "inputs": lambda x, p, n: x + x[:, :, :n] @ p.exp(),
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_no_rows_of_a_parameter_at_some_steps(name: str) -> None:
+    """A derived tensor without elements gives its parameter no rows."""
+    model = SomeRows(SOME[name])
+    engine = Engine(model, batch_dim=0)
+    for n in (2, 0, 1, 0, 3):
+        losses = model(torch.randn(3, 5, 4), n).square().sum((1, 2))
+        assert_exact(engine, losses, model)
+        engine.backward(losses, lambda gramian: gramian.diagonal())
+
+
 # --- In-place edits -------------------------------------------------------------------------------
 
 

@@ -62,7 +62,6 @@ class _Account:
     """How many uses, and derived tensors, have not arrived."""
     is_reached: bool = False
     """Whether a use has arrived, also without a cotangent."""
-    has_blocks: bool = False
 
 
 @dataclass(eq=False)
@@ -241,7 +240,7 @@ class Assembly:
                     run.summary.add(use, layout, subset, found)
                 tracked, region, block = found
                 account = self._accounts[tracked]
-                account.is_reached = account.has_blocks = True
+                account.is_reached = True
                 assert account.columns is not None
                 account.columns.add(region, block, subset)
 
@@ -267,8 +266,8 @@ class Assembly:
             return []
         if isinstance(owner, Tensor):
             return [(owner, columns)]
-        if account.has_blocks:
-            subset = columns.narrow()
+        subset = columns.narrow()
+        if any(columns.found()):  # else nothing was added, or blocks of no element
             channel = self._run.channel
             found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
             for parameter, block in found:

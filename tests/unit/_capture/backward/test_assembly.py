@@ -55,7 +55,7 @@ def test_factors_are_dropped_on_the_way(keeps: bool, monkeypatch: pytest.MonkeyP
     def counted(self: Assembly, *args: Any) -> None:  # type: ignore[type-arg]
         add(self, *args)
         accounts = set(self._accounts.values())
-        waiting.append(sum(x.has_blocks and x.columns is not None for x in accounts))
+        waiting.append(sum(x.columns is not None and x.columns.dtype is not None for x in accounts))
 
     monkeypatch.setattr(Assembly, "_add", counted)
     for _ in range(3):
