@@ -33,6 +33,18 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     return output
 
 
+def _no_view(tensor: Tensor) -> Tensor:
+    """The tensor, as no view. That of a subclass is a view of one without the class.
+
+    PyTorch lets nobody change a view in place that a custom autograd Function returned.
+    """
+    if tensor._base is None:
+        return tensor
+    found = Tensor._make_subclass(type(tensor), tensor)
+    found.__dict__.update(tensor.__dict__)
+    return found
+
+
 class _Tap(torch.autograd.Function):
     """Identity. Tensors are kept by autograd, to be freed and off-loaded with the graph.
 
@@ -50,7 +62,7 @@ class _Tap(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         if not in_place:
-            return output.detach()  # the same storage: an in-place activation may follow
+            return _no_view(output.detach())  # the same storage: an in-place activation may follow
         ctx.mark_dirty(output)
         return output
 

@@ -64,7 +64,9 @@ def nodes_behind(
 def edge_of(leaf: Tensor, output: GradientEdge) -> GradientEdge:
     """Where a leaf enters the graph behind an output, also if it was frozen since."""
     if leaf.requires_grad:
-        return get_gradient_edge(leaf)
+        # PyTorch looks behind a view of the leaf, which a subclass makes a view of once more.
+        with torch._C.DisableTorchFunctionSubclass():
+            return get_gradient_edge(leaf)
     found = (node for node in nodes_behind(output) if getattr(node, "variable", None) is leaf)
     return GradientEdge(next(found), 0)
 

@@ -44,13 +44,15 @@ class Tapping:
         if kind.is_in_half and torch._C._is_any_autocast_enabled():
             rounded = _rounded((*args, *kwargs.values()), decision)
         # Autograd saves no tensor of inference mode, but a call may save a copy that it has made.
-        saved = {
-            index: [
-                x.detach().clone() if x is changed or x.is_inference() else x.detach()
-                for x in (rounded.get(id(x), x) for x in answer.saved)
-            ]
-            for index, answer in decision.answers.items()
-        }
+        # Autograd saves no classes of tensors either, and so gradients have none.
+        with torch._C.DisableTorchFunctionSubclass():
+            saved = {
+                index: [
+                    x.detach().clone() if x is changed or x.is_inference() else x.detach()
+                    for x in (rounded.get(id(x), x) for x in answer.saved)
+                ]
+                for index, answer in decision.answers.items()
+            }
         if rounded:
             args, kwargs = replaced((args, kwargs), rounded)
         versions = [x._version for some in saved.values() for x in some]
