@@ -361,6 +361,22 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     assert_works(engine, model, torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_behind_a_parameter_are_refused(layout: torch.layout) -> None:
+    """As in a pooling of ragged sequences; with the batch as one sample, they work."""
+    model = mlp()
+    engine, coupled = Engine(model), Engine(model, batch_dim=None)
+    for counts in ((2, 3, 2), (3, 1, 3)):
+        parts = list(model(batch(sum(counts), 3)).split(counts))
+        nested = torch.nested.as_nested_tensor(parts, layout=layout)
+        losses = per_sample(torch.nested.to_padded_tensor(nested, 0.0))
+        with pytest.raises(UnsupportedError, match=r"There is a nested tensor.*Pad the samples"):
+            engine.compute_gramian(losses)
+        assert_exact(coupled, losses, model)
+    assert_works(engine, model, batch(4, 3))
+
+
 def test_an_error_of_the_users_backward_passes_through() -> None:
     """What a custom function raises is not hidden, with one objective per sample or several."""
 

@@ -74,8 +74,14 @@ class Survey:
     def pattern(self, samples: int) -> bytes:
         """A digest of the dimensions of the nodes' results along which the samples could lie."""
         inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
-        shapes = [metadata.shape for node in inside for metadata in node._input_metadata]
-        rooms = [[_room(size, samples) for size in shape] for shape in shapes]
+        results = [metadata for node in inside for metadata in node._input_metadata]
+        if any(metadata.is_nested_tensor for metadata in results):
+            raise UnsupportedError(
+                "There is a nested tensor between the losses and a parameter, and no node of the "
+                "graph shows where the samples are in it. Pad the samples to one size, or pass "
+                "`batch_dim=None` to `Engine` (exact, slower)."
+            )
+        rooms = [[_room(size, samples) for size in metadata.shape] for metadata in results]
         return _digest([rooms, self._inside])
 
     def _find_left_out(self) -> dict[Tensor, str]:
