@@ -136,7 +136,7 @@ def _are_per_sample(parts: Sequence[Tensor]) -> bool:
 def _places(parts: Sequence[Tensor], batch_dim: BatchDim) -> list[Tensor]:
     """The numbers of the objectives of each loss, among all of them as they are joined."""
     each = [part.numel() for part in parts]
-    places = torch.arange(sum(each))
+    places = torch.arange(sum(each), device="cpu")
     if batch_dim is None or not _are_per_sample(parts):
         return list(places.split(each))
     samples = len(parts[0])

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autogram import ChangedTensorError, Engine, InvalidLossesError
-from tests.unit.checks import assert_same_gradients, features
+from autogram import ChangedTensorError, Engine, InvalidLossesError, concatenate
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, assert_same_gradients, features
 from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
 
 
@@ -458,6 +459,36 @@ class TestDefaults:
             with torch.device("meta"):
                 engine.compute_gramian(losses)
             assert_exact(engine, losses, model)
+
+    def test_another_device_around_products(self) -> None:
+        """The same holds for Jacobians, of micro-batches, too, and for sketches."""
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Flatten(), nn.Linear(9, 2))
+        engine = Engine(model, batch_dim=0)
+        ids = torch.randint(0, 5, (4, 3))
+        both = model(ids).square(), model(ids[:2]).square().sum(1)
+        expected = torch.cat([reference_jacobian(x, model.parameters()) for x in both])
+        index, weights = torch.tensor([9, 0, 3]), torch.rand(10)
+        with torch.device("meta"):
+            jacobian = concatenate([engine.jacobian(losses) for losses in both])
+            rows = torch.cat([x.flatten(1) for x in jacobian.rows(index).values()], 1)
+            gramians = jacobian.gramian(), jacobian.cross_gramian(jacobian)
+            norms = jacobian.row_norms()
+            products = torch.cat([x.flatten() for x in jacobian.vjp(weights).values()])
+            sketch = engine.sketch(both[0])
+            tasks = engine.weights([both[1], both[1]], lambda _: weights[:4])
+            with engine.accumulate(lambda _: weights) as steps:
+                for losses in both:
+                    steps.add(losses)
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        assert_close_to_reference(rows, expected[index])
+        assert_close_to_reference(norms, expected.norm(dim=1))
+        for gramian in gramians:
+            assert_close_to_reference(gramian, expected @ expected.T)
+        for gradient in (products, gradients):
+            assert_close_to_reference(gradient, weights @ expected)
+        assert [x.tolist() for x in tasks] == weights[:4].view(2, 2).T.tolist()
+        again = engine.sketch(model(ids).square())
+        torch.testing.assert_close(sketch.rows, again.rows)
 
     def test_a_device_that_is_set_inside_of_the_forward_pass(self) -> None:
         """The mode that does so goes below all others, and comes from there."""

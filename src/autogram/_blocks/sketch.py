@@ -13,7 +13,7 @@ References:
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 
 import torch
@@ -40,14 +40,9 @@ class Projection:
     def __init__(self, parameter: Region, dimensions: int, seed: int, device: torch.device) -> None:
         first, *rest = [n for n in parameter.shape if n > 1] or [1]
         sizes = [first, prod(rest)]
-        generator = torch.Generator().manual_seed(seed)
-        drawn = [
-            (
-                torch.randint(dimensions, (size,), generator=generator),
-                torch.randint(2, (size,), generator=generator) * 2 - 1,
-            )
-            for size in sizes
-        ]
+        generator = torch.Generator("cpu").manual_seed(seed)
+        draw = partial(torch.randint, generator=generator, device="cpu")
+        drawn = [(draw(dimensions, (size,)), draw(2, (size,)) * 2 - 1) for size in sizes]
         self.dimensions = dimensions
         self.device = device
         self._parameter = parameter

@@ -293,7 +293,8 @@ class Jacobian:
         for name in names or ():
             parameter_of(name, self._names)  # raises where there is none
         with self._exact():
-            index = torch.arange(self.shape[0])[objectives].flatten()  # raises an IndexError
+            chosen = objectives.cpu() if isinstance(objectives, Tensor) else objectives
+            index = torch.arange(self.shape[0], device="cpu")[chosen].flatten()  # or an IndexError
             gradients = {}
             for parameter, name in self._names.items():
                 if names is None or name in names:

@@ -69,7 +69,9 @@ class Part:
         columns = self.columns.get(parameter)
         if columns is None or not len(index):
             return None
-        among = self.objectives.in_order(torch.arange(self.m), 0)[index]  # (k, b), flattened
+        among = self.objectives.in_order(torch.arange(self.m, device="cpu"), 0)[
+            index
+        ]  # (k, b), flattened
         samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
         found = columns.rows(samples)
         return None if found is None else found[among // self.objectives.samples, b]
@@ -112,8 +114,9 @@ class Group:
         """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
         found = []
         for part, start in zip(self._parts, self._starts, strict=True):
-            numbers = torch.arange(start, start + part.m).view(part.objectives.losses.shape)
-            found.append(part.objectives.by_sample(numbers))
+            numbers = torch.arange(start, start + part.m, device="cpu")
+            shape = part.objectives.losses.shape
+            found.append(part.objectives.by_sample(numbers.view(shape)))
         return torch.cat(found, 1).flatten()
 
     def add_products(self, total: Tensor, other: Group, parameters: Iterable[Tensor]) -> None:
