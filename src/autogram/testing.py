@@ -146,7 +146,7 @@ def _only_use(
     """The only use that was recorded, what its tap saved, and cotangents ``(3, *output)``."""
     shape = (max(_PER_SAMPLE), *output.shape)
     generator = torch.Generator().manual_seed(0)  # the user's random state is not changed
-    random = torch.randn(shape, generator=generator, dtype=torch.float64)
+    random = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     cotangents = random.to(output.device, output.dtype)
     shown: list[tuple[Use, tuple[Tensor, ...], Tensor]] = []
     with torch.no_grad():
