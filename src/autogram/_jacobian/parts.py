@@ -69,9 +69,8 @@ class Part:
         columns = self.columns.get(parameter)
         if columns is None or not len(index):
             return None
-        among = self.objectives.in_order(torch.arange(self.m, device="cpu"), 0)[
-            index
-        ]  # (k, b), flattened
+        numbers = self.objectives.in_order(torch.arange(self.m, device="cpu"), 0)
+        among = numbers[index]  # (k, b), flattened
         samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
         found = columns.rows(samples)
         return None if found is None else found[among // self.objectives.samples, b]
