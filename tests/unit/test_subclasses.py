@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
@@ -90,3 +91,22 @@ def test_steps_are_those_of_plain_autograd(*, are_inputs: bool, are_parameters: 
         model(x, mode).sum().backward()
         twin(x, mode).sum().backward()
         assert all(map(torch.equal, gradients(model), gradients(twin)))
+
+
+def test_tensors_that_are_made_of_others() -> None:
+    """Gradients of a step are read behind it: they have memory in the tensors inside alone."""
+    model, twin = (make(are_parameters=False) for _ in range(2))
+    engine = Engine(model, batch_dim=0, verify="never")
+    weights = torch.linspace(1, 2, 3)
+    for _ in range(3):
+        x = torch.randn(3, 5, 4)
+        losses = model(TwoTensor(x, x.clone()), 0).square().sum((1, 2))
+        engine.backward(losses, lambda _: weights)
+        (twin(x, 0).square().sum((1, 2)) @ weights).backward()
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            if other.grad is not None:
+                assert isinstance(parameter.grad, TwoTensor)
+                torch.testing.assert_close(parameter.grad.a, other.grad)
+                torch.testing.assert_close(parameter.grad.b, other.grad)
+        model.zero_grad()
+        twin.zero_grad()

@@ -127,6 +127,7 @@ def _owned(
             continue
         strides, storage = _strides(total, parameter), total.untyped_storage()
         is_shared = storage.nbytes() > total.nbytes or storage._cdata in taken
+        is_shared |= hasattr(total, "__tensor_flatten__")  # made of others: its storage is empty
         if is_shared or total.stride() != strides:
             originals.append(total)
             total = total.new_empty_strided(total.shape, strides)
