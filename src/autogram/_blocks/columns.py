@@ -71,8 +71,8 @@ class Columns:
             self._lookups = *self._lookups, block
             return
         blocks = self._blocks.setdefault(region.canonical, [])
-        is_single, is_tiny = len(block.operands) == 1, block.elements <= self.kernels.tiny
-        if parsed(block.equation).is_small and (is_single or not is_tiny):
+        is_small = parsed(block.equation).is_small
+        if is_small and (len(block.operands) == 1 or block.elements > self.kernels.tiny):
             # Every product would form these rows. Of tiny factors, a bundle forms them together.
             block = explicit([block], self.kernels)
         if blocks and block.is_rows and blocks[-1].equation == block.equation:

@@ -34,12 +34,10 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
 
 
 def _no_view(tensor: Tensor) -> Tensor:
-    """The tensor, as no view. That of a subclass is a view of one without the class.
+    """A tensor of a subclass, as no view: it is a view of one without the class.
 
     PyTorch lets nobody change a view in place that a custom autograd Function returned.
     """
-    if tensor._base is None:
-        return tensor
     found = Tensor._make_subclass(type(tensor), tensor)
     found.__dict__.update(tensor.__dict__)
     return found
@@ -62,7 +60,8 @@ class _Tap(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         if not in_place:
-            return _no_view(output.detach())  # the same storage: an in-place activation may follow
+            tapped = output.detach()  # the same storage: an in-place activation may follow
+            return tapped if tapped._base is None else _no_view(tapped)
         ctx.mark_dirty(output)
         return output
 
