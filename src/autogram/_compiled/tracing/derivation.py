@@ -7,18 +7,16 @@ graph of its own, which comes from running that part again, outside of the regio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-
-from autogram._capture.forward.calls import kind_of
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 # Autocast as it is on the devices where it is on: device and dtype.
 _Autocast = tuple[tuple[str, torch.dtype], ...]
-_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "exponential")
 
 
 class Derivation(NamedTuple):
@@ -60,15 +58,33 @@ class History:
         self._is_batched = is_batched
         self._nodes: dict[int, tuple[fx.Node, weakref.ref[Tensor]]] = {}
         self._autocast: dict[fx.Node, _Autocast] = {}
+        self._constant: set[fx.Node] = set()
         self._changed: set[fx.Node] = set()
+        self._unrepeatable: set[fx.Node] = set()
+        self._last: fx.Node | None = None
 
     def note(self, node: fx.Node, result: Any) -> None:
-        """Notes what a node has computed."""
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and tensor is result:
-                self._nodes[id(tensor)] = node, weakref.ref(tensor)
+        """Notes what a node has computed, and how."""
+        if isinstance(result, Tensor):
+            self._nodes[id(result)] = node, weakref.ref(result)
         if node.op in ("call_function", "call_method"):
             self._autocast[node] = _autocast_now()
+            if isinstance(result, Tensor) and not result.requires_grad:
+                self._constant.add(node)
+        is_transformed = torch._C._are_functorch_transforms_active()
+        if is_transformed or not all(map(_gives_the_same, self._traced())):
+            self._unrepeatable.add(node)
+
+    def _traced(self) -> Iterator[fx.Node]:
+        """The operators that AOTAutograd has traced since it was last asked, from the last one."""
+        mode = get_proxy_mode()
+        if mode is None:  # it only looks for shapes
+            return
+        known, self._last = self._last, next(reversed(mode.tracer.graph.nodes), None)
+        for node in reversed(mode.tracer.graph.nodes):
+            if node is known:
+                return
+            yield node
 
     def note_change(self, tensor: Tensor) -> None:
         """Notes a tensor without samples that is changed in place, which no edge shows.
@@ -82,7 +98,10 @@ class History:
             self._changed |= _behind(node)
 
     def of(self, *tensors: Tensor) -> Derivation | None:
-        """The part that computes tensors without samples, or ``None`` if it cannot run again."""
+        """The part that computes tensors without samples, or ``None`` if it cannot run again.
+
+        What had no gradients, as within `torch.no_grad`, has none in the part.
+        """
         known = [self._nodes.get(id(tensor), (None, lambda: None)) for tensor in tensors]
         if any(reference() is not x for x, (_, reference) in zip(tensors, known, strict=True)):
             return None
@@ -99,6 +118,8 @@ class History:
                 inputs.append(self._positions[step])
             if step in needed:
                 values[step] = graph.node_copy(step, lambda x: values[x])
+            if step in needed and step in self._constant:
+                values[step] = graph.call_method("detach", (values[step],))
         graph.output(tuple(values[node] for node in nodes))
         module = fx.GraphModule(self._module, graph)
         return Derivation(module, tuple(inputs), states.pop() if states else ())
@@ -107,10 +128,22 @@ class History:
         """Whether a node gives the same again, whatever the samples are."""
         if node in self._positions:
             return not self._is_batched(self._positions[node])
-        if node.op not in ("call_function", "call_method"):
-            return node.op == "get_attr"
-        name = node.target if isinstance(node.target, str) else kind_of(node.target).name
-        return not any(word in name for word in _RANDOM)
+        return node not in self._unrepeatable
+
+
+def _gives_the_same(node: fx.Node) -> bool:
+    """Whether a traced operator is known to give the same for the same arguments."""
+    target: Any = node.target
+    namespace = getattr(target, "namespace", None)
+    if namespace not in ("aten", "prims"):
+        return namespace is None  # of Python; others are the user's, or run graphs of their own
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return True
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":  # attention
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return bool(node.kwargs.get("dropout_p", given) == 0)
+    return False
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:
