@@ -37,6 +37,7 @@ _PUBLIC = "the same under a public name; no request is known"
 
 NAMES = (
     Private("torch._C", "_current_autograd_node", _NODE),
+    Private("torch._C", "_are_functorch_transforms_active", _PUBLIC),
     Private("torch._C", "_FunctionBase._input_metadata", _PUBLIC),
     Private("torch._C", "DisableTorchFunction", _QUIET),
     Private("torch._C._dynamo.eval_frame", "_FrameAction", _FRAMES),
@@ -54,6 +55,8 @@ NAMES = (
     Private("torch.fx", "Graph._codegen", _PUBLIC),
     Private("torch._subclasses", "FakeTensor", _PUBLIC),
     Private("torch._subclasses", "FakeTensorMode", _PUBLIC),
+    Private("torch._subclasses.functional_tensor", "FunctionalTensor", _JOINT),
+    Private("torch", "_functionalize_mutation_counter", _JOINT),
     Private("torch._guards", "TracingContext.try_get", _SEVERAL),
     Private("torch._guards", "TracingContext.fake_mode", _SEVERAL),
     Private("torch._guards", "TracingContext.fw_metadata", _DONATED),

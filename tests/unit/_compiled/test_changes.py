@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import ChangedTensorError, Engine
+from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import assert_step, assert_steps, compiled
-from tests.unit.checks import trainable
+from tests.unit.checks import assert_close_to_reference, trainable
 
 
 class _Counting(nn.Module):
@@ -53,6 +54,32 @@ def test_inside(body: Callable[[_Counting, Tensor], Tensor]) -> None:
     for size in (4, 4, 5):
         x = torch.randn(size, 3)
         assert_step(engine, run(x), twin(x), trainable(model), trainable(twin))
+
+
+class _Normalised(nn.Module):
+    """A layer whose weight depends on the statistics of the batch normalisation behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.layer.weight + self.norm.running_mean[:, None])
+        found: Tensor = self.norm(x).tanh()
+        return found.square().sum(1)
+
+
+def test_running_statistics() -> None:
+    """They are changed below autograd, which counts no version."""
+    model = _Normalised()
+    twin = copy.deepcopy(model)
+    engine = Engine(model, batch_dim=None, verify="never")
+    run = compiled(model)
+    for size in (4, 4, 5):
+        x = torch.randn(size, 3)
+        losses, expected = run(x), twin(x)
+        jacobian = reference_jacobian(expected, trainable(twin))
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
 
 
 @pytest.mark.parametrize("is_derived", [True, False], ids=["of a parameter", "a buffer"])

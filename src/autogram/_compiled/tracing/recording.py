@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.autograd.exact import autocast_dtype
@@ -133,10 +134,10 @@ class Runner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs a node, and notes what it computes, and what it changes without samples."""
-        given = [(x, x._version) for x in tensors_in(self.fetch_args_kwargs_from_env(n))]
+        given = [(x, _changes(x)) for x in tensors_in(self.fetch_args_kwargs_from_env(n))]
         result = super().run_node(n)
         for x, version in given:
-            if x._version != version and self._recorder.status_of(x) is not BATCHED:
+            if _changes(x) != version and self._recorder.status_of(x) is not BATCHED:
                 self._history.note_change(x)
         self._history.note(n, result)
         return result
@@ -186,6 +187,17 @@ class _Reentered(nn.Module):
         return output
 
 
+def _changes(tensor: Any) -> int:
+    """How often a tensor was changed in place, also by operators below autograd.
+
+    Batch normalisation changes its running statistics there.
+    """
+    version: int = tensor._version
+    if isinstance(tensor, FunctionalTensor):
+        version += torch._functionalize_mutation_counter(tensor.elem)
+    return version
+
+
 def record(
     module: fx.GraphModule,
     args: Sequence[Any],
@@ -209,10 +221,10 @@ def record(
     roots = [args[i] for i in derived]
     recorder.set_statuses(roots, [Tracked.of(x, (x,)) for x in roots])
     recorder.mark([args[i] for i in batched])
-    versions = [(i, x._version) for i, x in enumerate(args) if isinstance(x, Tensor)]
+    versions = [(i, _changes(x)) for i, x in enumerate(args) if isinstance(x, Tensor)]
     with recorder:
         outputs = Runner(module, recorder, history).run(*args)
-    changed = {i for i, version in versions if args[i]._version != version}
+    changed = {i for i, version in versions if _changes(args[i]) != version}
     for tracked, known in tapping.derivations.items():
         if not changed.isdisjoint(known.inputs):  # also if it was changed behind the use
             name = "a tensor that is changed in place"
