@@ -80,8 +80,9 @@ class History:
         mode = get_proxy_mode()
         if mode is None:  # it only looks for shapes
             return
-        known, self._last = self._last, next(reversed(mode.tracer.graph.nodes), None)
-        for node in reversed(mode.tracer.graph.nodes):
+        nodes = mode.tracer.graph.nodes
+        known, self._last = self._last, next(iter(reversed(nodes)), None)
+        for node in reversed(nodes):
             if node is known:
                 return
             yield node
