@@ -263,8 +263,10 @@ class _Results:
         self, calls: Sequence[Call], outputs: Sequence[Any], changed: Sequence[Tensor]
     ) -> None:
         self.outputs = list(outputs)
-        bases = [base_of(x) for x in outputs if isinstance(x, Tensor)]
-        self._own = {id(x): x for x in bases if calls_of(x.grad_fn) is calls}
+        # The base of what is a view within the call alone has no graph.
+        pairs = [(base_of(x), x) for x in outputs if isinstance(x, Tensor)]
+        own = [x if base.grad_fn is None else base for base, x in pairs]
+        self._own = {id(x): x for x in own if calls_of(x.grad_fn) is calls}
         self._changed = [
             x for x in changed if any(calls_of(node) is calls for node in nodes_behind(x))
         ]
@@ -277,8 +279,10 @@ class _Results:
             behind[id(base_of(x))] = base_of(x)
         for position, x in enumerate(self.outputs):
             base = behind.get(id(base_of(x))) if isinstance(x, Tensor) else None
-            if base is not None:
-                self.outputs[position] = base if base_of(x) is x else x._view_func(base)
+            if id(x) in behind:
+                self.outputs[position] = behind[id(x)]
+            elif base is not None:
+                self.outputs[position] = x._view_func(base)
         self._own = {id(x): x for x in map(behind.__getitem__, self._own)}
 
 

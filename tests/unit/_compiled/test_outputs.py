@@ -58,6 +58,33 @@ def test_without_an_engine(inner: str) -> None:
     assert torch.allclose(found[0], expected[0])
 
 
+class _Hidden(nn.Module):
+    """A call without a rule, and a layer whose results PyTorch computes as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.slope = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.atan2(self.first(x), self.slope))
+        return found
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_views_within_a_part(inner: str) -> None:
+    """What a result is a view of has no graph: the result itself leads to the rows."""
+    model = _Hidden()
+    engines = [Engine(model, verify="never") for _ in range(2)]
+    run = compiled(model, inner)
+    for samples in (4, 4, 5):
+        x = torch.randn(samples, 2, 3)
+        for engine in engines:
+            with engines[0].paused(), engines[1].paused():
+                expected = model(x).square().sum((1, 2))
+            assert_step(engine, run(x).square().sum((1, 2)), expected, trainable(model))
+
+
 class _Around(nn.Module):
     """A part that may be compiled alone, and what is done with its outputs."""
 

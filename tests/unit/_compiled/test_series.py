@@ -121,3 +121,30 @@ def test_tensors_without_elements(dynamic: bool | None) -> None:
         with engine.paused():
             plain = _squares(model(x, further), 1)
         _assert_step(engine, _squares(run(x, further), 1), plain, trainable(model))
+
+
+class Chosen(nn.Module):
+    """A layer for some of the samples: how many depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.some, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        chosen = (x[:, 0, 0] > 0).nonzero().squeeze(1)
+        found: Tensor = self.last(x.index_add(0, chosen, self.some(x[chosen])).tanh())
+        return found
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_of_values() -> None:
+    """Dynamo is told to take sizes that depend on values into the graph."""
+    model = Chosen()
+    engine = Engine(model, verify="never")
+    run = compiled(model, fullgraph=True)
+    for samples in (4, 4, 5, 6, 4):
+        x = torch.randn(samples, 2, 3)
+        with engine.paused():
+            plain = _squares(model(x), 1)
+        _assert_step(engine, _squares(run(x), 1), plain, trainable(model))

@@ -182,7 +182,9 @@ class Recorder(TorchFunctionMode):
         status = UNTAPPED if is_untapped else BATCHED
         for tensor in results:
             # A single integer, such as the number of an expert, does not belong to samples.
-            is_number = not tensor.is_floating_point() and tensor.numel() == 1
+            # A size that depends on values, as of `nonzero` in a compiled part, is no ``int``.
+            count: Any = 0 if tensor.is_floating_point() else tensor.numel()
+            is_number = count.__class__ is int and count == 1
             self._statuses.set(tensor, None if is_number else status)
         if kind.shows_cotangent:
             self.recording.is_batchable = False  # or the user would see the hidden dimension
