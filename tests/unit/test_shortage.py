@@ -182,8 +182,8 @@ def test_a_gramian_for_which_there_is_never_enough() -> None:
             pytest.raises(MemoryLimitError, match=r"1,048,576 bytes.*again with 131,072"),
         ):
             engine.compute_gramian(losses)
-        # Behind the first failure the pass goes on, where an operation of PyTorch's may fail, too.
-        assert 2 <= fault.failures <= 3
+        # Behind a failure the pass goes on, where an operation of PyTorch's may fail, too; twice.
+        assert 2 <= fault.failures <= 4
         assert_exact(engine, losses, model)
 
 

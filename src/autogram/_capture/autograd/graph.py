@@ -206,6 +206,14 @@ class _Entry(torch.autograd.Function):
 
 
 _NUMBERS = count()
+# Beside sizes and strides by name: numbers that often follow from the length of a sequence, and do
+# not decide along which dimensions a node carries samples, unless by how many they are.
+_SIZES = (
+    "HxW N end index length max_k max_q max_seqlen_batch_k max_seqlen_batch_q normalized_shape pad "
+    "repeats self_sym_numel start storage_offset"
+)
+# Data of the samples: how many positions of each count.
+_DATA = ("input_lengths", "target_lengths")
 # Functions of PyTorch's wrappers that return what they are given.
 _HANDING_ON = {"RegisterPostBackwardFunction", "_DDPSink"}
 Reader = Callable[[Any], Any]
@@ -221,7 +229,7 @@ class NodeKind(NamedTuple):
             they are given.
         tensors: The attributes that hold the tensors that a node saved.
         arguments: Functions that read what a node saved that is no tensor: dimensions, shifts.
-        sizes: Functions that read the sizes and strides that a node saved.
+        sizes: Functions that read the sizes, strides and positions that a node saved.
     """
 
     number: int
@@ -244,9 +252,10 @@ def kind_of_node(node: Any) -> NodeKind:
     arguments: list[Reader] = []
     sizes: list[Reader] = []
     for field in fields:
-        if field not in tensors:
-            readers = sizes if "size" in field or "stride" in field else arguments
-            readers.append(getattr(node, field).__get__)
+        name = field.removeprefix("_saved_")
+        if field not in tensors and name not in _DATA:
+            is_size = "size" in name or "stride" in name or name in _SIZES.split()
+            (sizes if is_size else arguments).append(getattr(node, field).__get__)
     if "_saved_indices" in tensors:
         arguments.append(_indexed)
     operation = node.__name__.rstrip("0123456789").removesuffix("Backward")

@@ -144,8 +144,12 @@ class Survey:
                         structure += [x == 0 if x.__class__ is float else x for x in read]
                         for size in kind.sizes:
                             found = size(node)
-                            # Tuples that are alive would let the garbage collector run more often.
-                            sizes += (len(found), *found) if found.__class__ is tuple else (found,)
+                            if found.__class__ is tuple:
+                                # One list: tuples let the garbage collector run more often.
+                                structure.append(len(found))
+                                sizes += found
+                            else:
+                                sizes.append(found)
                     elif kind.operation == _SLICES:
                         self.may_hide_taps |= any(x == self._anchor for x, _ in pending[-1])
         return leaves
