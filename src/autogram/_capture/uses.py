@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
 from autogram._errors import RuleError
-from autogram.rules import Formula, Rule
+from autogram.rules import Formula
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
 
@@ -65,8 +65,8 @@ class RuleUse(Use):
     """A use whose blocks a rule knows."""
 
     recipes: Sequence[KeptRecipe]
-    rule: Rule | None
-    """The rule that gave the recipes, or ``None`` where no rule is needed."""
+    rule: Callable[..., Any] | None
+    """The function of `rules` that knows the call, or ``None`` where there is no call."""
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -9,10 +9,8 @@ from tests.unit.networks import call
 from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
 
 
-def attention(x, bias, *, dropout=0.0):
-    """Attention with a learned bias; the rows of `x` are queries, keys and values."""
-    x = x.unsqueeze(1)
-    return F.scaled_dot_product_attention(x, x, x, attn_mask=bias, dropout_p=dropout).squeeze(1)
+def keys_are_values(x, p):
+    return F.scaled_dot_product_attention(x, p, p, is_causal=True)
 
 
 def first_of_split(x, p):
@@ -75,15 +73,6 @@ CASES = [
         (3, 4),
         id="cosine similarity",
     ),
-    pytest.param(call(attention, (2, 2)), (3, 2, 4), id="attention with a bias"),
-    pytest.param(
-        call(attention, (3, 1, 2, 2)), (3, 2, 4), id="attention with a bias for each sample"
-    ),
-    pytest.param(
-        call(lambda x, p: attention(x, p, dropout=0.5), (2, 2)),
-        (3, 2, 4),
-        id="attention with a bias and dropout",
-    ),
     pytest.param(call(into_output, (5, 4)), (3, 4), id="dropout follows"),
     pytest.param(
         call(lambda x, p: F.dropout(x, 0.5) * F.dropout(p.expand_as(x), 0.5), (4,)),
@@ -98,6 +87,7 @@ CASES = [
     pytest.param(call(lerped_in_place, (3, 4)), (3, 4), id="lerp_"),
     pytest.param(call(lambda x, p: torch.addcmul(x, p, x, value=2), (4,)), (3, 4), id="addcmul"),
     pytest.param(call(lambda x, p: torch.addcmul(x, p, p), (4,)), (3, 4), id="addcmul, twice"),
+    pytest.param(call(keys_are_values, (3, 4)), (3, 2, 4), id="attention, keys are values"),
     pytest.param(call(lambda x, p: torch.addcdiv(x, x, p), (4,)), (3, 4), id="addcdiv"),
     pytest.param(call(lambda x, p: (x.abs() + 1) ** p, (4,)), (3, 4), id="x ** p"),
     pytest.param(call(lambda x, p: (p.abs() + 1) ** x, (4,)), (3, 4), id="p ** x"),

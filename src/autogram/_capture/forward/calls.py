@@ -38,6 +38,7 @@ _OF_OTHERS = {
 # What autocast carries out in half precision, on each kind of device.
 _IN_HALF = {
     F.linear,
+    F.scaled_dot_product_attention,
     Tensor.__matmul__,
     Tensor.__rmatmul__,
     *(getattr(torch, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.forward.calls import Kind, inlined
+from autogram._capture.autograd.exact import autocast_dtype
+from autogram._capture.forward.calls import Kind, first_of, inlined
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
-from autogram.rules import Rule, find_rule
+from autogram.rules import Rule, addend, find_expansion, find_rule
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -47,9 +48,26 @@ class Answer(NamedTuple):
 class UseRule(NamedTuple):
     """A use whose blocks a rule knows."""
 
-    rule: Rule
+    rule: Callable[..., Any]
     answers: dict[int, Answer]
     """Keys: the index of the result."""
+
+
+class Expansion(NamedTuple):
+    """What becomes of a tensor before a call."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    """As autocast would round the tensor for the call."""
+    shape: tuple[int, ...]
+    use: UseRule
+    """What is known of the expansion, as a call of its own."""
+
+
+class UseExpanded(NamedTuple):
+    """A use that broadcasts tracked tensors, which are expanded and tapped before the call."""
+
+    expansions: list[Expansion]
 
 
 class RunBody(NamedTuple):
@@ -64,7 +82,7 @@ class UseRows(NamedTuple):
     reads: Reads
 
 
-Decision = Run | UseRule | RunBody | UseRows
+Decision = Run | UseRule | UseExpanded | RunBody | UseRows
 
 _BATCHED, _CONSTANT = Run(is_batched=True), Run(is_batched=False)
 
@@ -104,12 +122,46 @@ def decide(
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
     if rule is None:
+        if expansions := _expansions(kind, args, kwargs, now):
+            return UseExpanded(expansions)
         body = inlined(kind.function)
         return UseRows(now) if body is None else RunBody(body)
     # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
     is_complex = True in [tensor.is_complex() for tensor, _ in reads]
     answers = None if is_complex else _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
+
+
+def _expansions(
+    kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+) -> list[Expansion]:
+    """How to expand all tracked tensors of a call, or nothing if that is not known.
+
+    Gradients stay what they are, bit for bit: PyTorch adds up the samples in the dtype of the call.
+    Of a tensor that is passed twice it adds two sums up, and autocast rounds a leaf once for all
+    calls, so that these are not expanded.
+    """
+    find = find_expansion(kind.function)
+    if find is None or len({id(tensor) for tensor, _ in reads}) < len(reads):
+        return []
+    shapes = {id(x): shape for x, shape in find(*args, **kwargs)}
+    if kind.is_in_place:
+        shapes.pop(id(first_of(args, kwargs)), None)
+    found: list[Expansion] = []
+    for tensor, status in reads:
+        shape, dtype = shapes.get(id(tensor)), tensor.dtype
+        if torch._C._is_any_autocast_enabled() and dtype != torch.float64:
+            rounded = autocast_dtype(tensor.device.type) or dtype
+            is_rounded = kind.is_in_half and dtype != rounded
+            if (is_rounded and tensor.is_leaf) or (not kind.is_in_half and dtype != torch.float32):
+                return []
+            dtype = rounded if kind.is_in_half else dtype
+        if shape is None:
+            return []
+        recipe = KeptRecipe((status,), addend(tensor, shape).formula, slice(0, 0))
+        use = UseRule(find, {0: Answer([status], [recipe], [], {})})
+        found.append(Expansion(tensor, dtype, shape, use))
+    return found
 
 
 _range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps some

@@ -17,7 +17,14 @@ from autogram._capture.forward.checkpoints import (
     are_of_checkpoint,
     hooks_now,
 )
-from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
+from autogram._capture.forward.decision import (
+    Run,
+    RunBody,
+    UseExpanded,
+    UseRows,
+    UseRule,
+    decide,
+)
 from autogram._capture.forward.statuses import Statuses
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.tracked import (
@@ -164,6 +171,8 @@ class Recorder(TorchFunctionMode):
             output = function(*args, **kwargs)
         elif isinstance(decision, UseRule):
             output = self.tapping.run_with_rule(kind, args, kwargs, decision)
+        elif isinstance(decision, UseExpanded):
+            output = self.tapping.run_expanded(kind, args, kwargs, decision)
         elif isinstance(decision, UseRows):
             output = self.tapping.run_without_rule(kind, args, kwargs, decision.reads)
         else:

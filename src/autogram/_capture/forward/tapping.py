@@ -16,7 +16,7 @@ from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.calls import Kind, first_of, results_of
 from autogram._capture.forward.checkpoints import hooks_now
-from autogram._capture.forward.decision import Answer, Reads, UseRule
+from autogram._capture.forward.decision import Answer, Reads, UseExpanded, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked
@@ -81,6 +81,18 @@ class Tapping:
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
 
+    def run_expanded(
+        self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseExpanded
+    ) -> Any:
+        """Carries out a call whose tracked tensors are expanded before, behind taps."""
+        expand = kind._replace(function=_expand, is_in_place=False, is_in_half=False)
+        expanded = {
+            id(of.tensor): self.run_with_rule(expand, (of.tensor, of.dtype, of.shape), {}, of.use)
+            for of in decision.expansions
+        }
+        args, kwargs = replaced((args, kwargs), expanded)
+        return kind.function(*args, **kwargs)
+
     def run_without_rule(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
     ) -> Any:
@@ -138,6 +150,11 @@ class Tapping:
         number = self.recording.count
         use = RuleUse(self.recording, number, name, shape, (tracked,), recipes, None)
         return self.tap(use, tensor, ())
+
+
+def _expand(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor in some dtype, expanded to some shape."""
+    return tensor.to(dtype).expand(shape)
 
 
 def _rounded(arguments: Sequence[Any], decision: UseRule) -> dict[int, Tensor]:

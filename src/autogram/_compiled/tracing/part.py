@@ -14,7 +14,7 @@ from autogram._capture.uses import RuleUse
 from autogram._compiled.tracing.derivation import Derivation
 from autogram._compiled.tracing.recording import TracedTapping, record
 from autogram._compiled.tracing.sizes import Sizes
-from autogram.rules import Formula, Rule
+from autogram.rules import Formula
 
 
 class Source(NamedTuple):
@@ -50,7 +50,7 @@ class PartUse(NamedTuple):
     shape: tuple[Any, ...]
     reads: tuple[int, ...]
     recipes: tuple[PartRecipe, ...]
-    rule: Rule | None
+    rule: Callable[..., Any] | None
 
 
 class Part:

@@ -32,7 +32,7 @@ def _arguments(function: Callable[..., Any]) -> tuple[Tensor, ...]:
         shapes = image, (3, 3, *(2 for _ in image[2:]))
     elif "bmm" in name:
         shapes = (2, 3, 3), (2, 3, 3)
-    if name in ("addmm", "baddbmm"):
+    if name in ("addmm", "baddbmm", "scaled_dot_product_attention"):
         shapes = shapes[:1] + shapes
     return tuple(torch.randn(shape).float() for shape in shapes)
 
