@@ -89,7 +89,7 @@ def refuse_gradients(call: str) -> None:
     )
 
 
-def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool = False) -> None:
+def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool) -> None:
     """Refuses modules whose parameters are spread over processes or devices.
 
     Args:

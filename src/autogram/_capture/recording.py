@@ -92,8 +92,8 @@ class Channel:
     def names(
         self,
         reached: Mapping[Tensor, object],
-        recordings: Iterable[Recording] = (),
-        left_out: Collection[Tensor] = (),
+        recordings: Iterable[Recording],
+        left_out: Collection[Tensor],
     ) -> dict[Tensor, str]:
         """The trainable parameters of the engine's modules, in order, with unique names.
 

@@ -39,7 +39,7 @@ class Agreement:
         self.calls = 0
         self.exchanged = 0
 
-    def shares(self, own: Share | None, error: BaseException | None = None) -> list[Share]:
+    def shares(self, own: Share | None, error: BaseException | None) -> list[Share]:
         """What each rank has. Shapes that all ranks have seen together are told by a hash.
 
         Args:
@@ -78,7 +78,7 @@ class Agreement:
         """
         return (0,) not in self._told(error, int(is_right))
 
-    def confirm(self, error: BaseException | None = None, scale: float = 0.0) -> None:
+    def confirm(self, error: BaseException | None, scale: float = 0.0) -> None:
         """Waits until all ranks have come here.
 
         Args:

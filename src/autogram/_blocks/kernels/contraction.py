@@ -54,7 +54,7 @@ class Hardware:
         """The product of two tensors of equally many dimensions, summed over some of them."""
         return (x * y).sum(summed) if summed else x * y
 
-    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
         """The product of two matrices, or of two batches of them, in some memory."""
         return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
 
@@ -94,7 +94,7 @@ class _DryRun(Hardware):
 
 @lru_cache(maxsize=4096)
 def find_contractions(
-    equation: str, shapes: Shapes, strides: Shapes | None = None
+    equation: str, shapes: Shapes, strides: Shapes | None
 ) -> tuple[tuple[tuple[int, ...], Contraction, tuple[int, ...]], ...]:
     """The contractions of an einsum, with the positions of the tensors that each takes.
 
@@ -116,7 +116,7 @@ def find_contractions(
 
 
 def carry_out(
-    hardware: Hardware, equation: str, operands: Sequence[Tensor], memory: Memory | None = None
+    hardware: Hardware, equation: str, operands: Sequence[Tensor], memory: Memory | None
 ) -> Tensor:
     """Carries out an einsum, in given memory if it is a matrix product."""
     shapes = tuple([x.shape for x in operands])

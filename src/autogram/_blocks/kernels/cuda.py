@@ -121,7 +121,7 @@ class CudaKernels(Kernels):
         return x.sum(summed, dtype=self.accumulating(x.dtype))
 
     @override
-    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
         """In memory, in its dtype; else in at least float32."""
         if out is not None and x.dtype == y.dtype == out.dtype:
             return super().matrix_product(x, y, out)
