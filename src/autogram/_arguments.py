@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from autogram._blocks import Keep
 from autogram._capture import BatchDim, Objectives, Unseen, Verify, without_autocast
 from autogram._errors import (
     CoupledObjectivesWarning,
@@ -55,13 +56,21 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
             )
 
 
-def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
+def check_options(
+    batch_dim: BatchDim, memory_limit_bytes: int, verify: Verify, unseen: Unseen
+) -> None:
     """Refuses values that an engine's options cannot have."""
     is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
     if not (batch_dim is None or batch_dim == "auto" or is_dim):
         raise InvalidBatchDimError(
             f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
             'samples, `None` to treat the batch as one sample, or "auto".'
+        )
+    limit: object = memory_limit_bytes
+    if not isinstance(limit, int) or limit < 1:
+        raise InvalidOptionError(
+            f"`memory_limit_bytes` is {limit!r}. Pass a positive integer, such as the "
+            "default, `2**29`."
         )
     if verify not in get_args(Verify):
         raise InvalidOptionError(
@@ -72,6 +81,12 @@ def check_options(batch_dim: BatchDim, verify: Verify, unseen: Unseen) -> None:
         raise InvalidOptionError(
             f'`unseen` is {unseen!r}. Pass "rows" to compute them, or "error" to refuse them.'
         )
+
+
+def check_keep(keep: Keep) -> None:
+    """Refuses what is no choice of what a Jacobian keeps."""
+    if keep not in get_args(Keep):
+        raise InvalidOptionError(f'`keep` is {keep!r}. Pass "auto", "factors" or "rows".')
 
 
 def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:

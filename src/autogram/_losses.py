@@ -35,8 +35,9 @@ def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
         raise InvalidLossesError(
             f"The losses have the shapes {', '.join(str(tuple(part.shape)) for part in parts)}, "
             f"and `batch_dim` is {batch_dim!r}. Several losses go together if each has one number, "
-            "or if the first dimension of each counts the samples. Pass such, or `batch_dim=None` "
-            "to `Engine`."
+            "or if the first dimension of each counts the same samples, where a sample without a "
+            "loss has zero. Of batches of their own, pass one tensor (`torch.cat`); of any losses, "
+            "pass `batch_dim=None` to `Engine`."
         )
     return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_concatenated() -> None:
     stranger = Engine(other).jacobian(losses_of(other, torch.randn(3, 4)))
     with pytest.raises(InvalidOperandError, match="no Jacobian to concatenate"):
         concatenate([])
-    with pytest.raises(InvalidOperandError, match="A Tensor is to be concatenated with"):
+    with pytest.raises(InvalidOperandError, match="A Tensor was given where a Jacobian is needed"):
         concatenate([jacobian, jacobian.gramian()])
     with pytest.raises(InvalidOperandError, match="no parameter in common"):
         concatenate([jacobian, stranger])

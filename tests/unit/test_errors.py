@@ -244,6 +244,19 @@ def test_a_graph_that_was_freed(batch_dim: Any, outputs: int) -> None:
         assert_works(engine, model, batch(4, 3))
 
 
+def test_a_state_of_an_earlier_step() -> None:
+    """Of a recurrent layer, whose graph went with that step."""
+    layer = nn.LSTM(3, 2).double()
+    engine = Engine(layer, batch_dim=0)
+    out, state = layer(batch(5, 4, 3))
+    per_sample(out.mT).backward(torch.ones(5))
+    out, _ = layer(batch(5, 4, 3), state)
+    with pytest.raises(FreedGraphError, match=r"earlier step.*`\.detach\(\)`"):
+        engine.compute_gramian(out.square().sum((0, 2)))
+    out, _ = layer(batch(5, 4, 3), tuple(x.detach() for x in state))
+    engine.verify(out.square().sum((0, 2)))
+
+
 class TestMixedSamples:
     """Losses that are not per-sample, where the user says that they are."""
 

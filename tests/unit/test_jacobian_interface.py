@@ -148,6 +148,13 @@ def test_no_parameter_in_common(model: nn.Module) -> None:
         jacobian.cross_gramian(other)
 
 
+def test_no_jacobian(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    for other in (torch.ones(4), Engine(model).sketch(per_sample(model(batch(4, 3))), 8)):
+        with pytest.raises(InvalidOperandError, match=r"where a Jacobian is.*`engine\.jacobian`"):
+            jacobian.cross_gramian(other)  # type: ignore[arg-type]
+
+
 def test_no_objectives(model: nn.Module) -> None:
     engine = Engine(model)
     jacobian = engine.jacobian(per_sample(model(batch(0, 3))))

@@ -24,7 +24,7 @@ from tests.unit.checks import (
     features,
     irregular,
 )
-from tests.unit.engines import batch, mlp
+from tests.unit.engines import assert_exact, batch, mlp
 
 
 class Tasks(nn.Module):
@@ -238,6 +238,24 @@ def test_as_many_tasks_as_samples_are_told_what_to_do() -> None:
     model = mlp(3, 4)
     with pytest.warns(CoupledObjectivesWarning, match=r"as those of several tasks are, say so by "):
         Engine(model).compute_gramian(model(batch(4, 3)).square().mean(0))
+
+
+def test_tasks_without_labels_for_some_samples() -> None:
+    """Losses that are missing are zero, and tasks with batches of their own are one tensor."""
+    model = Tasks()
+    engine = Engine(model)
+    for step in range(3):
+        losses = model(batch(4, 3))
+        is_labelled = torch.arange(4) != step
+        losses = {"one": losses["one"], "two": torch.where(is_labelled, losses["one"].sin(), 0)}
+        assert_exact(engine, torch.stack(list(losses.values()), 1), model)
+        assert engine.weights(losses, torch.diagonal)["two"].argwhere().flatten().tolist() == [
+            sample for sample in range(4) if sample != step
+        ]
+        one, two = (model(batch(size, 3))["one"] for size in (4, 3))
+        with pytest.raises(InvalidLossesError, match=r"has zero.*one tensor \(`torch\.cat`\)"):
+            engine.compute_gramian([one, two])
+        assert_exact(engine, torch.cat([one, two]), model)
 
 
 def test_refusals() -> None:

@@ -21,7 +21,7 @@ from torchjd.aggregation import (
     UPGradWeighting,
 )
 
-from autogram import CoupledObjectivesWarning, Engine, InvalidOperandError
+from autogram import CoupledObjectivesWarning, Engine, InvalidOperandError, InvalidOptionError
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, assert_nothing_is_left, batch, mlp, per_sample
 
@@ -95,6 +95,31 @@ def test_what_is_one(weighting: Any) -> None:
     expected = torch.autograd.grad(losses, list(model.parameters()), weights)
     for actual, gradient in zip(found, expected, strict=True):
         torch.testing.assert_close(actual, gradient, rtol=1e-10, atol=1e-10)
+
+
+OPTIONS: dict[str, tuple[Callable[[Engine, Tensor], Any], str]] = {
+    "limit of nothing": (lambda *_: Engine(mlp(), memory_limit_bytes=0), r"is 0\..*`2\*\*29`"),
+    "limit of a fraction": (lambda *_: Engine(mlp(), memory_limit_bytes=1e9), r"is 1000000000\.0"),  # type: ignore[arg-type]
+    "limit in words": (lambda *_: Engine(mlp(), memory_limit_bytes="1G"), "is '1G'"),  # type: ignore[arg-type]
+    "what to keep": (
+        lambda engine, losses: engine.jacobian(losses, keep="all"),  # type: ignore[arg-type]
+        '`keep` is \'all\'. Pass "auto", "factors" or "rows"',
+    ),
+    "what to keep of micro-batches": (
+        lambda engine, _: engine.accumulate(torch.diagonal, keep="row"),  # type: ignore[arg-type]
+        "`keep` is 'row'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_without_such_a_value(name: str) -> None:
+    act, message = OPTIONS[name]
+    model = mlp()
+    engine = Engine(model)
+    losses = per_sample(model(batch(4, 3)))
+    with pytest.raises(InvalidOptionError, match=message):
+        act(engine, losses)
 
 
 @pytest.mark.parametrize("returned", [None, [1.0] * 4, 1.0])

@@ -113,6 +113,8 @@ def test_misuse() -> None:
     for other in (engine.sketch(losses, 8, 1), engine.sketch(losses, 9)):
         with pytest.raises(InvalidOperandError, match="has no products with one of"):
             sketch.cross_gramian(other)
+    with pytest.raises(InvalidOperandError, match=r"A Jacobian was given.*`engine\.sketch`"):
+        sketch.cross_gramian(engine.jacobian(losses))  # type: ignore[arg-type]
     joined = Sketch(torch.cat([sketch.rows, sketch.rows]), seed=0)
     assert_close_to_reference(joined.gramian()[:2, 2:], sketch.gramian())
 

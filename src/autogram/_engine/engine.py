@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from autogram._arguments import Weighting, weights_by, weights_of
+from autogram._arguments import Weighting, check_keep, weights_by, weights_of
 from autogram._blocks import Keep
 from autogram._capture import Objectives, is_exchanged
 from autogram._distributed import together
@@ -46,13 +46,14 @@ class Engine(Hooked):
             matrices), a forward pass from before the engine was made. ``"rows"`` computes their
             rows by vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
         distributed: The processes whose objectives have one Gramian, and which make each call
-            together: ``True`` for all, or a `ProcessGroup` or a `DeviceMesh`. By default, this
-            process alone.
+            together: ``True`` for all, a `ProcessGroup` or a `DeviceMesh` for some, or ``False``
+            for this process alone.
 
     Raises:
         InvalidModulesError: No module is given, an argument is not one, or one is inside another.
         InvalidBatchDimError: ``batch_dim`` is neither a dimension, nor ``None``, nor ``"auto"``.
-        InvalidOptionError: ``verify`` or ``unseen`` is none of its values.
+        InvalidOptionError: Another option has a value that it cannot have, or this process is in no
+            group of those that ``distributed`` names.
         UnsupportedError: Parameters are spread over processes, but for `fully_shard` with
             ``distributed``.
 
@@ -134,9 +135,11 @@ class Engine(Hooked):
             The Jacobian, for the cost of :meth:`compute_gramian`, less the contractions.
 
         Raises:
+            InvalidOptionError: ``keep`` is none of these.
             AutogramError: As for :meth:`compute_gramian`.
         """
         with together(self._ranks, self._channel, losses):
+            check_keep(keep)
             losses = self._checked(losses)
             if not losses.numel():
                 return self._without_objectives(losses)
@@ -260,6 +263,7 @@ class Engine(Hooked):
 
         Raises:
             InvalidOperandError: The weighting is no function of a Gramian.
+            InvalidOptionError: ``keep`` or ``scaler`` is none.
             AutogramError: As for :meth:`backward`.
 
         Example:
@@ -274,6 +278,7 @@ class Engine(Hooked):
             >>> batch.gramian.shape
             torch.Size([6, 6])
         """
+        check_keep(keep)
         scale = Scale(weighting, scaler)
         scale.check()
         return Accumulation(Step(self, "engine.accumulate", keep, scale))

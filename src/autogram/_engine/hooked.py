@@ -54,11 +54,12 @@ class Hooked:
         memory_limit_bytes: int = 2**29,
         verify: Verify = "first",
         unseen: Unseen = "rows",
-        distributed: Any = None,
+        distributed: Any = False,
     ) -> None:
         check_modules(modules)
-        check_options(batch_dim, verify, unseen)
-        refuse_shards(modules, with_others=distributed is not None)
+        check_options(batch_dim, memory_limit_bytes, verify, unseen)
+        is_alone = distributed is None or distributed is False
+        refuse_shards(modules, with_others=not is_alone)
         self._batch_dim = batch_dim
         references = tuple(weakref.ref(module) for module in modules)
         hooks = HookManager()
@@ -73,7 +74,7 @@ class Hooked:
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
-        self._ranks = None if distributed is None else Ranks(distributed)
+        self._ranks = None if is_alone else Ranks(distributed)
         shards = None
         if self._ranks is not None:
             shards = self._ranks.shards = Shards(session.roots, session)
@@ -202,7 +203,7 @@ class Hooked:
         self._remove()
         self._devices.free()
 
-    def _without_objectives(self, losses: Tensor | None = None) -> Jacobian:
+    def _without_objectives(self, losses: Tensor | None) -> Jacobian:
         """The Jacobian of losses without elements."""
         if losses is None:
             device = next((p.device for p in self._channel.parameters_now()), torch.device("cpu"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autogram._arguments import check_related
 from autogram._errors import InvalidOperandError
-from autogram._jacobian.jacobian import Jacobian
+from autogram._jacobian.jacobian import Jacobian, check_jacobian
 
 
 def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
@@ -40,11 +40,7 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     """
     jacobians = list(jacobians)
     for jacobian in jacobians:
-        if not isinstance(jacobian, Jacobian):
-            raise InvalidOperandError(
-                f"A {type(jacobian).__name__} is to be concatenated with Jacobians. Pass a list of "
-                "what `engine.jacobian` returns."
-            )
+        check_jacobian(jacobian)
     if not jacobians:
         raise InvalidOperandError("There is no Jacobian to concatenate. Pass one at least.")
     first, *others = jacobians

@@ -264,8 +264,9 @@ class Jacobian:
                 parameters. A parameter that only one of the two Jacobians has adds nothing.
 
         Raises:
-            InvalidOperandError: The two have no parameter in common.
+            InvalidOperandError: The two have no parameter in common, or ``other`` is no Jacobian.
         """
+        check_jacobian(other)
         check_related(self._names, other._names)
         with self._exact(), other._exact():
             return self._parts.products(other._parts, self._names, self.dtype)
@@ -325,3 +326,12 @@ class Jacobian:
             dtype = self.dtype
             found = [part.per_objective(function, dtype) for part in self._parts.each]
             return torch.cat([x.to(self.device) for x in found]) if len(found) > 1 else found[0]
+
+
+def check_jacobian(given: object) -> None:
+    """Refuses what is no Jacobian."""
+    if not isinstance(given, Jacobian):
+        raise InvalidOperandError(
+            f"A {type(given).__name__} was given where a Jacobian is needed. Pass what "
+            "`engine.jacobian` returns."
+        )

@@ -49,8 +49,14 @@ class Sketch:
             other: A sketch for the same parameters, of any losses.
 
         Raises:
-            InvalidOperandError: It is of another seed or of other dimensions.
+            InvalidOperandError: It is of another seed or of other dimensions, or no sketch.
         """
+        given: object = other
+        if not isinstance(given, Sketch):
+            raise InvalidOperandError(
+                f"A {type(given).__name__} was given where a sketch is needed. Pass what "
+                "`engine.sketch` returns."
+            )
         if (self.seed, self.dimensions) != (other.seed, other.dimensions):
             raise InvalidOperandError(
                 f"A sketch of {self.dimensions} dimensions with seed {self.seed} has no products "

@@ -108,6 +108,7 @@ def check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
             "`grad_input`. Leave out `with_kwargs`."
         )
     wanted = _SIGNATURES[kind]
+    other = "" if with_kwargs or kind == "backward" else ", or pass `with_kwargs=True`"
     if with_kwargs:
         wanted = (*wanted[:2], "kwargs", *wanted[2:])
     try:
@@ -120,7 +121,7 @@ def check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
         raise HookError(
             f"`{name_of(function)}` has the signature `{signature}`, and a {kind} hook"
             f"{' with keyword arguments' if with_kwargs else ''} is called with "
-            f"`({', '.join(wanted)})`. Let it take these arguments."
+            f"`({', '.join(wanted)})`. Let it take these arguments{other}."
         ) from error
 
 

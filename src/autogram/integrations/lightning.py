@@ -79,7 +79,7 @@ class JacobianDescent(_Module):
 
         With several processes, as by ``strategy="ddp"``, the objectives of all have one Gramian.
         """
-        return Engine(self, distributed=True if self.trainer.world_size > 1 else None)
+        return Engine(self, distributed=self.trainer.world_size > 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """A batch; and a step of all optimizers, where it is the last one of a step.

@@ -54,7 +54,7 @@ class JacobianTrainer(Trainer):
         Args:
             model: Without the wrappers of accelerate.
         """
-        return Engine(model, distributed=True if self.accelerator.num_processes > 1 else None)
+        return Engine(model, distributed=self.accelerator.num_processes > 1)
 
     def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
         """Computes the objectives of a batch. Override it for your own.

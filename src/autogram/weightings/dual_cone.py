@@ -37,6 +37,11 @@ class _DualCone:
         m = len(gramian)
         if self.pref_vector is None:
             return torch.full((m,), 1 / max(m, 1), dtype=torch.float64, device=gramian.device)
+        if len(self.pref_vector) != m:
+            raise InvalidOperandError(
+                f"There are preferences of {len(self.pref_vector)} objectives, and the Gramian is "
+                f"of {m}. Pass one for each in `pref_vector`."
+            )
         return self.pref_vector.to(gramian.device, torch.float64)
 
     def __repr__(self) -> str:

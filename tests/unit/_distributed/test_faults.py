@@ -222,7 +222,7 @@ def parameters_of_others(rank: int) -> None:
 
 def wrong_arguments(rank: int) -> None:
     model = mlp()
-    for given in ("all", 2, [0, 1], False):
+    for given in ("all", 2, [0, 1]):
         with pytest.raises(InvalidOptionError, match=r"`distributed` is .*Pass `True`"):
             Engine(model, distributed=given)
     mesh = distributed.device_mesh.DeviceMesh("cpu", [0])
@@ -230,6 +230,8 @@ def wrong_arguments(rank: int) -> None:
         expected = r"`distributed` has the processes \[0\], and this is 1. Pass a group that this"
         with pytest.raises(InvalidOptionError, match=expected):
             Engine(model, distributed=mesh)
+    alone = Engine(model, distributed=False)
+    assert alone.compute_gramian(per_sample(model(batch(4 + rank, 6)))).shape == 2 * (4 + rank,)
     engine = Engine(model, distributed=True)
     with pytest.raises(InvalidOperandError, match=r"the last Gramian had 0 objectives.*Pass one"):
         engine.own(torch.ones(3))

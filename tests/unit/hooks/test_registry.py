@@ -320,6 +320,11 @@ MISTAKES: list[tuple[Callable[[HookManager], Any], type[AutogramError], str]] = 
     (lambda m: m.register(lambda *_: 0, TANH, kind="around"), HookError, "`begin"),
     (lambda m: m.register(wants_one, TANH, kind="backward"), HookError, "grad_input, grad_output"),
     (
+        lambda m: m.register(lambda _m, _args, _kwargs: None, TANH, kind="forward_pre"),
+        HookError,
+        r"Let it take these arguments, or pass `with_kwargs=True`",
+    ),
+    (
         lambda m: m.register(lambda _a, _b, _c: None, TANH, with_kwargs=True),
         HookError,
         r"with keyword arguments is called with `\(module, args, kwargs, output\)`",

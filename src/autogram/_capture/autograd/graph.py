@@ -40,7 +40,8 @@ def explaining_freed_graphs() -> Iterator[None]:
         raise FreedGraphError(
             "The graph of the losses is freed: a backward pass ran before the Gramian was "
             "computed. Call `compute_gramian` before `losses.backward`, or give that call "
-            "`retain_graph=True`."
+            "`retain_graph=True`. If the losses depend on an earlier step, as by the state of a "
+            "recurrent layer, cut it off there by `.detach()`."
         ) from error
 
 
