@@ -124,7 +124,13 @@ class ConflictMonitor:
         return ratio(sum(x.noise for x in found), sum(x.signal for x in found))
 
     def scalars(self, prefix: str = "conflict/") -> dict[str, float]:
-        """The numbers of the last look by name, for a logger, and the noise scale of all looks.
+        """The numbers of the last look, for a logger, and the noise scale of all looks.
+
+        Args:
+            prefix: Stands before the name of each number.
+
+        Raises:
+            UnsupportedError: There was no look.
 
         Example:
             >>> import torch

@@ -30,7 +30,7 @@ class Limit:
 class Kernels(Hardware):
     """Contractions by plain calls of PyTorch, right on any device.
 
-    Kernels are the only objects that know a device, a library, or a constant of hardware. A
+    How contractions depend on a device, a library, or a constant of hardware is known here alone. A
     subclass for one kind of device overrides the methods for which that device has a faster way.
 
     Args:
