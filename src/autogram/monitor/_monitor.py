@@ -114,9 +114,14 @@ class ConflictMonitor:
             is infinite if the average of the signal is not positive, and not a number without a
             look. All losses must have the same scale.
 
+        Raises:
+            InvalidOptionError: ``last`` is not positive.
+
         References:
             McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.
         """
+        if last is not None and last < 1:
+            raise InvalidOptionError(f"`last` is {last}. Pass a positive number, or `None`.")
         count = len(self._looks) if last is None else min(last, len(self._looks))
         found = [x for x in self._read(count) if isfinite(x.noise) and isfinite(x.signal)]
         if not found:

@@ -20,10 +20,9 @@ class _DualCone:
     def __init__(
         self, pref_vector: Tensor | None = None, projector: Projector | None = None
     ) -> None:
-        if pref_vector is not None and pref_vector.dim() != 1:
-            raise InvalidOperandError(
-                f"`pref_vector` has shape {tuple(pref_vector.shape)}. Pass a vector, `(m,)`."
-            )
+        given: object = pref_vector
+        if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
+            raise InvalidOperandError(f"`pref_vector` is {given!r}. Pass a tensor `(m,)`.")
         self.pref_vector = pref_vector
         self.projector = Projector() if projector is None else projector
 

@@ -206,6 +206,10 @@ def test_the_monitor_is_a_small_part_of_a_step() -> None:
 def test_refusals() -> None:
     with pytest.raises(InvalidOptionError, match=r"`every` is 0\. Pass a positive number"):
         ConflictMonitor(every=0)
+    with pytest.raises(
+        InvalidOptionError, match=r"`last` is 0\. Pass a positive number, or `None`"
+    ):
+        ConflictMonitor().noise_scale(0)
     with pytest.raises(InvalidOperandError, match="`UPGrad` is an aggregator"):
         ConflictMonitor(UPGradOfTorchjd())
     monitor = ConflictMonitor()

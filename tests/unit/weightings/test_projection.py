@@ -227,7 +227,8 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: UPGrad()(-torch.eye(3)), InvalidOperandError, "The matrix is no Gramian"),
     (lambda: UPGrad(torch.ones(2))(ROWS @ ROWS.T), InvalidOperandError, "preferences of 2 obj"),
     (lambda: DualProj(torch.ones(4))(ROWS @ ROWS.T), InvalidOperandError, "is of 3. Pass one for"),
-    (lambda: UPGrad(torch.ones(2, 2)), InvalidOperandError, "Pass a vector, `"),
+    (lambda: UPGrad(torch.ones(2, 2)), InvalidOperandError, r"(?s)is tensor.*Pass a tensor `"),
+    (lambda: UPGrad([1.0, 2.0]), InvalidOperandError, r"is \[1.0, 2.0\]. Pass a tensor"),  # type: ignore[arg-type]
     (lambda: UPGrad()(torch.full((3, 3), torch.nan)), NonFiniteError, "or a vector to project"),
     (lambda: UPGrad()(torch.full((3, 3), torch.inf)), NonFiniteError, "or a vector to project"),
     (lambda: Projector(norm_eps=-1.0), InvalidOptionError, "Pass zero or a positive number"),
