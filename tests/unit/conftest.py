@@ -10,6 +10,9 @@ import torch
 DTYPE = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float64"))
 DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
 
+if DEVICE != "cpu":  # also for tensors that modules of tests make when they are imported
+    torch.set_default_device(DEVICE)
+
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> Iterator[None]:

@@ -72,7 +72,7 @@ class Part:
         numbers = self.objectives.in_order(torch.arange(self.m, device="cpu"), 0)
         among = numbers[index]  # (k, b), flattened
         samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
-        found = columns.rows(samples)
+        found = columns.rows(samples.to(parameter.device))
         return None if found is None else found[among // self.objectives.samples, b]
 
 
