@@ -29,6 +29,7 @@ class Tracked:
     must be pulled back."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     version: int
     """The version of the tensor for which ``region`` holds."""
     edge: GradientEdge | None = field(default=None, repr=False)
@@ -46,7 +47,8 @@ class Tracked:
     ) -> Tracked:
         """A tensor as it is now. Without a region, its blocks are pulled back."""
         shape = tuple(tensor.shape) if region is None else region.shape
-        return cls(sources, region, shape, tensor.dtype, tensor._version, place=place)
+        version = tensor._version
+        return cls(sources, region, shape, tensor.dtype, tensor.device, version, place=place)
 
 
 class Batched(Enum):
@@ -73,7 +75,7 @@ def track_derived(
 ) -> Tracked:
     """A tensor computed from tracked tensors, its origins, and perhaps a view of a ``base``.
 
-    A cast has the elements of its origin, in another dtype or on another device.
+    A cast has the elements of its origin, in another dtype. On another device, it has blocks there.
     """
     sources = tuple({id(p): p for origin in origins for p in origin.sources}.values())
     region = place = None
@@ -81,6 +83,8 @@ def track_derived(
         region, place = origins[0].region, origins[0].place
     elif isinstance(base, Tracked) and base.region is not None and derived._base is not None:
         region, place = _region_of_view(derived, derived._base, base.region), base.place
+    if any(derived.device != parameter.device for parameter in sources):
+        region = None
     if derived.is_complex():
         region = None  # counted in complex numbers, where the parameter has real ones
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):

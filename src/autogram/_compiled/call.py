@@ -142,7 +142,8 @@ class Call:
             assert root.region is not None
             region = self.part.sizes.resolve(source.region, self.sizes)
             region = region.shifted(root.region.offset)
-            return Tracked(root.sources, region, region.shape, source.dtype, root.version)
+            shape, device = region.shape, root.device
+            return Tracked(root.sources, region, shape, source.dtype, device, root.version)
         if source.derivation is None:
             return roots[0]
         found = entry_of(node)
@@ -159,7 +160,8 @@ class Call:
         (derived,) = source.derivation.run([given[i] for i in source.derivation.inputs])
         sources = tuple({id(p): p for root in roots for p in root.sources}.values())
         shape, edge = tuple(derived.shape), get_gradient_edge(derived)
-        return Tracked(sources, None, shape, source.dtype, derived._version, edge)
+        version, device = derived._version, derived.device
+        return Tracked(sources, None, shape, source.dtype, device, version, edge)
 
 
 class CompiledPart:

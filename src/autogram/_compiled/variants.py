@@ -155,7 +155,7 @@ class Backward:
             gramian, *factors = found[self._results :]
             kept = variant.contracted.factors(uses, factors)
             taken = [of.use for of in inside], kept, variant.contracted.taken
-            current.tell(partial(current.receiver.take_part, gramian, *taken))
+            current.tell(partial(current.receiver.take_part, gramian, *taken), [gramian, *factors])
         for number, places in variant.shown:
             use = uses[number]
             if use is not None:

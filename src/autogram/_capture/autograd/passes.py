@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from autogram._capture.autograd.graph import explaining_freed_graphs, leaves_behind
+from autogram._capture.autograd.streams import Streams
 from autogram._capture.recording import Channel, Receiver, Recording
 from autogram._errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
@@ -69,6 +71,9 @@ class Pass:
         self._has_nested = False
         self._kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = []
         self._reached: set[Recording] = set()
+        self._streams = Streams(())
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._turn = threading.Lock()
 
     def differentiate(
         self,
@@ -88,6 +93,9 @@ class Pass:
                 output = output.view_as(output)  # with a new node, where no other pass comes along
         if self.channel.before_pass is not None and not (self._is_along or running_pass()):
             self.channel.before_pass()
+        if self.receiver is not None:
+            read = [p for of in self.channel.recordings for p in of.names]
+            self._streams = Streams({x.device for x in (cotangent, *read)})
         node = output.grad_fn if isinstance(output, Tensor) else output.node
         assert node is not None
         handle = node.register_prehook(self._begin)
@@ -127,18 +135,36 @@ class Pass:
         its end, and the receiver is shown nothing more.
         """
         receive = partial(self._keep if is_kept else self.receiver, use, saved)
-        try:
-            if self.hidden is None:
-                receive(cotangent.unsqueeze(0))
-            else:
-                _Unbatch.apply(cotangent, receive, self.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
-        except Exception as error:
-            self._error = error
 
-    def tell(self, call: Callable[[], None]) -> None:
-        """Tells the receiver something, and keeps an error as :meth:`show` does."""
+        def tell(shown: Tensor) -> None:
+            self.tell(partial(receive, shown), [shown] if is_kept else [shown, *saved])
+
+        if self.hidden is None:
+            tell(cotangent.unsqueeze(0))
+        else:
+            _Unbatch.apply(cotangent, tell, self.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
+
+    def tell(self, call: Callable[[], object], tensors: Sequence[Tensor]) -> None:
+        """Tells the receiver of some tensors, and keeps an error as :meth:`show` does.
+
+        Autograd has a thread for each device. Where another thread tells the receiver something
+        now, it makes this call as well: a thread that waited could be needed for what is told.
+        """
+        self._streams.take(tensors)
+        self._waiting.append(call)
+        while self._waiting and self._turn.acquire(blocking=False):
+            try:
+                with self._streams.enter():
+                    while self._waiting:
+                        self._make(self._waiting.popleft())
+            finally:
+                self._turn.release()
+
+    def _make(self, call: Callable[[], object]) -> None:
+        """Makes a call, unless one before has failed."""
         try:
-            call()
+            if self._error is None:
+                call()
         except Exception as error:
             self._error = error
 

@@ -88,7 +88,7 @@ class _Accounts(dict["Tensor | Tracked", _Account]):
                 )
             return account
         if isinstance(owner, Tracked):
-            region, device = Region.contiguous(owner.shape), owner.sources[0].device
+            region, device = Region.contiguous(owner.shape), owner.device
             for parameter in owner.sources:
                 self[parameter].expected += 1
         else:

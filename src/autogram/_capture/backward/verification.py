@@ -95,7 +95,7 @@ class Check:
         Returns:
             The Gramian ``(k, b, k, b)`` of the columns, if it was needed and is not zero.
         """
-        u = self._by_sample
+        u = self._by_sample.to(parameter.device)
         part = None
         if are_kept:
             gradient, norms = columns.weighted_sum(u), columns.square_norms()

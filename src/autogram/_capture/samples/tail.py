@@ -229,7 +229,7 @@ def _tracked(
     sources = tuple(_sources([node], reading, parameters))
     of = node._input_metadata[result]
     shape, edge = tuple(of.shape), GradientEdge(node, result)
-    return Tracked(sources, None, shape, of.dtype, 0, edge)
+    return Tracked(sources, None, shape, of.dtype, of.device, 0, edge)
 
 
 def _sources(

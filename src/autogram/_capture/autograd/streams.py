@@ -1,0 +1,49 @@
+"""Streams of a GPU: what a pass shows is taken in on the streams of the thread that made the pass.
+
+Autograd runs each node on the stream of its forward call, in a thread for each device. When a pass
+has ended, the streams of its caller wait for those on which gradients of leaves were computed. Taps
+compute none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+
+class Streams:
+    """The streams on which this thread launches work for some devices."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        found = {device for device in devices if device.type == "cuda"}
+        self._own = {device: current_stream(device) for device in found}
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Lets these streams wait for tensors that this thread computes, and keeps their memory.
+
+        The first tensor tells the device, and the stream.
+        """
+        device = tensors[0].device
+        own = self._own.get(device)
+        if own is None or own == (current := current_stream(device)):
+            return
+        own.wait_stream(current)
+        for tensor in tensors:
+            if tensor.device == device:
+                tensor.record_stream(own)
+
+    def enter(self) -> ExitStack:
+        """Launches the work of this thread on these streams, until the stack is left."""
+        stack = ExitStack()
+        for device, own in self._own.items():
+            if own != current_stream(device):
+                stack.enter_context(own)
+        return stack
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream on which this thread launches work for a device."""
+    return torch.accelerator.current_stream(device)
