@@ -15,6 +15,7 @@ from torch import Tensor
 import autogram
 from tests.speed import choices, limits
 from tests.speed.__main__ import main
+from tests.speed.gpu import __main__ as gpu_benchmark
 from tests.speed.gpu import counted
 from tests.speed.gpu.__main__ import main as gpu
 from tests.speed.gpu.models import TINY
@@ -114,6 +115,26 @@ def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture
     assert "Error" not in times[0]
     errors = re.findall(r"^\| MLP 2 x 8, B = 4 \| (\S+) \|", printed, re.MULTILINE)
     assert float(errors[-1]) < 1e-12
+
+
+@pytest.mark.slow
+def test_an_error_ends_the_process_that_it_was_in() -> None:
+    """The next step is measured in another one."""
+    try:
+        with pytest.raises(KeyError):
+            gpu_benchmark._apart(("mlp", True, "float32", "cpu", False), "no such step")
+        assert gpu_benchmark._WORKERS == []
+        found = gpu_benchmark._apart(("mlp", True, "float32", "cpu", False), "SGD")
+        assert found.milliseconds > 0
+    finally:
+        gpu_benchmark._stop()
+
+
+def test_steps_of_a_gpu_run_in_half_precision() -> None:
+    """All of them, also those of others, whose gradients have the dtype of the parameters."""
+    for name in gpu_benchmark.STEPS:
+        found = gpu_benchmark._measure(("mlp", True, "bf16 autocast", "cpu", False), name)
+        assert found.milliseconds > 0
 
 
 def test_host_time_is_measured() -> None:

@@ -6,8 +6,10 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing import get_context
 from statistics import median
 
 import torch
@@ -46,9 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{how}, {'captured' if is_captured else 'eager'}: time / SGD, peak / SGD\n")
             print(as_table([["model", "SGD", *list(STEPS)[1:]], ["---"] * (len(STEPS) + 1)]))
             for name in names:
-                row = _row(workloads[name], how, options.device, is_captured=is_captured)
+                case = name, options.tiny, how, options.device, is_captured
+                row = _row(workloads[name].description, case)
                 print(as_table([row]), flush=True)
             print()
+    _stop()
     if options.device == "cuda" and not options.tiny:
         choices.show(options.device)
         limits.main(["--device", options.device])
@@ -59,12 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(as_table([[workloads[name].description, *found]]), flush=True)
 
 
-def _row(workload: Workload, how: Precision, device: str, *, is_captured: bool) -> list[str]:
+Case = tuple[str, bool, Precision, str, bool]
+"""The name of a workload, whether it is a tiny one, the precision, the device, whether captured."""
+
+
+def _row(description: str, case: Case) -> list[str]:
     """One line of a table."""
-    cells, baseline = [workload.description], None
-    for make in STEPS.values():
+    cells, baseline = [description], None
+    for name in STEPS:
         try:
-            result = measure(workload, make, how, device, is_captured=is_captured)
+            result = _apart(case, name) if case[3] == "cuda" else _measure(case, name)
         except Exception as error:  # what an engine cannot do is a result
             cells.append(type(error).__name__)
             continue
@@ -75,6 +83,37 @@ def _row(workload: Workload, how: Precision, device: str, *, is_captured: bool) 
             peak = result.peak / max(1, baseline.peak)
             cells.append(f"{result.milliseconds / baseline.milliseconds:.2f}, {peak:.2f}")
     return cells
+
+
+_WORKERS: list[ProcessPoolExecutor] = []
+
+
+def _apart(case: Case, name: str) -> Result:
+    """Measures in another process, which ends after an error.
+
+    A capture that fails leaves PyTorch's allocator and generator as if it still went on, and what
+    comes later in that process would fail, too.
+    """
+    if not _WORKERS:
+        _WORKERS.append(ProcessPoolExecutor(1, get_context("spawn")))
+    try:
+        return _WORKERS[0].submit(_measure, case, name).result()
+    except Exception:
+        _stop()
+        raise
+
+
+def _stop() -> None:
+    """Ends the other process, if there is one."""
+    while _WORKERS:
+        _WORKERS.pop().shutdown()
+
+
+def _measure(case: Case, name: str) -> Result:
+    """Measures one step."""
+    model, is_tiny, how, device, is_captured = case
+    workload = (TINY if is_tiny else WORKLOADS)[model]
+    return measure(workload, STEPS[name], how, device, is_captured=is_captured)
 
 
 def measure(
@@ -112,8 +151,8 @@ def measure(
         for _ in range(WARM_UP):
             step()
         stream.synchronize()
+        torch.cuda.reset_peak_memory_stats()  # a captured step takes its memory when it is captured
         run = _captured(step, backward.engine) if is_captured else step
-        torch.cuda.reset_peak_memory_stats()
         run()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(MEASURED + 1)]
         events[0].record()

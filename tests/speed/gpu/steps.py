@@ -120,7 +120,7 @@ def per_sample_gradients(problem: Problem) -> Backward:
         assert isinstance(gramian, Tensor)
         weights = constant_weights(gramian)
         for name, p in trained.items():
-            p.grad = (weights.to(flat[name]) @ flat[name]).view(p.shape)
+            p.grad = (weights.to(flat[name]) @ flat[name]).view(p.shape).to(p.dtype)
 
     return Backward(backward)
 
