@@ -12,6 +12,7 @@ DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
 
 if DEVICE != "cpu":  # also for tensors that modules of tests make when they are imported
     torch.set_default_device(DEVICE)
+    torch.backends.cudnn.allow_tf32 = False  # by default, convolutions would keep ten bits
 
 
 @pytest.fixture(autouse=True)

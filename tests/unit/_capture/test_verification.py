@@ -1,6 +1,7 @@
 """Faults inside of the library that a verification finds, and when it looks."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch.nn import functional as F
 
 from autogram import CoupledObjectivesWarning, Engine, VerificationError
 from autogram._blocks import Folded, candidates
+from autogram._capture.backward import verification
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
 from autogram._capture.samples import search
+from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
@@ -223,3 +226,61 @@ def test_verify_does_not_wait_for_its_turn(counted: list[int]) -> None:
     engine.compute_gramian(losses)
     engine.verify(losses)
     assert counted == [1]
+
+
+SETTINGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+
+
+@pytest.fixture
+def settings() -> Iterator[dict[str, Any]]:
+    """PyTorch's settings of precision, which are put back."""
+    found = {name: operator.attrgetter(name)(torch.backends) for name in SETTINGS}
+    before = {name: setting.fp32_precision for name, setting in found.items()}
+    yield found
+    for name, setting in found.items():
+        setting.fp32_precision = before[name]
+
+
+class Hiding(torch.autograd.Function):
+    """May do anything."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        del ctx
+        return cotangent * 2
+
+
+@pytest.mark.parametrize(
+    ("products", "convolutions", "expected"),
+    [
+        ("ieee", "ieee", {"linear": False, "convolution": False, "hidden": False}),
+        ("ieee", "tf32", {"linear": False, "convolution": True, "hidden": True}),
+        ("tf32", "ieee", {"linear": True, "convolution": True, "hidden": True}),
+    ],
+)
+def test_tf32_counts_where_it_is_used(
+    products: str, convolutions: str, expected: dict[str, bool], settings: dict[str, Any]
+) -> None:
+    """On a GPU, PyTorch allows it by default, but not for matrix products."""
+    settings["cuda.matmul"].fp32_precision = products
+    settings["cudnn.conv"].fp32_precision = settings["cudnn.rnn"].fp32_precision = convolutions
+    layers = {
+        "linear": nn.Linear(5, 5),
+        "convolution": nn.Conv1d(2, 2, 1),
+        "hidden": nn.Linear(5, 5),
+    }
+    for name, layer in layers.items():
+        engine = Engine(layer)  # whose taps are Functions in Python, too
+        losses = layer(torch.randn(3, 2, 5)).sum((1, 2))
+        if name == "hidden":
+            losses = Hiding.apply(losses)
+        nodes = Survey(engine._channel, losses).nodes
+        assert verification._may_be_tf32(nodes) == expected[name]

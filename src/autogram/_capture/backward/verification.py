@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import sqrt
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture.autograd.graph import dtypes_of
+from autogram._capture.autograd.graph import dtypes_of, kind_of_node, use_of
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
@@ -26,6 +26,8 @@ Verify = Literal["first", "always", "never"]
 
 # With TF32, matrix products and convolutions keep ten bits of each number in float32.
 _EPSILON_OF_TF32 = 2.0**-10
+_EXACT = {"none", "ieee"}
+_BY_CUDNN = ("Convolution", "CudnnRnn")
 
 # The most calls from one check to the next: checks then take about one percent of the time.
 _LONGEST = 64
@@ -72,7 +74,8 @@ class Check:
         self.vector = vector
         self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
         dtypes = dtypes_of(survey.losses, survey.nodes)
-        self.epsilon = max(_epsilon(survey.losses, dtype) for dtype in dtypes)
+        self._is_tf32 = survey.losses.is_cuda and _may_be_tf32(survey.nodes)
+        self.epsilon = max(_epsilon(dtype, is_tf32=self._is_tf32) for dtype in dtypes)
         self._leaves, self._left_out = survey.leaves, survey.left_out
         self._by_sample = vector
 
@@ -84,7 +87,7 @@ class Check:
     def see_use(self, use: Use, cotangent: Tensor) -> None:
         """Notes which calls a parameter is used in, and their precision."""
         for dtype in {cotangent.dtype, *use.recording.dtypes}:
-            self.epsilon = max(self.epsilon, _epsilon(cotangent, dtype))
+            self.epsilon = max(self.epsilon, _epsilon(dtype, is_tf32=self._is_tf32))
         for tracked in use.reads:
             for parameter in tracked.sources:
                 self.comparisons[parameter].uses[use.function] = use
@@ -131,7 +134,7 @@ class Check:
             comparison = self.comparisons[parameter]
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
-                self.epsilon = max(self.epsilon, _epsilon(gradient, parameter.dtype))
+                self.epsilon = max(self.epsilon, _epsilon(parameter.dtype, is_tf32=self._is_tf32))
                 comparison.gradient = _squared_norm(gradient)
             compared.append(comparison)
         return compared
@@ -244,13 +247,25 @@ def _squared_norm(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-def _epsilon(tensor: Tensor, dtype: torch.dtype) -> float:
+def _epsilon(dtype: torch.dtype, *, is_tf32: bool) -> float:
     """The distance from 1 to the next number of a dtype, or what TF32 products keep of it."""
-    if dtype == torch.float32 and tensor.is_cuda:
-        try:
-            is_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-        except RuntimeError:  # set through the other of PyTorch's two interfaces
-            is_tf32 = True
-        if is_tf32:
-            return _EPSILON_OF_TF32
-    return float(torch.finfo(dtype).eps)
+    is_coarse = is_tf32 and dtype == torch.float32
+    return _EPSILON_OF_TF32 if is_coarse else float(torch.finfo(dtype).eps)
+
+
+def _may_be_tf32(nodes: Iterable[Any]) -> bool:
+    """Whether a GPU may have rounded what was multiplied in float32 behind some nodes.
+
+    PyTorch's default is that convolutions and recurrent layers do, and matrix products do not.
+    """
+    backends: Any = torch.backends  # typed without these modules
+    if backends.cuda.matmul.fp32_precision not in _EXACT:
+        return True
+    of_cudnn = backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision
+    return not set(of_cudnn) <= _EXACT and any(map(_may_call_cudnn, nodes))
+
+
+def _may_call_cudnn(node: Any) -> bool:
+    """Whether a node is a convolution or a recurrent layer, or may hide one."""
+    operation = kind_of_node(node.__class__).operation
+    return operation.startswith(_BY_CUDNN) if operation else use_of(node) is None
