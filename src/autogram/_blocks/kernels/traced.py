@@ -55,3 +55,14 @@ class TracedCpuKernels(TracedKernels, CpuKernels):
 
 class TracedCudaKernels(TracedKernels, CudaKernels):
     """Those of a GPU."""
+
+    @override
+    def _accumulated(self, x: Tensor, y: Tensor) -> Tensor:
+        """Thin products of factors in float32.
+
+        Inductor makes products and sums of them, and forgets there that results are in float32.
+        """
+        if 1 in (*x.shape[-2:], y.shape[-1]):
+            dtype = self.accumulating(x.dtype, y.dtype)
+            x, y = x.to(dtype), y.to(dtype)
+        return super()._accumulated(x, y)
