@@ -193,5 +193,4 @@ def _counts(x: Tensor) -> bool:
 
 def _is_buffer(node: fx.Node) -> bool:
     """Whether an input is a buffer of a module."""
-    known = node.meta.get("tensor_dict") or {}
-    return known.get("_dynamo_static_input_type") is not None
+    return "'_buffers'" in repr(getattr(node, "_dynamo_source", None))

@@ -80,7 +80,6 @@ NAMES = (
 # What Dynamo and AOTAutograd write onto objects and read there. Nothing fails where there is none.
 MARKS = (
     Private("torch.fx", "Node._dynamo_source", _JOINT),
-    Private("torch.fx", "Node.meta.tensor_dict._dynamo_static_input_type", _JOINT),
     Private("torch.fx", "GraphModule._param_name_to_source", _JOINT),
     Private("torch._functorch", "_boxed_call", _SEVERAL),
     Private(

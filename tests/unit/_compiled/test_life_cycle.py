@@ -269,6 +269,21 @@ def test_recompilations() -> None:
     assert len(parts) >= 2
 
 
+def test_inputs_that_stay_in_their_place() -> None:
+    """As CUDA graphs read them without a copy. Dynamo keeps the same note of them and of buffers.
+
+    A buffer is no input, and may be as large as the batch.
+    """
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model)
+    x = torch.empty(4, 3)
+    torch._dynamo.mark_static_address(x)
+    for batch in _batches(4, 4, 4):
+        x.copy_(batch[0])
+        assert_steps(model, run, engine, [(x,)], _squares)
+
+
 def test_reset() -> None:
     """Losses from before a reset, and models that are compiled anew."""
     model = Decoder()
