@@ -14,11 +14,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, NotConnectedError, RemovedEngineError
-from tests.unit.checks import assert_close_to_reference
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import assert_exact, assert_nothing_is_left, assert_works, batch, mlp
 from tests.unit.engines import per_sample as losses_of
 
@@ -295,6 +297,34 @@ class TestTorchScript:
         torch.jit.save(converted, file)
         assert b"autogram" not in file.getvalue()
         assert_works(engine, model, x)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        pytest.param(lambda model, x: torch.export.export(model, (x,)).module(), id="export"),
+        pytest.param(
+            lambda model, x: torch.export.export(
+                model, (x,), dynamic_shapes=({0: torch.export.Dim("B")},)
+            ).module(),
+            id="export of any size",
+        ),
+        pytest.param(lambda model, x: make_fx(model)(x), id="make_fx"),
+    ],
+)
+def test_exported_models(convert: Callable[..., nn.Module]) -> None:
+    """A graph that is traced of a model has its gradients, and works with an engine of its own."""
+    model, x = mlp(), batch(4, 3)
+    engine = Engine(model, batch_dim=0)
+    assert_works(engine, model, x)
+    converted = convert(model, x)
+    assert_close_to_reference(
+        reference_jacobian(converted(x).square().sum(1), trainable(model)),
+        reference_jacobian(model(x).square().sum(1), trainable(model)),
+    )
+    assert not has_taps(converted(x))
+    assert_works(engine, model, x)
+    assert_works(Engine(converted, batch_dim=0), converted, x)
 
 
 def averaged(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autogram._capture.distribution import note_wrapper, wrapper_now
 from autogram._capture.forward.checkpoints import Checkpoints, run_now
@@ -100,7 +101,8 @@ class Session(threading.local):
 
     This object is put around each module of the engine (`autogram.hooks`). A recording is opened
     when the first module is entered, and closed when this module is left. No recording is opened
-    while gradients are disabled, and inside of a `torch.func` transform or `torch.jit.trace`.
+    while gradients are disabled, inside of a `torch.func` transform, and where PyTorch traces a
+    graph (`torch.jit.trace`, `torch.export`, `make_fx`).
     """
 
     def __init__(
@@ -227,6 +229,7 @@ def _can_record() -> bool:
         torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
+        and get_proxy_mode() is None
     )
 
 
