@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from autogram._errors import (
     InvalidModulesError,
     InvalidOperandError,
     InvalidOptionError,
+    UnsupportedError,
     warn_user,
 )
 
@@ -103,6 +105,12 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
         raise InvalidLossesError(
             "The engine is called inside of a `torch.func` transform, which has a graph of its "
             "own. Call it outside, on losses that were computed outside."
+        )
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "compiled_autograd_enabled", False):
+        raise UnsupportedError(
+            "The engine is called where compiled autograd is on, which traces backward passes and "
+            "does not run them. Set `torch._dynamo.config.compiled_autograd = False`."
         )
     if not torch.is_grad_enabled():
         raise InvalidLossesError(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram import Engine
+from autogram import Engine, UnsupportedError
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import compiled
 from tests.unit.checks import assert_close_to_reference
@@ -59,3 +59,19 @@ def test_gradients(step: Step) -> None:
         run(engine, model, x)
         found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert_close_to_reference(found, jacobian.T @ _weigh(jacobian))
+
+
+@pytest.mark.parametrize("step", [_fused, _two_passes, _with_jacobian, _accumulated])
+def test_compiled_autograd_is_refused(step: Step) -> None:
+    """It traces the nodes of a graph, and runs what it has traced in the next pass."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    engine = Engine(model)
+    x = torch.randn(4, 3)
+    message = "`torch._dynamo.config.compiled_autograd = False`"
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(UnsupportedError, match=message),
+    ):
+        compiled(step)(engine, model, x)
+    compiled(step)(engine, model, x)
+    assert all(p.grad is not None for p in model.parameters())
