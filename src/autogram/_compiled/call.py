@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -191,11 +191,11 @@ class CompiledPart:
             anchors = [recorder.recording.channel.anchor for recorder in recorders]
             saved = [args[i] for i in part.derived_from if _is_saved(args[i])]
             entered = entry(calls, like, anchors, saved)
-            reads = [
-                _reads_of(call, args, inputs) for call, inputs in zip(calls, derived, strict=True)
-            ]
-            before = [(x, x._version) for x in args if isinstance(x, Tensor) and not x.is_leaf]
-            outputs = list(self._function(*args, entered))
+            reads = [_reads_of(call, roots) for call, roots in zip(calls, derived, strict=True)]
+            apart = _apart(args, set().union(*reads))
+            edges = {i: get_gradient_edge(apart[i]) for roots in reads for i in roots}
+            before = [(x, x._version) for x in apart if isinstance(x, Tensor) and not x.is_leaf]
+            outputs = list(self._function(*apart, entered))
             for positions, way in part.outputs.items():
                 found = way.run([args[i] for i in way.inputs])
                 for position, x in zip(positions, found, strict=True):
@@ -203,8 +203,8 @@ class CompiledPart:
             if any(reads):
                 changed = [x for x, version in before if x._version != version]
                 results = _Results(calls, outputs, changed)
-                for call, of in zip(calls, reads, strict=True):
-                    _add_rows(call, of, results)
+                for call, roots in zip(calls, reads, strict=True):
+                    _add_rows(call, roots, edges, results)
                 outputs = results.outputs
         unbatched = set(chain(*part.outputs))
         batched = [x for i, x in enumerate(outputs) if i not in unbatched]
@@ -238,15 +238,22 @@ def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int
     return found
 
 
-# What gets explicit rows through a call: its position, what it is, and where it enters the call.
-_Reads = dict[int, tuple[Tracked, GradientEdge]]
-
-
-def _reads_of(call: Call, args: Sequence[Any], derived: dict[int, Tracked]) -> _Reads:
-    """What gets explicit rows through a call, before the call, which may change it in place."""
+def _reads_of(call: Call, derived: dict[int, Tracked]) -> dict[int, Tracked]:
+    """What gets explicit rows through a call, by position."""
     unexpected = {i: x for i, x in derived.items() if i not in call.part.roots}
-    roots = {i: root for i, root in call.roots.items() if i in call.part.rows} | unexpected
-    return {i: (root, get_gradient_edge(args[i])) for i, root in roots.items()}
+    return {i: root for i, root in call.roots.items() if i in call.part.rows} | unexpected
+
+
+def _apart(args: Sequence[Any], read: Collection[int]) -> list[Any]:
+    """Arguments, of which those that are read at some positions lead into the call alone.
+
+    Else a parameter would have what it contributes to a derived argument as well.
+    """
+    found = list(args)
+    if len(read) > 1 and any(args[i].grad_fn is not None for i in read):
+        for i in read:
+            found[i] = args[i].view_as(args[i])
+    return found
 
 
 class _Results:
@@ -288,7 +295,9 @@ class _Results:
         self._own = {id(x): x for x in map(behind.__getitem__, self._own)}
 
 
-def _add_rows(call: Call, reads: _Reads, results: _Results) -> None:
+def _add_rows(
+    call: Call, reads: dict[int, Tracked], edges: dict[int, GradientEdge], results: _Results
+) -> None:
     """Puts taps on the results of a call, for explicit rows of what has no rule in the part."""
     if not reads:
         return
@@ -296,5 +305,5 @@ def _add_rows(call: Call, reads: _Reads, results: _Results) -> None:
     call.rows_of = frozenset(reads)
     functions = list(dict.fromkeys(name for i in reads for name in part.rows.get(i, ())))
     name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
-    roots, inputs = zip(*reads.values(), strict=True)
+    roots, inputs = tuple(reads.values()), tuple(edges[i] for i in reads)
     results.tap(lambda x: FallbackUse.of(recording, name, x, roots, inputs))

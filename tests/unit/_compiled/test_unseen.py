@@ -1,14 +1,17 @@
 """Parameters in compiled parts where tracing shows no call that reads them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autogram import Engine
-from tests.unit._compiled.compiling import assert_steps, compiled
+from tests.unit._compiled.compiling import assert_step, assert_steps, compile_inside, compiled
+from tests.unit.checks import trainable
 
 
 class _Product(torch.autograd.Function):
@@ -92,3 +95,82 @@ def test_first_of_all() -> None:
     engine = Engine(model, verify="never")
     batches = [(torch.randn(n, 3),) for n in (4, 4, 5)]
     assert_steps(model, compiled(model), engine, batches, lambda y, _: y.square().sum(1))
+
+
+class _Given(nn.Module):
+    """Layers with a tensor that is given, and that may be changed in place."""
+
+    def __init__(self, *, is_changed: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.is_changed = is_changed
+
+    def forward(self, given: Tensor, x: Tensor) -> Tensor:
+        if self.is_changed:
+            given.mul_(2)
+        return F.linear(self.first(x).tanh(), self.last.weight, given) + self.last.bias
+
+
+GIVEN: dict[str, Callable[[_Given], Tensor]] = {
+    "a part": lambda model: model.first.bias[:2],
+    "a product": lambda model: model.first.bias[1:3] * 2,
+    "of a product": lambda model: (model.first.weight[0] * 2).sin()[:2] + model.last.bias,
+}
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("name", GIVEN)
+def test_arguments_that_are_computed_from_what_is_read(name: str, is_changed: bool) -> None:
+    """Nothing tells the compiler, outside of a module, that the argument is of no sample.
+
+    Its parameters get rows of what the part reads itself, and of the argument, each once.
+    """
+    model = _Given(is_changed=is_changed)
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+    for size in (4, 4, 5):
+        x = torch.randn(size, 3)
+        with engine.paused():
+            expected = model(GIVEN[name](model).clone(), x).square().sum(1)
+        losses = run(GIVEN[name](model).clone(), x).square().sum(1)
+        assert_step(engine, losses, expected, trainable(model))
+
+
+class _Outer(nn.Module):
+    """A part that is given twice what it reads itself in a custom autograd Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = self.inner.scale * 2
+        found: Tensor = self.inner(x, doubled, doubled.sin())
+        return found
+
+
+class _Scaled(nn.Module):
+    """Products in custom autograd Functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.last = nn.Parameter(torch.randn(3)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, *scales: Tensor) -> Tensor:
+        for scale in (self.scale, *scales):
+            x = _Product.apply(x, scale)  # type: ignore[no-untyped-call]  # as typed in torch
+        found: Tensor = self.last(x.sin())
+        return found
+
+
+def test_derived_arguments() -> None:
+    """Of one parameter, one computed from the other, and all without a rule."""
+    model = _Outer()
+    engine = Engine(model, verify="never")
+    batches = [(torch.randn(n, 3),) for n in (4, 4, 5)]
+    twin = copy.deepcopy(model)
+    compile_inside(model.inner)
+    for (x,) in batches:
+        expected = twin(x).square().sum(1)
+        assert_step(engine, model(x).square().sum(1), expected, trainable(model), trainable(twin))
