@@ -6,7 +6,8 @@ these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +101,23 @@ def _aot_eager(
 
 
 COMPILERS: dict[str, Compiler] = {"inductor": _inductor, "aot_eager": _aot_eager}
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Lets no other thread compile in a block, as where Dynamo compiles.
+
+    What traces graphs has one state for all threads. A compiled function that is called meanwhile
+    takes the tracing for one of its own calls, unless it is told that something is compiled.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:
+        before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 def _keep_saved_tensors() -> None:

@@ -67,6 +67,8 @@ NAMES = (
     Private("torch._functorch._aot_autograd.utils", "make_boxed_func", _JOINT),
     Private("torch._functorch.partitioners", "min_cut_rematerialization_partition", _JOINT),
     Private("torch._dynamo", "lookup_backend", _BACKENDS),
+    Private("torch._dynamo.convert_frame", "compile_lock", _SEVERAL),
+    Private("torch.compiler", "_is_compiling_flag", _SEVERAL),
     Private("torch._dynamo", "register_backend", _BACKENDS),
     Private("torch._dynamo.backends.common", "aot_autograd", _JOINT),
     Private("torch._inductor.compile_fx", "compile_fx", _JOINT),

@@ -26,6 +26,7 @@ from autogram._capture.autograd.graph import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.uses import RuleUse
 from autogram._compiled.call import Call
+from autogram._compiled.compilers import compiling
 from autogram._compiled.contraction import (
     Asked,
     Contracted,
@@ -204,7 +205,8 @@ class Backward:
         """A compiled variant, made when it is first needed."""
         found = self._variants.get(key)
         if found is None:
-            found = self._variants[key] = make()
+            with compiling():
+                found = self._variants[key] = self._variants.get(key) or make()
         return found
 
     def _without_taps(self, kept: Collection[int] | None = None) -> _Variant:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.unit._compiled.compiling import (
     language_losses,
     sequences,
 )
-from tests.unit.checks import trainable
+from tests.unit.checks import assert_close_to_reference, trainable
 
 
 def _mlp() -> nn.Sequential:
@@ -282,6 +283,24 @@ def test_inputs_that_stay_in_their_place() -> None:
     for batch in _batches(4, 4, 4):
         x.copy_(batch[0])
         assert_steps(model, run, engine, [(x,)], _squares)
+
+
+def test_threads() -> None:
+    """Of a compiled model, which one thread compiles while others run backward passes."""
+    model = _mlp()
+    engine = Engine(model, unseen="error", verify="never")
+    run = compiled(model)
+
+    def work(number: int) -> None:
+        for step in range(6):
+            (batch,) = _batches(3 + step * number % 3)
+            with engine.paused():
+                jacobian = reference_jacobian(_squares(model(*batch), *batch), trainable(model))
+            gramian = engine.compute_gramian(_squares(run(*batch), *batch))
+            assert_close_to_reference(gramian, jacobian @ jacobian.T)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
 
 
 def test_reset() -> None:
