@@ -155,8 +155,9 @@ class Backward:
         if variant.contracted is not None:
             gramian, *factors = found[self._results :]
             kept = variant.contracted.factors(uses, factors)
-            taken = [of.use for of in inside], kept, variant.contracted.taken
-            current.tell(partial(current.receiver.take_part, gramian, *taken), [gramian, *factors])
+            taken = {"uses": [of.use for of in inside], "kept": kept}
+            take = partial(current.receiver.take_part, **taken, taken=variant.contracted.taken)
+            current.tell(take, gramian, factors)
         for number, places in variant.shown:
             use = uses[number]
             if use is not None:

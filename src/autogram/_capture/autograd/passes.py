@@ -22,6 +22,8 @@ from autogram._capture.recording import Channel, Receiver, Recording
 from autogram._errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
 
+_CPU = torch.device("cpu")
+
 
 def running_pass() -> Pass | None:
     """The pass of an engine that the autograd node which runs now belongs to, if it is one."""
@@ -71,8 +73,8 @@ class Pass:
         self._has_nested = False
         self._kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = []
         self._reached: set[Recording] = set()
-        self._streams = Streams(())
-        self._waiting: deque[Callable[[], object]] = deque()
+        self._streams: Streams | None = None  # of a pass with a receiver, not on the CPU alone
+        self._waiting: deque[tuple[Callable[[Tensor], object], Tensor]] = deque()
         self._turn = threading.Lock()
 
     def differentiate(
@@ -94,8 +96,11 @@ class Pass:
         if self.channel.before_pass is not None and not (self._is_along or running_pass()):
             self.channel.before_pass()
         if self.receiver is not None:
-            read = [p for of in self.channel.recordings for p in of.names]
-            self._streams = Streams({x.device for x in (cotangent, *read)})
+            devices = {cotangent.device}
+            for recording in self.channel.recordings:
+                devices.update([parameter.device for parameter in recording.names])
+            if devices != {_CPU}:
+                self._streams = Streams(devices)
         node = output.grad_fn if isinstance(output, Tensor) else output.node
         assert node is not None
         handle = node.register_prehook(self._begin)
@@ -134,39 +139,48 @@ class Pass:
         callbacks that others have queued for the end of the pass would not run. The pass goes on to
         its end, and the receiver is shown nothing more.
         """
-        receive = partial(self._keep if is_kept else self.receiver, use, saved)
-
-        def tell(shown: Tensor) -> None:
-            self.tell(partial(receive, shown), [shown] if is_kept else [shown, *saved])
-
+        call = partial(self._keep if is_kept else self.receiver, use, saved)
+        others = () if is_kept else saved
         if self.hidden is None:
-            tell(cotangent.unsqueeze(0))
+            self.tell(call, cotangent.unsqueeze(0), others)
         else:
+            tell = partial(self.tell, call, others=others)
             _Unbatch.apply(cotangent, tell, self.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
 
-    def tell(self, call: Callable[[], object], tensors: Sequence[Tensor]) -> None:
-        """Tells the receiver of some tensors, and keeps an error as :meth:`show` does.
+    def tell(
+        self, call: Callable[[Tensor], object], shown: Tensor, others: Sequence[Tensor] = ()
+    ) -> None:
+        """Makes a call with a tensor, and keeps an error as :meth:`show` does.
 
-        Autograd has a thread for each device. Where another thread tells the receiver something
-        now, it makes this call as well: a thread that waited could be needed for what is told.
+        Autograd has a thread for each device. Where another thread makes a call now, it makes this
+        call as well: a thread that waited could be needed for that call.
+
+        Args:
+            call: Tells the receiver something.
+            shown: What the running node has computed.
+            others: What the call reads, too.
         """
-        self._streams.take(tensors)
-        self._waiting.append(call)
-        while self._waiting and self._turn.acquire(blocking=False):
-            try:
-                with self._streams.enter():
-                    while self._waiting:
-                        self._make(self._waiting.popleft())
-            finally:
-                self._turn.release()
-
-    def _make(self, call: Callable[[], object]) -> None:
-        """Makes a call, unless one before has failed."""
         try:
-            if self._error is None:
-                call()
+            if self._streams is not None:
+                self._streams.take((shown, *others))
+                self._waiting.append((call, shown))
+                self._call_in_turn(self._streams)
+            elif self._error is None:
+                call(shown)
         except Exception as error:
             self._error = error
+
+    def _call_in_turn(self, streams: Streams) -> None:
+        """Makes all calls that wait, unless another thread makes some, or one has failed."""
+        while self._waiting and self._turn.acquire(blocking=False):
+            try:
+                with streams.enter():
+                    while self._waiting:
+                        call, shown = self._waiting.popleft()
+                        if self._error is None:
+                            call(shown)
+            finally:
+                self._turn.release()
 
     def _keep(self, *shown: Any) -> None:
         """Keeps a cotangent that is shown behind the pass."""

@@ -86,7 +86,8 @@ def test_threads_of_autograd_use_the_streams_of_the_caller() -> None:
 
 def told(current: Pass, call: Any) -> threading.Thread:
     """A thread that tells the receiver of a pass something."""
-    thread = threading.Thread(target=current.tell, args=(call, [torch.zeros(1, device="cpu")]))
+    shown = torch.zeros(1, device="cpu")
+    thread = threading.Thread(target=current.tell, args=(lambda _: call(), shown))
     thread.start()
     return thread
 
@@ -94,6 +95,7 @@ def told(current: Pass, call: Any) -> threading.Thread:
 def test_one_thing_at_a_time() -> None:
     """What arrives meanwhile is told by the thread that tells something, and nobody waits."""
     current, order = Pass(Channel()), []
+    current._streams = Streams({GPU})
     is_running, may_end = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -120,8 +122,8 @@ def test_nothing_is_told_after_an_error() -> None:
     current = Pass(Channel(), lambda *_: None)
 
     def fail(_: object) -> None:
-        current.tell(lambda: 1 // 0, [x.detach()])
-        current.tell(lambda: told_of.append(x), [x.detach()])
+        current.tell(lambda _: 1 // 0, x.detach())
+        current.tell(told_of.append, x.detach())
 
     y = x * 2
     assert y.grad_fn is not None
