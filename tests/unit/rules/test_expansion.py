@@ -208,3 +208,32 @@ def test_a_report_names_the_call() -> None:
     text = str(engine.report())
     assert "scaled_dot_product_attention" in text
     assert "fallback" not in text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, p: F.scaled_dot_product_attention(x, x[:2], x, p),
+        lambda x, p: F.scaled_dot_product_attention(x, x, attn_mask=p),
+        lambda x, p: torch.maximum(x[..., :2], p),
+    ],
+)
+def test_wrong_arguments_raise_the_errors_of_the_call(call: Callable[..., Tensor]) -> None:
+    model, x = Attention(call, LENGTH, LENGTH), batch(SAMPLES, LENGTH, 3)
+    errors = []
+    for engine in (None, Engine(model)):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            model(x)
+        errors.append((caught.type, str(caught.value)))
+        del engine
+    assert errors[0] == errors[1]
+
+
+def test_complex_numbers_from_a_parameter() -> None:
+    def raised(x: Tensor, p: Tensor) -> Tensor:
+        return torch.pow(torch.complex(x, x.sin()) + 2, torch.view_as_complex(p)).abs()
+
+    model = Attention(raised, WIDTH, 2)
+    engine = Engine(model, verify="never")
+    for _ in range(2):
+        assert_exact(engine, per_sample(model(batch(SAMPLES, LENGTH, 3))), model)

@@ -144,7 +144,10 @@ def _expansions(
     find = find_expansion(kind.function)
     if find is None or len({id(tensor) for tensor, _ in reads}) < len(reads):
         return []
-    shapes = {id(x): shape for x, shape in find(*args, **kwargs)}
+    try:
+        shapes = {id(x): shape for x, shape in find(*args, **kwargs)}
+    except (RuntimeError, TypeError):
+        return []  # the call says what is wrong with its arguments
     if kind.is_in_place:
         shapes.pop(id(first_of(args, kwargs)), None)
     found: list[Expansion] = []
