@@ -154,9 +154,12 @@ class Backward:
         found = variant.run(args)
         if variant.contracted is not None:
             gramian, *factors = found[self._results :]
-            kept = variant.contracted.factors(uses, factors)
-            taken = {"uses": [of.use for of in inside], "kept": kept}
-            take = partial(current.receiver.take_part, **taken, taken=variant.contracted.taken)
+            take = partial(
+                current.receiver.take_part,
+                uses=[of.use for of in inside],
+                kept=variant.contracted.factors(uses, factors),
+                taken=variant.contracted.taken,
+            )
             current.tell(take, gramian, factors)
         for number, places in variant.shown:
             use = uses[number]

@@ -171,9 +171,9 @@ def test_rows_that_are_larger_than_factors(monkeypatch: pytest.MonkeyPatch, room
     kept: list[int] = []
     take = Assembly.take_part
 
-    def noted(self: Assembly, *args: Any) -> None:
-        kept.append(args[-1])
-        take(self, *args)
+    def noted(self: Assembly, *args: Any, taken: int, **options: Any) -> None:
+        kept.append(taken)
+        take(self, *args, taken=taken, **options)
 
     monkeypatch.setattr(Assembly, "take_part", noted)
     for step in range(3):
