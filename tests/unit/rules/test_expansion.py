@@ -191,6 +191,19 @@ def test_in_a_checkpoint(name: str) -> None:
         assert_close_to_reference(flat, weights @ jacobian)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_in_a_checkpoint_of_a_function(name: str) -> None:
+    """Which runs again where nothing is recorded, and saves what it saved before."""
+    model = model_of(name)
+    forward = model.forward
+    model.forward = partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
+    engine = Engine(model)
+    for _ in range(2):
+        losses = per_sample(model(batch(SAMPLES, LENGTH, 3)))
+        losses.sum().backward(retain_graph=True)
+        assert_exact(engine, losses, model)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "with dropout"])
 def test_compiled(name: str) -> None:
     """Without rows of the whole part, where what is read can be computed again."""

@@ -122,7 +122,8 @@ def decide(
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
     if rule is None:
-        if expansions := _expansions(kind, args, kwargs, now):
+        # Of an expanded tensor, a call may save more.
+        if not is_bare and (expansions := _expansions(kind, args, kwargs, now)):
             return UseExpanded(expansions)
         body = inlined(kind.function)
         return UseRows(now) if body is None else RunBody(body)
@@ -137,9 +138,9 @@ def _expansions(
 ) -> list[Expansion]:
     """How to expand all tracked tensors of a call, or nothing if that is not known.
 
-    Gradients stay what they are, bit for bit: PyTorch adds up the samples in the dtype of the call.
-    Of a tensor that is passed twice it adds two sums up, and autocast rounds a leaf once for all
-    calls, so that these are not expanded.
+    Gradients stay what they are, bit for bit, but for attention in half precision, which may add up
+    the samples in float32. Of a tensor that is passed twice PyTorch adds two sums up, and autocast
+    rounds a leaf once for all calls, so that these are not expanded.
     """
     find = find_expansion(kind.function)
     if find is None or len({id(tensor) for tensor, _ in reads}) < len(reads):

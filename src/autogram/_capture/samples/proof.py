@@ -79,6 +79,10 @@ class Constant(NamedTuple):
         return tensor
 
 
+# Those in which the samples of each use may lie, in the order of the survey.
+Dims = tuple[frozenset[int], ...]
+
+
 @dataclass(frozen=True)
 class Proof:
     """What the places of samples depend on, beside the graph.
@@ -87,11 +91,17 @@ class Proof:
         constants: The constants that decide.
         silent: The spots whose cotangent was zero.
         is_for_one_call: Whether values decide that are no constants.
+        dims: Where samples were found. Of samples in other dimensions, a proof says nothing.
     """
 
     constants: tuple[Constant, ...] = ()
     silent: tuple[Spot, ...] = ()
     is_for_one_call: bool = False
+    dims: Dims = ()
+
+    def is_about(self, dims: Dims) -> bool:
+        """Whether samples that lie in some dimensions of the uses are where they were found."""
+        return all(now <= then for now, then in zip(dims, self.dims, strict=True))
 
 
 @contextmanager
@@ -170,9 +180,8 @@ class Prover:
                 if decided_by is None:
                     return Proof(is_for_one_call=True)
                 constants.update(dict.fromkeys(decided_by))
-        return Proof(
-            tuple(constants), tuple(spot for spot, dims in fitting.items() if dims is None)
-        )
+        silent = tuple(spot for spot, dims in fitting.items() if dims is None)
+        return Proof(tuple(constants), silent, dims=dims_of(self.survey, uses))
 
     def _call(self, number: int) -> Any | None:
         """What this engine, or else another one, is shown of a call of a compiled part."""
@@ -267,6 +276,16 @@ class Prover:
             if not is_plain or value.requires_grad or value.numel() > _LARGEST:
                 return None
         return constants
+
+
+def dims_of(survey: Survey, found: Mapping[Use, tuple[Placement, ...]]) -> Dims:
+    """The dimensions in which regular layouts have samples, for each use."""
+    return tuple(
+        [
+            frozenset(x.dim for x in found.get(use, ()) if isinstance(x, Folded))
+            for use in survey.uses
+        ]
+    )
 
 
 def _runs_through(indices: tuple[Tensor | None, ...], size: int) -> bool:

@@ -19,7 +19,7 @@ from autogram._capture.samples.owners import (
     owners_by_zeros,
     show_uses,
 )
-from autogram._capture.samples.proof import Proof, Prover, Spot, shown
+from autogram._capture.samples.proof import Proof, Prover, Spot, dims_of, shown
 from autogram._capture.samples.remembered import Known, Remembered
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
@@ -273,6 +273,8 @@ class Search:
         proof, survey = self._proof, self._survey
         is_regular = all(isinstance(x, Folded) for some in found.values() for x in some)
         if proof is None or proof.is_for_one_call or survey.may_hide_taps or not is_regular:
+            return
+        if not proof.is_about(dims_of(survey, found)):
             return
         if proof.constants and self._has_gaps:
             return  # constants that move samples may give the gaps to other samples

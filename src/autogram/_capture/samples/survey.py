@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import marshal
 from collections import deque
+from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +27,7 @@ from autogram._errors import UnsupportedError, listed
 
 _LEAF = "AccumulateGrad"
 _SLICES = "CopySlices"
+_VIEWS = ("View", "UnsafeView", "Reshape", "ReshapeAlias")
 # The nodes that one node leads to, each with the number of one of its results.
 _Edges = tuple[tuple[Any, int], ...]
 
@@ -72,7 +76,10 @@ class Survey:
         self.key = _digest([self.structure, self._sizes, self._inside])
 
     def pattern(self, samples: int) -> bytes:
-        """A digest of the dimensions of the nodes' results along which the samples could lie."""
+        """A digest of the dimensions of the nodes' results along which the samples could lie.
+
+        And of how views put dimensions together.
+        """
         inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
         results = [metadata for node in inside for metadata in node._input_metadata]
         if any(metadata.is_nested_tensor for metadata in results):
@@ -82,7 +89,9 @@ class Survey:
                 "`batch_dim=None` to `Engine` (exact, slower)."
             )
         rooms = [[_room(size, samples) for size in metadata.shape] for metadata in results]
-        return _digest([rooms, self._inside])
+        views = [node for node in inside if kind_of_node(node.__class__).operation in _VIEWS]
+        groups = [_groups(x._input_metadata[0].shape, x._saved_self_sym_sizes) for x in views]
+        return _digest([rooms, groups, self._inside])
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
@@ -174,6 +183,12 @@ class Survey:
 def _room(size: int, samples: int) -> int:
     """A number for a size, equal for sizes along which samples can lie in the same ways."""
     return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
+
+
+def _groups(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
+    """The dimensions of two shapes of a view that end at the same element, by number."""
+    ends, others = (list(accumulate(shape, mul)) for shape in (one, other))
+    return [(d, others.index(end)) for d, end in enumerate(ends) if end in others]
 
 
 def _digest(values: list[Any]) -> bytes:

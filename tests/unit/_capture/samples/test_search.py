@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -114,3 +115,64 @@ def test_the_call_behind_a_check_looks_again(calls_that_sought: list[int]) -> No
     for _ in range(9):
         assert_exact(engine, per_sample(model(batch(4, 3), torch.arange(4))), model)
     assert calls_that_sought == [0, 2, 4, 8]
+
+
+FIRST, ROLLED, SAME = [0, 0, 0, 0], [3, 0, 1, 2], [0, 1, 2, 3]
+MIXED = None
+
+
+def by_index(h: Tensor, rows: list[int], columns: list[int]) -> Tensor:
+    return h[rows, columns].square().sum(1)
+
+
+def by_constants(h: Tensor, order: list[int] | None, *indices: list[int]) -> Tensor:
+    return (mixing(4, order) @ h)[indices].square()
+
+
+def by_strides(h: Tensor, order: list[int] | None, *strides: int) -> Tensor:
+    return (mixing(4, order) @ h).as_strided_((4, 4), strides).square().sum(1)
+
+
+def by_view(h: Tensor, order: list[int] | None, rows: int) -> Tensor:
+    return (mixing(rows, order) @ h.reshape(rows, -1)).view(4, 2, 4).square().sum((0, 2))
+
+
+def mixing(rows: int, order: list[int] | None) -> Tensor:
+    """A matrix that puts rows in an order, or adds them up in some way."""
+    return batch(rows, rows) if order is None else torch.eye(rows)[order]
+
+
+# The first two calls have samples in one dimension, and further ones in another.
+MOVES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], list[tuple[Any, ...]]]] = {
+    "another index": (
+        by_index,
+        (4, 4, 5),
+        [(SAME, [2, 0, 1, 1]), (SAME, [0, 3, 1, 1]), (FIRST, SAME), (FIRST, ROLLED)],
+    ),
+    "other constants": (
+        by_constants,
+        (4, 4),
+        [(MIXED, FIRST, SAME), (MIXED, FIRST, SAME), (SAME, SAME, FIRST), (ROLLED, SAME, FIRST)],
+    ),
+    "other strides": (
+        by_strides,
+        (4, 4),
+        [(MIXED, 1, 4), (MIXED, 1, 4), (SAME, 4, 1), (ROLLED, 4, 1)],
+    ),
+    "other views": (
+        by_view,
+        (4, 2, 4, 1),
+        [(MIXED, 4), (MIXED, 4), ([*range(8)], 8), ([7, *range(7)], 8)],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+@pytest.mark.parametrize("name", MOVES)
+def test_samples_in_other_dimensions(name: str) -> None:
+    """What was proven where they lay in one dimension does not hold for another."""
+    move, (*front, width), arguments = MOVES[name]
+    model = nn.Linear(3, width)
+    engine = Engine(model, verify="never")
+    for given in (*arguments, arguments[0], arguments[-1]):
+        assert_exact(engine, move(model(batch(*front, 3)).tanh(), *given), model)
