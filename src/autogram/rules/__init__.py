@@ -12,7 +12,6 @@ from autogram.rules import (  # noqa: F401 - importing a file registers its rule
 from autogram.rules._recipe import (
     Formula,
     Recipe,
-    addend,
     lookup,
     multilinear,
     positions,
@@ -26,14 +25,11 @@ from autogram.rules._registry import (
     registered_functions,
     unregister_rule,
 )
-from autogram.rules.expansion import find_expansion
 
 __all__ = [
     "Formula",
     "Recipe",
     "Rule",
-    "addend",
-    "find_expansion",
     "find_rule",
     "lookup",
     "multilinear",

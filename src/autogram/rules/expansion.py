@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autogram.rules._recipe import Formula, addend
 from autogram.rules._registry import variants
 
 Shapes = list[tuple[Tensor, tuple[int, ...]]]
@@ -69,3 +70,8 @@ _EXPANSIONS: dict[Callable[..., Any], Callable[..., Shapes]] = {
 def find_expansion(function: Callable[..., Any]) -> Callable[..., Shapes] | None:
     """What gives the shapes for calls of a function, or ``None``."""
     return _EXPANSIONS.get(function)
+
+
+def formula_of(tensor: Tensor, shape: tuple[int, ...]) -> Formula:
+    """The formula of a tensor's block, from the cotangent of the tensor expanded to a shape."""
+    return addend(tensor, shape).formula

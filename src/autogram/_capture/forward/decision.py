@@ -18,7 +18,8 @@ from autogram._capture.forward.calls import Kind, first_of, inlined
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
-from autogram.rules import Rule, addend, find_expansion, find_rule
+from autogram.rules import Rule, find_rule
+from autogram.rules.expansion import find_expansion, formula_of
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -162,7 +163,7 @@ def _expansions(
             dtype = rounded if kind.is_in_half else dtype
         if shape is None:
             return []
-        recipe = KeptRecipe((status,), addend(tensor, shape).formula, slice(0, 0))
+        recipe = KeptRecipe((status,), formula_of(tensor, shape), slice(0, 0))
         use = UseRule(find, {0: Answer([status], [recipe], [], {})})
         found.append(Expansion(tensor, dtype, shape, use))
     return found
