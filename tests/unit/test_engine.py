@@ -1005,3 +1005,33 @@ def test_retained_gradients_of_activations(outputs: int, batch_dim: Any) -> None
     engine.compute_gramian(losses)
     losses.sum().backward()
     assert torch.equal(kept[1].grad, kept[0].grad)
+
+
+@pytest.mark.parametrize("shows", ["retain_grad", "register_hook"])
+def test_gradients_shown_of_what_is_derived_from_a_parameter(shows: str) -> None:
+    """Nobody is shown a hidden dimension, and no trace of a Gramian is left behind."""
+    seen: list[Tensor] = []
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(batch(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.derived = 2 * self.weight
+            if shows == "retain_grad":
+                self.derived.retain_grad()
+            else:
+                self.derived.register_hook(seen.append)
+            return nn.functional.linear(x, self.derived).tanh()
+
+    model = Doubled()
+    engine = Engine(model)
+    for _ in range(3):
+        assert_exact(engine, per_sample(model(batch(4, 3))), model)
+        model.zero_grad()
+        per_sample(model(batch(4, 3))).sum().backward()
+        kept = model.derived.grad if shows == "retain_grad" else seen[-1]
+        assert model.weight.grad is not None
+        assert torch.equal(2 * kept, model.weight.grad)
+    assert all(type(x) is Tensor and x.shape == (2, 3) for x in seen)

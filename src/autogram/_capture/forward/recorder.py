@@ -178,6 +178,10 @@ class Recorder(TorchFunctionMode):
         else:
             with self:
                 output = decision.body(*args, **kwargs)
+        if kind.shows_cotangent:
+            self.recording.is_batchable = False  # or the user would see the hidden dimension
+            if kind.name == "retain_grad":
+                self.recording.retained.append(weakref.ref(first_of(args, kwargs)))
         results = results_of(kind, args, kwargs, output)
         if kind.reads_others:
             self.mark([x for x in results if not x.is_leaf], UNTAPPED)
@@ -195,10 +199,6 @@ class Recorder(TorchFunctionMode):
             count: Any = 0 if tensor.is_floating_point() else tensor.numel()
             is_number = count.__class__ is int and count == 1
             self._statuses.set(tensor, None if is_number else status)
-        if kind.shows_cotangent:
-            self.recording.is_batchable = False  # or the user would see the hidden dimension
-            if kind.name == "retain_grad":
-                self.recording.retained.append(weakref.ref(first_of(args, kwargs)))
         return output
 
     def _mark_unbatched(
