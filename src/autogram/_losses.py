@@ -15,7 +15,7 @@ Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 L = TypeVar("L", Tensor, Sequence[Tensor], Mapping[str, Tensor])
 
 
-def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
+def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
     """Losses as one tensor: numbers as ``(K,)``, and losses of B samples as ``(B, K)``.
 
     A list of numbers says that each number is of the whole batch, so that no warning is needed.
@@ -42,7 +42,7 @@ def joined(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
     return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
 
 
-def shaped(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
+def weights_like(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
     """Weights of all objectives, one by one, in the form of the losses."""
     if isinstance(losses, Tensor):
         return weights.reshape(losses.shape)

@@ -9,7 +9,7 @@ from autogram import Engine
 from autogram._blocks import Block, Columns, Devices, Limit, Lookup, Region
 from autogram._capture import Objectives
 from autogram._capture.tracked import track_derived, track_parameter
-from autogram._jacobian.parts import Part
+from autogram._jacobian.parts import JacobianPart
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 
@@ -38,7 +38,7 @@ def test_rows_of_some_objectives_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         for block in (Block("kbo,bi->kboi", factors), Lookup(indices, cotangents)):
             columns = Columns(Region.contiguous((5, 4)), Devices(Limit(2**40)).on("cuda"))
             columns.add(Region.contiguous((5, 4)), block)
-            part = Part(Objectives(losses, 0), {table: columns})
+            part = JacobianPart(Objectives(losses, 0), {table: columns})
             rows = part.rows(table, torch.tensor([2, 0], device="cpu"))
             assert rows is not None
             assert rows.shape == (2, 5, 4)

@@ -85,6 +85,30 @@ def test_the_readme_of_a_folder_names_its_files(folder: Path) -> None:
     assert not missing
 
 
+def named(path: Path) -> Iterator[tuple[str, str]]:
+    """Classes, functions and types that a file names for others, each with its meaning.
+
+    Variables of types have one letter, which says nothing in any file.
+    """
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            name, meaning = node.name, str(path)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, meaning = node.targets[0].id, ast.unparse(node.value)  # of types
+        else:
+            continue
+        if not name.startswith("_") and len(name) > 1:
+            yield name, meaning
+
+
+def test_one_name_has_one_meaning() -> None:
+    meanings: dict[str, set[str]] = {}
+    for path in FILES:
+        for name, meaning in named(path):
+            meanings.setdefault(name, set()).add(meaning)
+    assert not {name: found for name, found in meanings.items() if len(found) > 1}
+
+
 def test_a_circle_is_found() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"one another: (a <- b <- a|b <- a <- b)"):
         in_order({"a": {"b"}, "b": {"a"}})

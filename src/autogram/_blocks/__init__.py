@@ -1,6 +1,6 @@
 """Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
 
-from autogram._blocks.block import Adjoint, Block, assemble, joined, rows_block
+from autogram._blocks.block import Adjoint, Block, block_of_equation, joined, rows_block
 from autogram._blocks.bundle import (
     Bundles,
     bundled,
@@ -51,8 +51,8 @@ __all__ = [
     "Scattered",
     "Subset",
     "agree",
-    "assemble",
     "block_of",
+    "block_of_equation",
     "bundled",
     "candidates",
     "cost_of_products",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.kernels.paths import Shapes, sizes_of, unused_labels
+from autogram._blocks.kernels.paths import OperandShapes, sizes_of, unused_labels
 from autogram._blocks.layout import Layout
 from autogram._errors import ChangedTensorError
 
@@ -157,7 +157,7 @@ class Block(Kept):
         return parsed(self.equation).is_rows
 
     @property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> OperandShapes:
         """The shape of each operand."""
         return tuple([operand.shape for operand in self.operands])
 
@@ -239,7 +239,7 @@ def rows_block(rows: Tensor) -> Block:
     return Block(f"{labels}->{labels}", (rows,))
 
 
-def assemble(
+def block_of_equation(
     equation: str, dims: str, layout: Layout | None, cotangent: Tensor, *factors: Tensor
 ) -> Block:
     """The block of a use, from an equation that does not know where the samples lie.

@@ -17,11 +17,19 @@ from autogram._blocks.layout import Subset
 from autogram._blocks.lookup import (
     Factors,
     Lookup,
-    concatenate,
+    concatenate_lookups,
     cross_products_of_lookup,
     products_of_lookup,
 )
-from autogram._blocks.plan import Kind, Plan, contracted_again, forms_rows, mirrored, plans, rows
+from autogram._blocks.plan import (
+    Plan,
+    ProductKind,
+    contracted_again,
+    forms_rows,
+    mirrored,
+    plans,
+    rows,
+)
 from autogram._blocks.products import directional, explicit, merge, products, weighted_sum
 from autogram._blocks.region import Region, from_storage, overlap, put, take
 
@@ -297,9 +305,9 @@ class Columns:
         self.check()
         self._complete()
         if len(self._lookups) > 1:
-            self._lookups = [concatenate(self._lookups)]
+            self._lookups = [concatenate_lookups(self._lookups)]
 
-    def _products(self, kind: Kind) -> Tensor | None:
+    def _products(self, kind: ProductKind) -> Tensor | None:
         """The products of the rows with themselves, or ``None`` if nothing was added."""
         self._prepare()
         if self._has_overlaps:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, Kept, rows_block
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.plan import Kind, cross, mirrored
+from autogram._blocks.plan import ProductKind, cross, mirrored
 from autogram._blocks.products import products
 from autogram._blocks.region import Region
 
@@ -87,14 +87,14 @@ def block_of(equation: str, operands: tuple[Tensor, ...]) -> Block | Lookup:
     return Block(equation, operands) if equation else Lookup(*operands)
 
 
-def concatenate(lookups: Sequence[Lookup]) -> Lookup:
+def concatenate_lookups(lookups: Sequence[Lookup]) -> Lookup:
     """Several lookups in one table as one."""
     indices = torch.cat([lookup.indices for lookup in lookups], 1)
     return Lookup(indices, torch.cat([lookup.cotangents for lookup in lookups], 2))
 
 
 def products_of_lookup(
-    kind: Kind, lookup: Lookup, size: int, dense: Sequence[Block], kernels: Kernels
+    kind: ProductKind, lookup: Lookup, size: int, dense: Sequence[Block], kernels: Kernels
 ) -> Tensor:
     """The Gramian of a lookup or its squared norms, and its cross terms with dense blocks.
 

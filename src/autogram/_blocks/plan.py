@@ -19,14 +19,14 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, joined, parsed, reordered
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.paths import Prices, Shapes, find_path, sizes_of
+from autogram._blocks.kernels.paths import OperandShapes, Prices, find_path, sizes_of
 
-Kind = Literal["gram", "cross", "norms"]
+ProductKind = Literal["gram", "cross", "norms"]
 
 Mirror = Callable[[int, int], int]
 """As :meth:`Kernels.parts_to_mirror`."""
 
-Signature = tuple[tuple[str, Shapes, bool], ...]
+Signature = tuple[tuple[str, OperandShapes, bool], ...]
 """All that plans depend on: equations and shapes of blocks, and whether their adjoints are fast."""
 
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
@@ -49,7 +49,7 @@ class Plan:
         elements: How many elements the largest intermediate result has.
     """
 
-    kind: Kind
+    kind: ProductKind
     method: Literal["rows", "factors"]
     label: str
     pieces: int
@@ -138,7 +138,7 @@ def order_of_rows(block: Block, kernels: Kernels) -> tuple[int, ...]:
 
 
 def cross(
-    first: Block, second: Block, kernels: Kernels, kind: Kind = "cross", pieces: int = 1
+    first: Block, second: Block, kernels: Kernels, kind: ProductKind = "cross", pieces: int = 1
 ) -> Tensor:
     """Inner products of the rows of two blocks of one tensor: all of them, or of equal rows."""
     equation = cross_equation(first.equation, second.equation, is_diagonal=kind == "norms")
@@ -173,7 +173,7 @@ def mirrored(product: Tensor) -> Tensor:
 
 
 def plans(
-    kind: Kind,
+    kind: ProductKind,
     first: Sequence[Block],
     second: Sequence[Block],
     kernels: Kernels,
@@ -198,19 +198,26 @@ def contracted_again(blocks: Sequence[Block]) -> int:
     return sum(find_path(block.equation, block.shapes).multiplications for block in blocks)
 
 
-def cost_of_rows(equation: str, shapes: Shapes) -> float:
+def cost_of_rows(equation: str, shapes: OperandShapes) -> float:
     """Multiply-adds of the explicit rows of a block, from shapes alone."""
     return float(find_path(equation, shapes).multiplications)
 
 
-def cost_of_products(first: str, of_first: Shapes, second: str, of_second: Shapes) -> float:
+def cost_of_products(
+    first: str, of_first: OperandShapes, second: str, of_second: OperandShapes
+) -> float:
     """Multiply-adds of all inner products of the rows of two blocks, by factors."""
     return float(find_path(cross_equation(first, second), of_first + of_second).multiplications)
 
 
 @lru_cache(maxsize=4096)
 def _find_plans(
-    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int, mirror: Mirror
+    kind: ProductKind,
+    first: Signature,
+    second: Signature,
+    prices: Prices,
+    limit: int,
+    mirror: Mirror,
 ) -> tuple[Plan, ...]:
     """The plans for blocks of some signatures, in pieces where results would exceed the limit."""
     by_rows = _plan_rows(kind, first, second, prices, limit)
@@ -220,7 +227,9 @@ def _find_plans(
     return (by_factors, by_rows) if by_factors.cost < by_rows.cost else (by_rows, by_factors)
 
 
-def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int) -> Plan:
+def _plan_rows(
+    kind: ProductKind, first: Signature, second: Signature, prices: Prices, limit: int
+) -> Plan:
     """The plan that forms rows."""
     blocks = (*first, *second)
     equation, shapes, _ = blocks[0]
@@ -263,7 +272,12 @@ def _plan_rows(kind: Kind, first: Signature, second: Signature, prices: Prices, 
 
 
 def _plan_factors(
-    kind: Kind, first: Signature, second: Signature, prices: Prices, limit: int, mirror: Mirror
+    kind: ProductKind,
+    first: Signature,
+    second: Signature,
+    prices: Prices,
+    limit: int,
+    mirror: Mirror,
 ) -> Plan:
     """The plan that contracts pairs of blocks without rows."""
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]

@@ -16,11 +16,11 @@ from autogram._blocks.block import Block, cross_equation, joined, parsed
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.paths import find_path, unused_labels, weighted
-from autogram._blocks.plan import Kind, count_pieces, order_of_rows, plans, rows
+from autogram._blocks.plan import ProductKind, count_pieces, order_of_rows, plans, rows
 
 
 def products(
-    kind: Kind, first: Sequence[Block], second: Sequence[Block], kernels: Kernels
+    kind: ProductKind, first: Sequence[Block], second: Sequence[Block], kernels: Kernels
 ) -> Tensor:
     """Products of rows by the cheapest plan, as :class:`Plan` gives them.
 

@@ -17,7 +17,7 @@ from autogram._errors import AutogramError, VerificationError
 from autogram._losses import parts_of
 from autogram._report import Report
 
-Status = Literal["fine", "wrong", "unsupported"]
+Verdict = Literal["fine", "wrong", "unsupported"]
 Tell = Callable[[str, float], None]
 """A function that is called with the phase that runs, and the share of it that is done."""
 
@@ -56,7 +56,7 @@ class Found:
         times: The times of training steps.
     """
 
-    status: Status = "fine"
+    status: Verdict = "fine"
     error: str | None = None
     kind: str | None = None
     warnings: list[str] = field(default_factory=list)

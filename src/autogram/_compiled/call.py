@@ -19,9 +19,9 @@ from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked, as_of_now, base_of, track_parameter
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
-from autogram._compiled.placement import carried
+from autogram._compiled.placement import find_carried
 from autogram._compiled.tracing.part import Part
-from autogram._compiled.tracing.sizes import Numbers
+from autogram._compiled.tracing.sizes import OpenSizes
 from autogram._errors import ChangedTensorError, listed
 
 _CHANGED = (
@@ -32,7 +32,7 @@ _CHANGED = (
 )
 
 
-class Call:
+class PartCall:
     """What one engine is shown of a call of a part.
 
     Args:
@@ -58,7 +58,7 @@ class Call:
         known = [i for i in part.parameters if args[i].requires_grad]
         own = {i: args[i] for i in known if args[i] in recording.names}
         self.roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
-        self.sizes: Numbers = part.sizes.of(args)
+        self.sizes: OpenSizes = part.sizes.of(args)
         # Tensors without a graph are saved with the node, which notices changes in place.
         given = [i for i in part.derived_from if not _is_saved(args[i])]
         self._given = {i: args[i] for i in given}
@@ -105,7 +105,7 @@ class Call:
         if part.backward is None or len(following) != len(part.tensors) + 1:
             return None
         given = [x for x, of in zip(results, metadata, strict=True) if of.dtype.is_floating_point]
-        found = carried(part.backward, given, lambda x: part.sizes.resolve(x, self.sizes))
+        found = find_carried(part.backward, given, lambda x: part.sizes.resolve(x, self.sizes))
         if found is None:
             return None
         uses = self.all_uses(node)
@@ -185,7 +185,7 @@ class CompiledPart:
                 return self._function(*args, like)
             derived = [_derived_inputs(recorder, part, args) for recorder in recorders]
             calls = [
-                Call(part, recorder.recording, args, roots)
+                PartCall(part, recorder.recording, args, roots)
                 for recorder, roots in zip(recorders, derived, strict=True)
             ]
             anchors = [recorder.recording.channel.anchor for recorder in recorders]
@@ -238,7 +238,7 @@ def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int
     return found
 
 
-def _reads_of(call: Call, derived: dict[int, Tracked]) -> dict[int, Tracked]:
+def _reads_of(call: PartCall, derived: dict[int, Tracked]) -> dict[int, Tracked]:
     """What gets explicit rows through a call, by position."""
     unexpected = {i: x for i, x in derived.items() if i not in call.part.roots}
     return {i: root for i, root in call.roots.items() if i in call.part.rows} | unexpected
@@ -269,7 +269,7 @@ class _Results:
     """
 
     def __init__(
-        self, calls: Sequence[Call], outputs: Sequence[Any], changed: Sequence[Tensor]
+        self, calls: Sequence[PartCall], outputs: Sequence[Any], changed: Sequence[Tensor]
     ) -> None:
         self.outputs = list(outputs)
         # The base of what is a view within the call alone has no graph.
@@ -296,7 +296,7 @@ class _Results:
 
 
 def _add_rows(
-    call: Call, reads: dict[int, Tracked], edges: dict[int, GradientEdge], results: _Results
+    call: PartCall, reads: dict[int, Tracked], edges: dict[int, GradientEdge], results: _Results
 ) -> None:
     """Puts taps on the results of a call, for explicit rows of what has no rule in the part."""
     if not reads:

@@ -1,7 +1,7 @@
 """Private names of PyTorch that the backend uses, and what PyTorch would have to offer instead.
 
 Nothing else in this package names what PyTorch keeps to itself. When the backend is first used, all
-of `NAMES` are looked for. Where one is missing, parts are compiled without taps.
+of `PRIVATE_NAMES` are looked for. Where one is missing, parts are compiled without taps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FRAMES = "a function that is inlined, and not compiled on its own; no request i
 _BACKENDS = "the same in `torch.compiler`; no request is known"
 _PUBLIC = "the same under a public name; no request is known"
 
-NAMES = (
+PRIVATE_NAMES = (
     Private("torch._C", "_current_autograd_node", _NODE),
     Private("torch._C", "_are_functorch_transforms_active", _PUBLIC),
     Private("torch._C", "_FunctionBase._input_metadata", _PUBLIC),
@@ -95,7 +95,7 @@ MARKS = (
 @cache
 def missing() -> tuple[str, ...]:
     """The names that this version of PyTorch does not have."""
-    return tuple(f"{x.module}.{x.name}" for x in NAMES if not _is_there(x))
+    return tuple(f"{x.module}.{x.name}" for x in PRIVATE_NAMES if not _is_there(x))
 
 
 def _is_there(private: Private) -> bool:

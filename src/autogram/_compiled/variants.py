@@ -25,7 +25,7 @@ from autogram._blocks import Keep
 from autogram._capture.autograd.graph import calls_of
 from autogram._capture.autograd.passes import Pass, running_pass
 from autogram._capture.uses import RuleUse
-from autogram._compiled.call import Call
+from autogram._compiled.call import PartCall
 from autogram._compiled.compilers import compiling
 from autogram._compiled.contraction import (
     Asked,
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
     number: int
 
 
-class _Shown(NamedTuple):
+class _ShownUse(NamedTuple):
     """A use, with the places of its cotangent and of what its rule saves."""
 
     use: int
@@ -80,7 +80,7 @@ class _Variant(NamedTuple):
     """
 
     run: Compiled
-    shown: Sequence[_Shown] = ()
+    shown: Sequence[_ShownUse] = ()
     contracted: Contracted | None = None
 
 
@@ -145,7 +145,7 @@ class Backward:
             return (None,) * self._results
         return self._variant(kept, partial(self._without_taps, kept)).run(args)
 
-    def _taps(self, args: list[Any], call: Call, node: Any, current: Pass) -> Sequence[Any]:
+    def _taps(self, args: list[Any], call: PartCall, node: Any, current: Pass) -> Sequence[Any]:
         """Shows the cotangents of the uses, and gives what goes on to other nodes."""
         call.recording.dtypes |= self._part.dtypes
         uses = call.all_uses(node)
@@ -269,7 +269,7 @@ class Backward:
                 if x not in places:
                     places[x] = _Place(False, len(wanted))
                     wanted.append(x)
-            shown.append(_Shown(use, tuple(places[x] for x in of)))
+            shown.append(_ShownUse(use, tuple(places[x] for x in of)))
         return _Variant(self._compiled(finished(module, wanted), examples), shown, contracted)
 
     def _compiled(self, module: fx.GraphModule, examples: Sequence[Any] | None = None) -> Compiled:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autogram._blocks import Columns, Factors, block_of
 from autogram._distributed.group import Group
-from autogram._distributed.plan import Packet, Plan, Slice
+from autogram._distributed.plan import ExchangePlan, Packet, Slice
 from autogram._distributed.share import Data, Share, cut, flat, shaped
 
 _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
@@ -22,7 +22,7 @@ _UNDER_WAY = 2  # buckets that are exchanged while another is formed
 # In the place of an error, where what was sent is not what there is.
 _VOID = RuntimeError("void")
 
-Places = dict[tuple[int, int | None], tuple[int, int, torch.dtype]]
+Offsets = dict[tuple[int, int | None], tuple[int, int, torch.dtype]]
 """Where tensors begin in a buffer, with their elements and dtype.
 
 By the slot, and the dimension along which it is cut into samples.
@@ -47,7 +47,7 @@ class Exchange:
     """
 
     def __init__(
-        self, group: Group, shares: Sequence[Share], plan: Plan, device: torch.device
+        self, group: Group, shares: Sequence[Share], plan: ExchangePlan, device: torch.device
     ) -> None:
         self._group = group
         self._own = shares[group.rank]
@@ -256,7 +256,7 @@ class Exchange:
         rank: int,
         like: Columns,
         buffer: Tensor,
-        places: Places,
+        places: Offsets,
     ) -> dict[int, Columns]:
         """The columns of a parameter of another rank, by part."""
         share = self.shares[rank]
@@ -282,9 +282,9 @@ class Exchange:
         self._total[first:last, first:last] += product.to(self._total)
 
 
-def _needs(share: Share, packet: Packet) -> tuple[Places, int]:
+def _needs(share: Share, packet: Packet) -> tuple[Offsets, int]:
     """Where each tensor is in the buffer of a rank, and the size of the buffer."""
-    places: Places = {}
+    places: Offsets = {}
     at = 0
     for name in packet.names:
         for piece in share.pieces.get(name, ()):

@@ -53,7 +53,7 @@ class Packet:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """How a step is exchanged.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
         return len(self.buckets) + sum(factors)
 
 
-def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Plan:
+def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> ExchangePlan:
     """The plan of a step: the cheapest of rows alone, and of each way of factors beside rows.
 
     Args:
@@ -97,7 +97,9 @@ def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Pl
     return min(plans, key=lambda found: found[0])[1]
 
 
-def _plan(ways: dict[str, Way], regions: dict[str, Region], shares: Sequence[Share]) -> Plan:
+def _plan(
+    ways: dict[str, Way], regions: dict[str, Region], shares: Sequence[Share]
+) -> ExchangePlan:
     """The plan in which each parameter goes its way."""
     limit = min(share.limit for share in shares)
     by_way = {way: [name for name in ways if ways[name] == way] for way in set(ways.values())}
@@ -108,7 +110,7 @@ def _plan(ways: dict[str, Way], regions: dict[str, Region], shares: Sequence[Sha
         count = len(shares) if way == "gathered" else 1  # how many packets are there at once
         found = _packets(by_way.get(way, []), shares, limit // count)
         packets += [(way, packet) for packet in found]
-    return Plan(ways, tuple(buckets), tuple(packets))
+    return ExchangePlan(ways, tuple(buckets), tuple(packets))
 
 
 def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> dict[Way, float]:

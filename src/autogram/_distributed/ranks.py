@@ -16,8 +16,8 @@ from autogram._distributed.agreement import Agreement, Chorus
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.group import Given, Group, Link
 from autogram._distributed.overlap import Foresight, Overlap
-from autogram._distributed.plan import Plan, Way, make_plan
-from autogram._distributed.share import Data, Share, describe
+from autogram._distributed.plan import ExchangePlan, Way, make_plan
+from autogram._distributed.share import Data, Share, data_of
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
@@ -53,7 +53,7 @@ class Ranks:
         self.shards: Shards | None = None
         self.link: Link | None = None
         self.way: Way | None = None
-        self.plan: Plan | None = None
+        self.plan: ExchangePlan | None = None
         self.sent: dict[str, int] = {}
         self.form: Callable[[Tensor], Any] | None = None
         self.early = 0
@@ -61,7 +61,7 @@ class Ranks:
         self._overlap: Overlap | None = None
         self._foresight = Foresight()
         self._shares: Sequence[Share] = ()
-        self._plans: dict[int, tuple[Sequence[Share], Plan]] = {}
+        self._plans: dict[int, tuple[Sequence[Share], ExchangePlan]] = {}
 
     @property
     def before_pass(self) -> Callable[[], None] | None:
@@ -188,7 +188,7 @@ class Ranks:
             jacobian = compute()
             device = jacobian.device
             with exact(device):
-                data = describe(jacobian)
+                data = data_of(jacobian)
         except RankError:
             raise  # by all ranks
         except Exception as raised:
@@ -216,7 +216,7 @@ class Ranks:
         self._shares, self.sent, self.early = exchange.shares, exchange.sent, exchange.early
         return exchange
 
-    def _plan_of(self, shares: Sequence[Share], device: torch.device) -> Plan:
+    def _plan_of(self, shares: Sequence[Share], device: torch.device) -> ExchangePlan:
         """The plan for some shares, found once."""
         found = self._plans.get(id(shares))
         if found is None or found[0] is not shares:

@@ -129,7 +129,7 @@ class Data:
         return {name: parameter for parameter, name in self.jacobian._names.items()}
 
 
-def describe(jacobian: Jacobian) -> Data:
+def data_of(jacobian: Jacobian) -> Data:
     """What a rank has to tell of its Jacobian."""
     tensors: list[Tensor] = []
     slots: dict[Any, int] = {}

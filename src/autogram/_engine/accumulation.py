@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
-from autogram._losses import Losses, in_form, parts_of, shaped
+from autogram._losses import Losses, in_form, parts_of, weights_like
 
 
 class Accumulation:
@@ -99,4 +99,4 @@ class Accumulation:
         parts = weights.flatten().split([size for _, size in self._forms])
         each = zip(parts, self._forms, strict=True)
         batch_dim = step.engine._batch_dim
-        self._found = gramian, [shaped(part, form, batch_dim) for part, (form, _) in each]
+        self._found = gramian, [weights_like(part, form, batch_dim) for part, (form, _) in each]

@@ -15,7 +15,7 @@ from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._errors import RankError
 from autogram._jacobian import Jacobian
-from autogram._losses import L, Losses, in_form, parts_of, shaped
+from autogram._losses import L, Losses, in_form, parts_of, weights_like
 
 Compute = Callable[[Losses], Jacobian]
 """``engine.jacobian``."""
@@ -42,7 +42,7 @@ def weights_of_ranks(
     weights, _ = ranks.weights(jacobian, scale.weighting, scale.number)
     _note_form(engine, ranks, losses)
     own = ranks.own(weights)
-    return shaped(own, losses, engine._batch_dim)  # type: ignore[no-any-return]  # their form
+    return weights_like(own, losses, engine._batch_dim)  # type: ignore[no-any-return]  # their form
 
 
 def backward_of_ranks(
@@ -66,7 +66,7 @@ def backward_of_ranks(
         step.error = error
     gramian, weights = step.finish()
     _note_form(engine, ranks, losses)
-    return shaped(weights, losses, engine._batch_dim), gramian
+    return weights_like(weights, losses, engine._batch_dim), gramian
 
 
 def _jacobian(
@@ -90,4 +90,4 @@ def _note_form(engine: Hooked, ranks: Ranks, losses: Losses) -> None:
     """Notes how weights get the form of some losses, of which nothing is kept but shapes."""
     like = in_form([torch.empty(x.shape, device="meta") for x in parts_of(losses)], losses)
     batch_dim = engine._batch_dim
-    ranks.form = lambda own: shaped(own, like, batch_dim)
+    ranks.form = lambda own: weights_like(own, like, batch_dim)

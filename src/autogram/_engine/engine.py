@@ -15,8 +15,8 @@ from autogram._engine.accumulation import Accumulation
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale, Scaler
 from autogram._engine.steps import Step
-from autogram._jacobian import Jacobian, Part, Sketch, Sketching
-from autogram._losses import L, Losses, shaped
+from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
+from autogram._losses import L, Losses, weights_like
 
 
 class Engine(Hooked):
@@ -145,7 +145,7 @@ class Engine(Hooked):
                 return self._without_objectives(losses)
             run = self._drivers.run(losses, form=keep, is_summed=False)
         exchanged, names = is_exchanged(self._channel, losses), run.names
-        part = Part.of(run.objectives, run.columns, names)
+        part = JacobianPart.of(run.objectives, run.columns, names)
         return Jacobian([part], names, self._limit, is_exchanged=exchanged)
 
     @overload
@@ -228,14 +228,14 @@ class Engine(Hooked):
         scale.check()
         if not losses.numel():
             gramian = self.compute_gramian(losses)
-            found = shaped(gramian.new_zeros(0), given, self._batch_dim)
+            found = weights_like(gramian.new_zeros(0), given, self._batch_dim)
             return (found, gramian) if return_gramian else found
         with self._devices.step() as arena:
             step = Step(self, "engine.backward", "rows", scale, arena)
             gramian = step.add(losses, retain_graph=retain_graph, is_only=True)
             gramian, weights = step.finish(gramian)
             # The rows are gone before another step may write where they are.
-        found = shaped(weights, given, self._batch_dim)
+        found = weights_like(weights, given, self._batch_dim)
         return (found, gramian) if return_gramian else found
 
     def accumulate(
@@ -313,7 +313,7 @@ class Engine(Hooked):
             gramian = self.compute_gramian(scale.of(total))
         weights = weights_by(scale.weighting, gramian) if len(gramian) else gramian.new_zeros(0)
         weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
-        return shaped(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
+        return weights_like(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 
     def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
         """The rows of the Jacobian in a few random dimensions, for batches in the thousands.

@@ -35,8 +35,8 @@ from autogram._capture.forward.session import hook_all, take_off
 from autogram._capture.samples.survey import Survey
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
-from autogram._jacobian import Jacobian, Part, Projections
-from autogram._losses import Losses, joined
+from autogram._jacobian import Jacobian, JacobianPart, Projections
+from autogram._losses import Losses, as_one_tensor
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
 
@@ -210,7 +210,7 @@ class Hooked:
             losses = torch.zeros(0, device=device)
         survey = Survey(self._channel, losses)
         names = self._channel.names({}, survey.recordings, survey.left_out)
-        return Jacobian([Part.of(Objectives(losses, None), {}, ())], names, self._limit)
+        return Jacobian([JacobianPart.of(Objectives(losses, None), {}, ())], names, self._limit)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""
@@ -219,7 +219,7 @@ class Hooked:
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
-        losses = joined(losses, self._batch_dim, self._channel.told)
+        losses = as_one_tensor(losses, self._batch_dim, self._channel.told)
         if self._ranks is not None:
             self._ranks.check(self._session.roots)
             if not (losses.numel() or losses.requires_grad):

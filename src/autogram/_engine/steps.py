@@ -14,7 +14,7 @@ from autogram._capture import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
-from autogram._jacobian import Jacobian, Part
+from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, parts_of
 
 
@@ -47,7 +47,7 @@ class Step:
         self.error: BaseException | None = None
         ranks = engine._ranks
         self.wrappers = None if ranks is None else Wrappers(ranks.group)
-        self._parts: list[Part] = []
+        self._parts: list[JacobianPart] = []
         self._names: dict[Tensor, str] = {}
         self._empty: Tensor | None = None  # losses without elements
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
@@ -96,7 +96,7 @@ class Step:
             self.wrappers.check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
-        self._parts.append(Part.of(run.objectives, run.columns, names))
+        self._parts.append(JacobianPart.of(run.objectives, run.columns, names))
         self._names.update({p: name for p, name in names.items() if p not in self._names})
         return run.gramian
 

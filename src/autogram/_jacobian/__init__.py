@@ -3,9 +3,9 @@
 from autogram._compiled.frames import stay_outside
 from autogram._jacobian.concatenation import concatenate
 from autogram._jacobian.jacobian import Jacobian
-from autogram._jacobian.parts import Part
+from autogram._jacobian.parts import JacobianPart
 from autogram._jacobian.sketch import Projections, Sketch, Sketching
 
-__all__ = ["Jacobian", "Part", "Projections", "Sketch", "Sketching", "concatenate"]
+__all__ = ["Jacobian", "JacobianPart", "Projections", "Sketch", "Sketching", "concatenate"]
 
 stay_outside(Jacobian, Sketch)

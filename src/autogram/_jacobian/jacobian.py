@@ -26,7 +26,7 @@ from autogram._capture import (
     running_pass,
 )
 from autogram._errors import InvalidOperandError, UnsupportedError
-from autogram._jacobian.parts import Part, Parts
+from autogram._jacobian.parts import JacobianPart, Parts
 from autogram._jacobian.solve import damped_solution
 
 
@@ -67,7 +67,7 @@ class Jacobian:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[JacobianPart],
         names: Mapping[Tensor, str],
         limit: Limit,
         *,

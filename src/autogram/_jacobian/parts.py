@@ -24,7 +24,7 @@ from autogram._capture import Objectives
 
 
 @dataclass(frozen=True)
-class Part:
+class JacobianPart:
     """The rows of J for the losses of one backward pass.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part:
     @classmethod
     def of(
         cls, objectives: Objectives, columns: Mapping[Tensor, Columns], names: Iterable[Tensor]
-    ) -> Part:
+    ) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
         objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
         return cls(objectives, {p: columns[p] for p in names if p in columns})
@@ -76,7 +76,7 @@ class Part:
         return None if found is None else found[among // self.objectives.samples, b]
 
 
-class Group:
+class MergedParts:
     """Parts with equally many objectives per sample, whose samples are taken together.
 
     The blocks of a group are those that one backward pass of all samples would have given: rows
@@ -87,7 +87,7 @@ class Group:
         starts: The number of the first objective of each part, among those of all parts.
     """
 
-    def __init__(self, parts: Sequence[Part], starts: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[JacobianPart], starts: Sequence[int]) -> None:
         self._parts = parts
         self._starts = starts
         self.per_sample = parts[0].objectives.per_sample
@@ -118,7 +118,7 @@ class Group:
             found.append(part.objectives.by_sample(numbers.view(shape)))
         return torch.cat(found, 1).flatten()
 
-    def add_products(self, total: Tensor, other: Group, parameters: Iterable[Tensor]) -> None:
+    def add_products(self, total: Tensor, other: MergedParts, parameters: Iterable[Tensor]) -> None:
         """Adds inner products with the rows of a group, or with its own, to ``(K B, K' B')``."""
         if other is self:
             found = (self.columns(parameter) for parameter in parameters)
@@ -138,19 +138,19 @@ class Parts:
         parts: One part at least.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[JacobianPart]) -> None:
         self.each = tuple(parts)
         self.sizes = [part.m for part in parts]
         self._starts = [0, *accumulate(self.sizes)][:-1]
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[MergedParts]:
         """Parts by the number of objectives per sample."""
         kinds: dict[int, list[int]] = {}
         for i, part in enumerate(self.each):
             kinds.setdefault(part.objectives.per_sample, []).append(i)
         return [
-            Group([self.each[i] for i in kind], [self._starts[i] for i in kind])
+            MergedParts([self.each[i] for i in kind], [self._starts[i] for i in kind])
             for kind in kinds.values()
         ]
 

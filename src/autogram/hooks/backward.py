@@ -281,7 +281,7 @@ def _at_leaves(gradients: Gradients, size: int, found: tuple[int, ...]) -> Gradi
     return tuple(entries)
 
 
-class _Shown:
+class _CallGradients:
     """Calls the user's hook with both gradients of one call of a module."""
 
     def __init__(self, hook: BackwardHook, module: nn.Module) -> None:
@@ -305,4 +305,4 @@ class _Shown:
 
 def gates_of(hook: BackwardHook) -> Gates:
     """The gates that show a user's hook the gradients of each call."""
-    return Gates(lambda module, _args, _kwargs: _Shown(hook, module))
+    return Gates(lambda module, _args, _kwargs: _CallGradients(hook, module))

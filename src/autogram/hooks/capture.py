@@ -17,7 +17,7 @@ from autogram.hooks.backward import Gates, Gradients
 from autogram.hooks.registry import HookManager
 from autogram.hooks.selection import Where, select
 
-Keep = Callable[["Call"], Any]
+KeepFunction = Callable[["Call"], Any]
 
 
 class Call:
@@ -115,7 +115,7 @@ def capture(
     copy: bool = False,
     device: torch.device | str | None = None,
     limit: int | None = None,
-    keep: Keep | None = None,
+    keep: KeepFunction | None = None,
 ) -> Iterator[Mapping[str, list[Any]]]:
     """Records each call of some modules inside of a block.
 
@@ -205,7 +205,11 @@ class _Captured:
     """The calls that are captured, by the name of their module."""
 
     def __init__(
-        self, modules: dict[str, nn.Module], take: _Take, limit: int | None, keep: Keep | None
+        self,
+        modules: dict[str, nn.Module],
+        take: _Take,
+        limit: int | None,
+        keep: KeepFunction | None,
     ) -> None:
         self.by_name: dict[str, list[Any]] = {name: [] for name in modules}
         self.take = take

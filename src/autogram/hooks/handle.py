@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from autogram.hooks.around import put_around
 from autogram.hooks.backward import Gates, gates_of
 
-Kind = Literal["forward_pre", "forward", "backward", "around"]
+HookKind = Literal["forward_pre", "forward", "backward", "around"]
 
 
 class Handle:
@@ -35,7 +35,7 @@ class Handle:
         name: str,
         function: Any,
         module: nn.Module,
-        kind: Kind,
+        kind: HookKind,
         forget: Callable[[Handle], None],
         *,
         with_kwargs: bool,
@@ -43,7 +43,7 @@ class Handle:
         self.id = id
         self.name = name
         self.function = function
-        self.kind: Kind = kind
+        self.kind: HookKind = kind
         self._module = weakref.ref(module)
         self._forget = forget
         self._options = {"with_kwargs": with_kwargs}
@@ -96,7 +96,7 @@ class Handle:
         self, register: Callable[..., RemovableHandle], function: Any, **options: bool
     ) -> Callable[[], None]:
         """Registers a function in the place that it had at first, and returns what takes it off."""
-        entry = _Entry(function, self._order)
+        entry = _RegisteredHook(function, self._order)
         handle = register(entry, **options)
         hooks: Any = handle.hooks_dict_ref()
         later, order = [], inf
@@ -116,7 +116,7 @@ class Handle:
         return take_off
 
 
-class _Entry:
+class _RegisteredHook:
     """A function as it is registered with PyTorch. A copy or a pickle of the module has none.
 
     During a call, PyTorch uses the hooks that the module had when the call began. A function that

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from autogram._errors import HookError
-from autogram.hooks.handle import Handle, Kind
+from autogram.hooks.handle import Handle, HookKind
 from autogram.hooks.selection import Modules, Where, check_function, check_kind, name_of, select
 
 
@@ -57,7 +57,7 @@ class HookManager:
         modules: Modules,
         *,
         where: Where | None = None,
-        kind: Kind = "forward",
+        kind: HookKind = "forward",
         name: str | None = None,
         active: bool = True,
         with_kwargs: bool = False,
@@ -119,7 +119,7 @@ class HookManager:
         *,
         module: nn.Module | None = None,
         function: Any = None,
-        kind: Kind | None = None,
+        kind: HookKind | None = None,
         name: str | None = None,
     ) -> list[Handle]:
         """The handles with a module, a function, a kind and a name, as far as these are given."""

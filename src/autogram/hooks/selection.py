@@ -12,7 +12,7 @@ from torch import nn
 
 from autogram._errors import HookError, InvalidModulesError
 from autogram.hooks.backward import Gates
-from autogram.hooks.handle import Kind
+from autogram.hooks.handle import HookKind
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Where = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
@@ -84,12 +84,12 @@ def _fits(where: Where, name: str, module: nn.Module) -> bool:
 
 def check_kind(kind: str) -> None:
     """Refuses a kind that does not exist."""
-    if kind not in get_args(Kind):
-        kinds = ", ".join(f'"{known}"' for known in get_args(Kind))
+    if kind not in get_args(HookKind):
+        kinds = ", ".join(f'"{known}"' for known in get_args(HookKind))
         raise HookError(f"The kind of the hook is {kind!r}. Pass one of {kinds}.")
 
 
-def check_function(function: Any, kind: Kind, *, with_kwargs: bool) -> None:
+def check_function(function: Any, kind: HookKind, *, with_kwargs: bool) -> None:
     """Refuses a function that cannot be called with the arguments of its kind."""
     if kind == "around":
         if not all(hasattr(function, name) for name in ("begin", "end", "is_off")):

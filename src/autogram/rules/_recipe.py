@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Layout, Lookup, assemble
+from autogram._blocks import Block, Layout, Lookup, block_of_equation
 from autogram._errors import RuleError
 
 _POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
@@ -122,7 +122,7 @@ def _einsum(
     if scale != 1:
         cotangent = promoted(cotangent)[0] * scale
     factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
-    return (assemble(equation, dims, layout, *factors),)
+    return (block_of_equation(equation, dims, layout, *factors),)
 
 
 def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:

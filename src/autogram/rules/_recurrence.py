@@ -51,7 +51,7 @@ def gru_cell(u: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, ...]:
     return (torch.addcmul(n, z, h - n),)
 
 
-class Direction:
+class LayerDirection:
     """One direction of one layer, after its forward pass. Its steps are in the order of the rows.
 
     Args:

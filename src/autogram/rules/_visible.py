@@ -22,21 +22,21 @@ def show(function: Callable[..., Any]) -> None:
     Subclasses of the Function keep their ``apply``: their forward may be another.
     """
     owner = _owner(function)
-    if owner is not None and not isinstance(vars(owner).get("apply"), _Shown):
-        owner.apply = _Shown(owner)
+    if owner is not None and not isinstance(vars(owner).get("apply"), _ShownFunction):
+        owner.apply = _ShownFunction(owner)
 
 
 def hide(function: Callable[..., Any]) -> None:
     """Gives a custom autograd Function back the ``apply`` that it had."""
     owner = _owner(function)
     shown = None if owner is None else vars(owner).get("apply")
-    if isinstance(shown, _Shown):
+    if isinstance(shown, _ShownFunction):
         del owner.apply
         if shown.is_own:
             owner.apply = shown.before
 
 
-class _Shown:
+class _ShownFunction:
     """The attribute ``apply`` of one autograd Function, which shows the call to active modes."""
 
     def __init__(self, owner: type[Function]) -> None:

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from autogram._blocks import Adjoint, Block, Layout, assemble
+from autogram._blocks import Adjoint, Block, Layout, block_of_equation
 from autogram.rules._recipe import Formula, Recipe, positions, product
 from autogram.rules._registry import register_rule
 
-Sizes = int | Sequence[int]
+PerDimension = int | Sequence[int]
 
 
 @register_rule(torch.conv1d, torch.conv2d, torch.conv3d)
@@ -36,9 +36,9 @@ def convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
+    stride: PerDimension = 1,
+    padding: PerDimension | str = 0,
+    dilation: PerDimension = 1,
     groups: int = 1,
 ) -> list[Recipe]:
     """Kernel and bias of a convolution with any stride, padding, dilation and groups."""
@@ -51,11 +51,11 @@ def transposed_convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,  # noqa: ARG001 - it shows in the shape of the cotangent
+    stride: PerDimension = 1,
+    padding: PerDimension = 0,
+    output_padding: PerDimension = 0,  # noqa: ARG001 - it shows in the shape of the cotangent
     groups: int = 1,
-    dilation: Sizes = 1,
+    dilation: PerDimension = 1,
 ) -> list[Recipe]:
     """Kernel and bias of a transposed convolution with any stride, padding, dilation and groups."""
     sizes = Convolution.of(weight, stride, padding, dilation, groups)
@@ -91,7 +91,12 @@ class Convolution(NamedTuple):
 
     @classmethod
     def of(
-        cls, weight: Tensor, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
+        cls,
+        weight: Tensor,
+        stride: PerDimension,
+        padding: PerDimension | str,
+        dilation: PerDimension,
+        groups: int,
     ) -> Convolution:
         """The sizes from a call's arguments."""
         shape = tuple(weight.shape)
@@ -109,7 +114,9 @@ class Convolution(NamedTuple):
         """The block of the kernel: cotangents times patches of the input."""
         cotangent, input, t, taps = self._batched(cotangent, input)
         equation = f"nqo{t},n{t}{taps}qi->qoi{taps}"
-        block = assemble(equation, "n", layout, self._by_group(cotangent, 2), self._patches(input))
+        block = block_of_equation(
+            equation, "n", layout, self._by_group(cotangent, 2), self._patches(input)
+        )
         is_symmetric = all(before == behind for before, behind in self.padding)
         if is_symmetric and (layout is None or not (layout.has_before or layout.has_after)):
             dim = None if layout is None else layout.dim
@@ -129,7 +136,7 @@ class Convolution(NamedTuple):
             patches = patches.narrow(dim, 0, size)
         patches = patches.unflatten(0, cotangent.shape[:2])
         equation = f"n{t}{taps}qo,nqi{t}->qio{taps}"
-        return (assemble(equation, "n", layout, patches, self._by_group(input, 1)),)
+        return (block_of_equation(equation, "n", layout, patches, self._by_group(input, 1)),)
 
     def _batched(self, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor, str, str]:
         """Cotangents ``(k, n, o, *l)`` and inputs ``(n, i, *space)``; indices of ``l`` and taps."""
@@ -190,7 +197,7 @@ class Convolution(NamedTuple):
         return found
 
 
-def _per_dimension(sizes: Sizes, n: int) -> tuple[int, ...]:
+def _per_dimension(sizes: PerDimension, n: int) -> tuple[int, ...]:
     """One size for each spatial dimension."""
     values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     return values * n if len(values) == 1 else values

@@ -72,6 +72,6 @@ def find_expansion(function: Callable[..., Any]) -> Callable[..., Shapes] | None
     return _EXPANSIONS.get(function)
 
 
-def formula_of(tensor: Tensor, shape: tuple[int, ...]) -> Formula:
+def formula_of_expansion(tensor: Tensor, shape: tuple[int, ...]) -> Formula:
     """The formula of a tensor's block, from the cotangent of the tensor expanded to a shape."""
     return addend(tensor, shape).formula

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._blocks import Block, Layout, assemble, joined, rows_block
+from autogram._blocks import Block, Layout, block_of_equation, joined, rows_block
 from autogram.rules._recipe import Formula, Recipe, positions, product, promoted
 from autogram.rules._registry import register_rule
 
@@ -182,8 +182,8 @@ def _by_group(
     else:
         normalized = torch.group_norm(input, groups, eps=eps)
         blocks = [
-            assemble(f"{dims},{dims}->{dims[1]}", dims, layout, cotangent, normalized),
-            assemble(f"{dims}->{dims[1]}", dims, layout, cotangent),
+            block_of_equation(f"{dims},{dims}->{dims[1]}", dims, layout, cotangent, normalized),
+            block_of_equation(f"{dims}->{dims[1]}", dims, layout, cotangent),
         ]
     return compress(blocks, (has_weight, has_bias))
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Layout, Routed, assemble
+from autogram._blocks import Block, Layout, Routed, block_of_equation
 from autogram._errors import MixedSamplesError
 from autogram.rules import _recurrence as recurrence
 from autogram.rules._recipe import Formula, Recipe, promoted
-from autogram.rules._recurrence import Cell, Direction, cotangents
+from autogram.rules._recurrence import Cell, LayerDirection, cotangents
 from autogram.rules._registry import register_rule
 
 States = Tensor | Sequence[Tensor]
@@ -124,7 +124,7 @@ class Replay:
         found = iter(cotangents(result, given, [*states, *wanted]))
 
         def block(equation: str, *factors: Tensor) -> Block:
-            return assemble(equation, self.dims, layout, *factors)
+            return block_of_equation(equation, self.dims, layout, *factors)
 
         for _ in states:
             yield block("So->So" if is_cell else "RSo->RSo", next(found))
@@ -142,14 +142,14 @@ class Replay:
 
     def _forward(
         self, input: Tensor, states: Sequence[Tensor], params: Sequence[Tensor]
-    ) -> tuple[list[Direction], Tensor]:
+    ) -> tuple[list[LayerDirection], Tensor]:
         """The directions of all layers after their forward pass, and the result of the call."""
         each = len(params) // len(states[0])
-        found: list[Direction] = []
+        found: list[LayerDirection] = []
         for i in range(0, len(states[0]), self.directions):
             for j in range(i, i + self.directions):
                 weights, initial = params[j * each : (j + 1) * each], [x[j] for x in states]
-                found.append(Direction(self.cell, weights, input, initial, self.sizes, j > i))
+                found.append(LayerDirection(self.cell, weights, input, initial, self.sizes, j > i))
             input = torch.cat([torch.cat(of.output) for of in found[i:]], 1)
         if self.final is None:
             return found, input

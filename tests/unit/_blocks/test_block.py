@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._blocks import Folded, Layout, assemble
+from autogram._blocks import Folded, Layout, block_of_equation
 from tests.unit._blocks.blocks import EQUATIONS, dense, make_block
 from tests.unit.checks import assert_close_to_reference
 
@@ -44,7 +44,7 @@ def test_rows_of_a_sample_are_those_of_its_cotangent_alone(
     saved = [torch.randn(shape) for shape in factors]
     dims = equation.split("->")[0].split(",")[0]
 
-    block = assemble(equation, dims, layout, cotangent, *saved)
+    block = block_of_equation(equation, dims, layout, cotangent, *saved)
 
     terms, tensor = equation.split("->")
     expected = torch.stack(
@@ -61,7 +61,7 @@ def test_rows_of_a_sample_are_those_of_its_cotangent_alone(
 
 def test_one_sample() -> None:
     g, x = torch.randn(K, T, 5), torch.randn(T, 6)
-    block = assemble("to,ti->oi", "to", None, g, x)
+    block = block_of_equation("to,ti->oi", "to", None, g, x)
     assert_close_to_reference(dense(block), torch.einsum("kto,ti->koi", g, x).unsqueeze(1))
 
 

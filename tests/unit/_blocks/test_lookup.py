@@ -6,7 +6,7 @@ from torch import Tensor
 
 from autogram._blocks import Block, Limit, Lookup
 from autogram._blocks.kernels import CudaKernels, Kernels
-from autogram._blocks.lookup import concatenate, products_of_lookup
+from autogram._blocks.lookup import concatenate_lookups, products_of_lookup
 from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.waits import Waits
@@ -42,7 +42,7 @@ def test_rows() -> None:
 def test_concatenate() -> None:
     lookups = [make_lookup(), make_lookup(tokens=2)]
     expected = sum(map(dense_rows, lookups))
-    assert_close_to_reference(dense_rows(concatenate(lookups)), expected)
+    assert_close_to_reference(dense_rows(concatenate_lookups(lookups)), expected)
 
 
 @pytest.mark.parametrize("limit", [1, 30, 2**40])

@@ -11,7 +11,7 @@ from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import TracingContext
 
 from autogram._compiled import private
-from autogram._compiled.private import MARKS, NAMES, Private
+from autogram._compiled.private import MARKS, PRIVATE_NAMES, Private
 
 _FOLDER = Path(private.__file__).parent
 _FILES = [x for x in _FOLDER.rglob("*.py") if x != Path(private.__file__)]
@@ -62,7 +62,7 @@ def _is_of_torch(parts: list[str]) -> bool:
 
 def _unlisted(source: str) -> list[str]:
     """The names in a source that are not listed."""
-    listed = [f"{x.module}.{x.name}" for x in (*NAMES, *MARKS)]
+    listed = [f"{x.module}.{x.name}" for x in (*PRIVATE_NAMES, *MARKS)]
     attributes = {name.split(".")[-1] for name in listed}
 
     def is_listed(name: str) -> bool:
@@ -96,13 +96,13 @@ def test_what_is_not_listed_is_found(source: str) -> None:
     assert _unlisted(source)
 
 
-@pytest.mark.parametrize("listed", [*NAMES, *MARKS], ids=lambda listed: listed.name)
+@pytest.mark.parametrize("listed", [*PRIVATE_NAMES, *MARKS], ids=lambda listed: listed.name)
 def test_all_that_is_listed_is_used(listed: Private) -> None:
     name = listed.name.split(".")[-1]
     assert any(name in file.read_text() for file in _FILES)
 
 
-@pytest.mark.parametrize("listed", [*NAMES, *MARKS], ids=lambda listed: listed.name)
+@pytest.mark.parametrize("listed", [*PRIVATE_NAMES, *MARKS], ids=lambda listed: listed.name)
 def test_what_is_waited_for(listed: Private) -> None:
     """A public request, or the word that there is none."""
     assert ("https://github.com/pytorch/pytorch/issues/" in listed.instead) != (
@@ -120,7 +120,7 @@ def test_nothing_is_missing() -> None:
 def test_what_is_missing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, *path = name.split(".")
     unknown = Private(f"torch.{module}", ".".join(path), "")
-    monkeypatch.setattr(private, "NAMES", (unknown,))
+    monkeypatch.setattr(private, "PRIVATE_NAMES", (unknown,))
     import_module("torch._guards")
     private.missing.cache_clear()
     try:

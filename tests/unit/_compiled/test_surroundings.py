@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, UnseenUseWarning
-from autogram._compiled.call import Call
+from autogram._compiled.call import PartCall
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
     Decoder,
@@ -138,16 +138,16 @@ class TestSeveralEngines:
         self, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A part is not believed where an engine has found the samples of its uses elsewhere."""
-        right = Call.carried
+        right = PartCall.carried
 
-        def carried(self: Call, *args: Any) -> Any:
+        def carried(self: PartCall, *args: Any) -> Any:
             found = right(self, *args)
             assert found is not None
             own, inputs = found
             return {use: replace(place, dim=-1) for use, place in own.items()}, inputs
 
         if is_wrong:
-            monkeypatch.setattr(Call, "carried", carried)
+            monkeypatch.setattr(PartCall, "carried", carried)
         model = _mlp()
         run = compiled(model)
         engines = [Engine(of, verify="never") for of in (model[0], model[2], model)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autogram import Engine
 from autogram._distributed.group import Link
 from autogram._distributed.plan import costs_of, make_plan
-from autogram._distributed.share import Share, describe
+from autogram._distributed.share import Share, data_of
 from tests.unit.engines import per_sample
 
 SLOW, FAST = Link(element=1e4, call=1e6), Link(element=1e-3, call=1e-3)
@@ -19,7 +19,7 @@ SLOW, FAST = Link(element=1e4, call=1e6), Link(element=1e-3, call=1e-3)
 def share(model: nn.Module, x: Tensor, limit: int = 2**27) -> Share:
     """What a rank with such a batch has."""
     engine = Engine(model, memory_limit_bytes=4 * limit, verify="never")
-    return describe(engine.jacobian(per_sample(model(x)), keep="factors")).share
+    return data_of(engine.jacobian(per_sample(model(x)), keep="factors")).share
 
 
 def wide(size: int, positions: int, features: int = 64) -> tuple[nn.Module, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from autogram._blocks.kernels.paths import Shapes, find_path, kind_of, sizes_of
+from autogram._blocks.kernels.paths import OperandShapes, find_path, kind_of_path, sizes_of
 from autogram._blocks.kernels.workspace import Memory, Purpose
 
 
@@ -94,7 +94,7 @@ class _DryRun(Hardware):
 
 @lru_cache(maxsize=4096)
 def find_contractions(
-    equation: str, shapes: Shapes, strides: Shapes | None
+    equation: str, shapes: OperandShapes, strides: OperandShapes | None
 ) -> tuple[tuple[tuple[int, ...], Contraction, tuple[int, ...]], ...]:
     """The contractions of an einsum, with the positions of the tensors that each takes.
 
@@ -138,7 +138,7 @@ def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) 
     With ``suits_any``, it is for operands with these shapes and any strides.
     """
     sizes = sizes_of(equation, tuple([x.shape for x in operands]))
-    kind = kind_of(equation, sizes)
+    kind = kind_of_path(equation, sizes)
     if kind == "elementwise":
         return _elementwise(equation, operands, sizes, suits_any=suits_any)
     if kind == "matrices":

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 import opt_einsum
 
-Shapes = tuple[tuple[int, ...], ...]
-Kind = Literal["sum", "elementwise", "matrices", "other"]
+OperandShapes = tuple[tuple[int, ...], ...]
+PathKind = Literal["sum", "elementwise", "matrices", "other"]
 
 
 class Prices(NamedTuple):
@@ -50,7 +50,7 @@ class Path:
 
 
 @lru_cache(maxsize=4096)
-def find_path(equation: str, shapes: Shapes) -> Path:
+def find_path(equation: str, shapes: OperandShapes) -> Path:
     """The cheapest path of an einsum, by number of operations."""
     sizes = sizes_of(equation, shapes)
     steps: list[tuple[tuple[int, ...], str]] = [((0,) * len(shapes), equation)]
@@ -60,7 +60,7 @@ def find_path(equation: str, shapes: Shapes) -> Path:
     work = [prod(sizes[label] for label in set(of) - {*",->"}) for _, of in steps]
     moved = [
         volume
-        if kind_of(of, sizes) == "elementwise"
+        if kind_of_path(of, sizes) == "elementwise"
         else prod(sizes[label] for label in of.split("->")[1])
         for (_, of), volume in zip(steps, work, strict=True)
     ]
@@ -68,13 +68,13 @@ def find_path(equation: str, shapes: Shapes) -> Path:
 
 
 @lru_cache(maxsize=4096)
-def sizes_of(equation: str, shapes: Shapes) -> Mapping[str, int]:
+def sizes_of(equation: str, shapes: OperandShapes) -> Mapping[str, int]:
     """The size of every index of an einsum."""
     pairs = zip(equation.split("->")[0].split(","), shapes, strict=True)
     return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
 
 
-def kind_of(equation: str, sizes: Mapping[str, int]) -> Kind:
+def kind_of_path(equation: str, sizes: Mapping[str, int]) -> PathKind:
     """How to carry out one contraction.
 
     Where one operand has no index of its own, a matrix product would have a single column. A

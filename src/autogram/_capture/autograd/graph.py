@@ -162,7 +162,7 @@ def entry(
         saved: Tensors to keep for the engines.
     """
     like = like.detach()  # or it would be one more leaf that the losses depend on
-    given: Tensor = _Entry.apply(calls, like, saved, *anchors)  # type: ignore[no-untyped-call]  # as typed in torch
+    given: Tensor = _CompiledEntry.apply(calls, like, saved, *anchors)  # type: ignore[no-untyped-call]  # as typed in torch
     return given
 
 
@@ -176,7 +176,7 @@ def entry_of(node: Any) -> Any | None:
     if not is_compiled(node):
         return None
     for following, _ in reversed(node.next_functions):
-        if isinstance(following, _Entry._backward_cls):
+        if isinstance(following, _CompiledEntry._backward_cls):
             return following
     return None
 
@@ -190,7 +190,7 @@ def calls_of(node: Any) -> Sequence[Any]:
 _NAME = "CompiledFunctionBackward"  # of the nodes that AOTAutograd makes
 
 
-class _Entry(torch.autograd.Function):
+class _CompiledEntry(torch.autograd.Function):
     """Has no gradient. Because of this node, passes to the anchors go through the compiled call."""
 
     @staticmethod

@@ -24,7 +24,7 @@ ModuleCall = tuple[int, tuple[tuple[int, ...], ...]]
 Calls = dict[ModuleCall, tuple[bool | None, ...]]
 
 
-class Run(NamedTuple):
+class CheckpointRun(NamedTuple):
     """A run of the part of a checkpoint."""
 
     part: Any
@@ -37,7 +37,7 @@ def are_of_checkpoint(hooks: Any) -> bool:
     return "checkpoint" in getattr(hooks[0], "__module__", "")
 
 
-def run_now() -> Run | None:
+def run_now() -> CheckpointRun | None:
     """The run of the innermost checkpoint, or ``None`` outside, or if this cannot be known."""
     hooks = hooks_now(True)
     if hooks is None or not are_of_checkpoint(hooks):
@@ -46,9 +46,9 @@ def run_now() -> Run | None:
     names, cells = pack.__code__.co_freevars, pack.__closure__ or ()
     held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
     if "frame" in held:
-        return Run(held["frame"], is_second=False)
+        return CheckpointRun(held["frame"], is_second=False)
     part = held["target_frame_ref"]() if "target_frame_ref" in held else None
-    return None if part is None else Run(part, is_second=True)
+    return None if part is None else CheckpointRun(part, is_second=True)
 
 
 class Checkpoints:

@@ -19,13 +19,13 @@ from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
-from autogram.rules.expansion import find_expansion, formula_of
+from autogram.rules.expansion import find_expansion, formula_of_expansion
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
 
 
-class Run(NamedTuple):
+class NoUse(NamedTuple):
     """No use: the call is carried out as it is."""
 
     is_batched: bool
@@ -83,9 +83,9 @@ class UseRows(NamedTuple):
     reads: Reads
 
 
-Decision = Run | UseRule | UseExpanded | RunBody | UseRows
+Decision = NoUse | UseRule | UseExpanded | RunBody | UseRows
 
-_BATCHED, _CONSTANT = Run(is_batched=True), Run(is_batched=False)
+_BATCHED, _CONSTANT = NoUse(is_batched=True), NoUse(is_batched=False)
 
 
 def decide(
@@ -113,7 +113,7 @@ def decide(
     if not tracked or not torch.is_grad_enabled():
         return _BATCHED if is_batched else _CONSTANT
     if not is_batched:
-        return Run(is_batched=False, origins=[status for _, status in tracked])
+        return NoUse(is_batched=False, origins=[status for _, status in tracked])
     if True in [tensor.is_nested for tensor, _ in reads]:
         # Without a shape of numbers, a tensor shows no places of samples.
         raise UnsupportedError(
@@ -163,7 +163,7 @@ def _expansions(
             dtype = rounded if kind.is_in_half else dtype
         if shape is None:
             return []
-        recipe = KeptRecipe((status,), formula_of(tensor, shape), slice(0, 0))
+        recipe = KeptRecipe((status,), formula_of_expansion(tensor, shape), slice(0, 0))
         use = UseRule(find, {0: Answer([status], [recipe], [], {})})
         found.append(Expansion(tensor, dtype, shape, use))
     return found

@@ -18,7 +18,7 @@ from autogram._capture.forward.checkpoints import (
     hooks_now,
 )
 from autogram._capture.forward.decision import (
-    Run,
+    NoUse,
     RunBody,
     UseExpanded,
     UseRows,
@@ -167,7 +167,7 @@ class Recorder(TorchFunctionMode):
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
-        if isinstance(decision, Run):
+        if isinstance(decision, NoUse):
             output = function(*args, **kwargs)
         elif isinstance(decision, UseRule):
             output = self.tapping.run_with_rule(kind, args, kwargs, decision)
@@ -188,7 +188,7 @@ class Recorder(TorchFunctionMode):
             results = [x for x in results if x.is_leaf]
         if isinstance(decision, RunBody):
             self._statuses.read(results)  # adopts results of calls that were not seen in the body
-        if isinstance(decision, Run) and not decision.is_batched:
+        if isinstance(decision, NoUse) and not decision.is_batched:
             self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
             return output
         is_untapped = has_untapped and UNTAPPED in [status for _, status in reads]

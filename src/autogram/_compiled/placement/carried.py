@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autogram._blocks import Folded
-from autogram._compiled.placement.place import UNKNOWN, ZERO, Place, Places, Shape, Step, Unknown
+from autogram._compiled.placement.place import (
+    UNKNOWN,
+    ZERO,
+    OperatorCall,
+    Place,
+    Places,
+    Shape,
+    Unknown,
+)
 from autogram._compiled.placement.rules import rule_of
 from autogram._compiled.tracing.operator import SHOW
 
@@ -31,7 +39,7 @@ class Carried(NamedTuple):
     inputs: Sequence[Places]
 
 
-def carried(
+def find_carried(
     module: fx.GraphModule, results: Sequence[Folded | None], sizes: Callable[[Any], Any]
 ) -> Carried | None:
     """Where a backward graph takes samples, if it does so whatever its values are.
@@ -91,17 +99,17 @@ def places_in(
             elif all(x is ZERO for x in linear):
                 places[node] = ZERO
             else:
-                places[node] = _place(Step(node, places, shape_of))
+                places[node] = _place(OperatorCall(node, places, shape_of))
         elif node.op != "output":
             places[node] = None
     return places
 
 
-def _place(step: Step) -> Places:
+def _place(call: OperatorCall) -> Places:
     """Where the samples lie in what a call computes."""
-    if step.node.target is operator.getitem:
-        whole, item = step.node.args
-        found = step.places[whole]  # type: ignore[index]  # a node
+    if call.node.target is operator.getitem:
+        whole, item = call.node.args
+        found = call.places[whole]  # type: ignore[index]  # a node
         return found[item] if isinstance(found, tuple) else found  # type: ignore[index]  # an integer
-    rule = rule_of(step.node.target)
-    return UNKNOWN if rule is None else rule(step)
+    rule = rule_of(call.node.target)
+    return UNKNOWN if rule is None else rule(call)

@@ -26,7 +26,7 @@ Places = Place | tuple[Place, ...]
 Shape = tuple[int, ...]
 
 
-class Step:
+class OperatorCall:
     """One call of an operator, which reads a cotangent."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Step:
         return place
 
 
-Rule = Callable[[Step], Places]
+PlacementRule = Callable[[OperatorCall], Places]
 
 
 def moved(place: Folded, dim: int) -> Folded:

@@ -10,10 +10,10 @@ from torch import fx
 from autogram._blocks import Folded
 from autogram._compiled.placement.place import (
     UNKNOWN,
+    OperatorCall,
     Place,
+    PlacementRule,
     Places,
-    Rule,
-    Step,
     common,
     moved,
     reshaped,
@@ -23,41 +23,41 @@ from autogram._compiled.tracing.operator import SHOW
 aten = torch.ops.aten
 
 
-def _pointwise(step: Step) -> Place:
-    shape = step.shape
+def _pointwise(call: OperatorCall) -> Place:
+    shape = call.shape
     found: list[Place] = []
-    for x in step.node.all_input_nodes:
-        place = step.of(x)
+    for x in call.node.all_input_nodes:
+        place = call.of(x)
         if isinstance(place, Folded):
-            own = step.shape_of(x)
+            own = call.shape_of(x)
             dim = place.dim + len(shape) - len(own)
             place = moved(place, dim) if shape[dim] == own[place.dim] else UNKNOWN
         found.append(place)
     return common(found)
 
 
-def _reshape(step: Step) -> Place:
-    place = step.only_first()
-    return UNKNOWN if place is None else reshaped(place, step.shape_of(step.first), step.shape)
+def _reshape(call: OperatorCall) -> Place:
+    place = call.only_first()
+    return UNKNOWN if place is None else reshaped(place, call.shape_of(call.first), call.shape)
 
 
-def _same(step: Step) -> Place:
-    place = step.only_first()
+def _same(call: OperatorCall) -> Place:
+    place = call.only_first()
     return UNKNOWN if place is None else place
 
 
-def _permute(step: Step) -> Place:
-    place = step.only_first()
+def _permute(call: OperatorCall) -> Place:
+    place = call.only_first()
     if place is None:
         return UNKNOWN
-    rank = len(step.shape)
+    rank = len(call.shape)
     order = list(range(rank))
-    packet = step.node.target.overloadpacket  # type: ignore[union-attr]  # an operator
+    packet = call.node.target.overloadpacket  # type: ignore[union-attr]  # an operator
     if packet is aten.permute:
-        order = [d % rank for d in step.argument(1, "dims")]
+        order = [d % rank for d in call.argument(1, "dims")]
     else:
         a, b = (
-            (-1, -2) if packet is aten.t else (step.argument(1, "dim0"), step.argument(2, "dim1"))
+            (-1, -2) if packet is aten.t else (call.argument(1, "dim0"), call.argument(2, "dim1"))
         )
         a, b = a % max(rank, 1), b % max(rank, 1)
         if rank > 1:
@@ -65,33 +65,33 @@ def _permute(step: Step) -> Place:
     return moved(place, order.index(place.dim))
 
 
-def _flip(step: Step) -> Place:
-    place = step.only_first()
-    dims = [d % len(step.shape) for d in step.argument(1, "dims")]
+def _flip(call: OperatorCall) -> Place:
+    place = call.only_first()
+    dims = [d % len(call.shape) for d in call.argument(1, "dims")]
     return UNKNOWN if place is None or place.dim in dims else place
 
 
-def _constant(step: Step) -> Place:
+def _constant(call: OperatorCall) -> Place:
     """For what takes no more than a shape."""
-    del step
+    del call
     return None
 
 
-def _sum(step: Step) -> Place:
-    place, dims = step.only_first(), step.argument(1, "dim")
+def _sum(call: OperatorCall) -> Place:
+    place, dims = call.only_first(), call.argument(1, "dim")
     if place is None or not isinstance(dims, (list, tuple)) or not dims:
         return UNKNOWN
-    rank = len(step.shape_of(step.first))
+    rank = len(call.shape_of(call.first))
     gone = {d % rank for d in dims}
     if place.dim in gone:
         return UNKNOWN
-    lost = 0 if step.argument(2, "keepdim", False) else sum(d < place.dim for d in gone)
+    lost = 0 if call.argument(2, "keepdim", False) else sum(d < place.dim for d in gone)
     return moved(place, place.dim - lost)
 
 
-def _matrices(step: Step) -> Place:
-    left, right = step.of(step.node.args[0]), step.of(step.node.args[1])
-    rank = len(step.shape)
+def _matrices(call: OperatorCall) -> Place:
+    left, right = call.of(call.node.args[0]), call.of(call.node.args[1])
+    rank = len(call.shape)
     if isinstance(left, Folded) and right is None and left.dim < rank - 1:
         return left
     if isinstance(right, Folded) and left is None and right.dim != rank - 2:
@@ -99,87 +99,87 @@ def _matrices(step: Step) -> Place:
     return UNKNOWN
 
 
-def _cat(step: Step) -> Place:
-    parts = list(step.first)
-    places = [step.of(x) for x in parts]
+def _cat(call: OperatorCall) -> Place:
+    parts = list(call.first)
+    places = [call.of(x) for x in parts]
     place = common(places)
-    dim = step.argument(1, "dim", 0) % len(step.shape)
+    dim = call.argument(1, "dim", 0) % len(call.shape)
     if not isinstance(place, Folded) or place.dim != dim:
         return place if isinstance(place, Folded) else UNKNOWN
     # All samples one time after another, if each part has them all.
-    sizes = {step.shape_of(x)[dim] for x in parts}
+    sizes = {call.shape_of(x)[dim] for x in parts}
     if len(sizes) > 1 or any(not isinstance(x, Folded) for x in places):
         return UNKNOWN
     return Folded(dim, place.before * len(parts), place.batch, place.after)
 
 
-def _stack(step: Step) -> Place:
-    place = common([step.of(x) for x in step.first])
-    dim = step.argument(1, "dim", 0) % len(step.shape)
+def _stack(call: OperatorCall) -> Place:
+    place = common([call.of(x) for x in call.first])
+    dim = call.argument(1, "dim", 0) % len(call.shape)
     return moved(place, place.dim + (dim <= place.dim)) if isinstance(place, Folded) else UNKNOWN
 
 
-def _along(position: int, *, drops: int = 0, is_slice: bool = False) -> Rule:
+def _along(position: int, *, drops: int = 0, is_slice: bool = False) -> PlacementRule:
     """For what mixes or selects along one dimension, which may go (1) or come (-1) with it."""
 
-    def rule(step: Step) -> Place:
-        place = step.only_first()
+    def rule(call: OperatorCall) -> Place:
+        place = call.only_first()
         if place is None:
             return UNKNOWN
-        rank = len(step.shape) if drops < 0 else len(step.shape_of(step.first))
-        dim = step.argument(position, "dim", 0) % rank
+        rank = len(call.shape) if drops < 0 else len(call.shape_of(call.first))
+        dim = call.argument(position, "dim", 0) % rank
         if drops < 0:
             return moved(place, place.dim + (dim <= place.dim))
         if place.dim == dim:  # a slice may be the whole
-            same = is_slice and step.shape == step.shape_of(step.first)
+            same = is_slice and call.shape == call.shape_of(call.first)
             return place if same else UNKNOWN
         new = moved(place, place.dim - drops * (dim < place.dim))
-        is_whole = step.shape[new.dim] == step.shape_of(step.first)[place.dim]
+        is_whole = call.shape[new.dim] == call.shape_of(call.first)[place.dim]
         return new if is_whole else UNKNOWN
 
     return rule
 
 
-def _several(step: Step) -> Places:
+def _several(call: OperatorCall) -> Places:
     """For what splits a tensor along one dimension."""
-    place = step.only_first()
+    place = call.only_first()
     if place is None:
         return UNKNOWN
-    is_unbind = step.node.target.overloadpacket is aten.unbind  # type: ignore[union-attr]  # an operator
+    is_unbind = call.node.target.overloadpacket is aten.unbind  # type: ignore[union-attr]  # an operator
     position = 1 if is_unbind else 2
-    dim = step.argument(position, "dim", 0) % len(step.shape_of(step.first))
+    dim = call.argument(position, "dim", 0) % len(call.shape_of(call.first))
     if dim == place.dim:
         return UNKNOWN
     return moved(place, place.dim - (is_unbind and dim < place.dim))
 
 
-def _pad(step: Step) -> Place:
-    place, pad = step.only_first(), step.argument(1, "pad")
+def _pad(call: OperatorCall) -> Place:
+    place, pad = call.only_first(), call.argument(1, "pad")
     if place is None:
         return UNKNOWN
-    from_last = len(step.shape) - 1 - place.dim
+    from_last = len(call.shape) - 1 - place.dim
     own = pad[2 * from_last : 2 * from_last + 2]
     return UNKNOWN if any(own) else place
 
 
-def _scatter(step: Step) -> Place:
+def _scatter(call: OperatorCall) -> Place:
     """Elements move along one dimension; what they are put into is zero, or another cotangent."""
-    base, dim, source = step.first, step.argument(1, "dim"), step.argument(3, "src")
+    base, dim, source = call.first, call.argument(1, "dim"), call.argument(3, "src")
     if not isinstance(source, fx.Node):
         return UNKNOWN
-    place = common([step.of(base), step.of(source)])
-    if not isinstance(place, Folded) or place.dim == dim % len(step.shape):
+    place = common([call.of(base), call.of(source)])
+    if not isinstance(place, Folded) or place.dim == dim % len(call.shape):
         return UNKNOWN
-    is_whole = step.shape_of(source)[place.dim] == step.shape[place.dim]
+    is_whole = call.shape_of(source)[place.dim] == call.shape[place.dim]
     return place if is_whole else UNKNOWN
 
 
-def _scattered_part(*, keeps_dim: bool) -> Rule:
+def _scattered_part(*, keeps_dim: bool) -> PlacementRule:
     """For `slice_scatter` and `select_scatter`: a part of a tensor along one dimension."""
 
-    def rule(step: Step) -> Place:
-        base, part = step.of(step.first), step.of(step.node.args[1])
-        dim = step.argument(2, "dim", 0) % len(step.shape)
+    def rule(call: OperatorCall) -> Place:
+        base, part = call.of(call.first), call.of(call.node.args[1])
+        dim = call.argument(2, "dim", 0) % len(call.shape)
         if isinstance(part, Folded) and not keeps_dim:
             part = moved(part, part.dim + (dim <= part.dim))
         place = common([base, part])
@@ -188,47 +188,47 @@ def _scattered_part(*, keeps_dim: bool) -> Rule:
     return rule
 
 
-def _leading(last: int) -> Rule:
+def _leading(last: int) -> PlacementRule:
     """For what keeps all dimensions but some of the last, as pooling does."""
 
-    def rule(step: Step) -> Place:
-        place = step.only_first()
-        shape = step.shape
+    def rule(call: OperatorCall) -> Place:
+        place = call.only_first()
+        shape = call.shape
         is_kept = place is not None and place.dim < len(shape) - last
         return place if is_kept and place is not None else UNKNOWN
 
     return rule
 
 
-def _of_batch(step: Step) -> Places:
+def _of_batch(call: OperatorCall) -> Places:
     """For layers over the first dimension: the gradient of the input, and those of parameters."""
-    place = step.only_first()
+    place = call.only_first()
     kept = place if place is not None and place.dim == 0 else UNKNOWN
     return (kept, UNKNOWN, UNKNOWN)
 
 
-def _layer_norm(step: Step) -> Places:
-    place = step.only_first()
-    free = len(step.shape_of(step.first)) - len(step.argument(2, "normalized_shape"))
+def _layer_norm(call: OperatorCall) -> Places:
+    place = call.only_first()
+    free = len(call.shape_of(call.first)) - len(call.argument(2, "normalized_shape"))
     kept = place if place is not None and place.dim < free else UNKNOWN
     return (kept, UNKNOWN, UNKNOWN)
 
 
-def _batch_norm(step: Step) -> Places:
-    place = None if step.argument(7, "train", True) else step.only_first()
+def _batch_norm(call: OperatorCall) -> Places:
+    place = None if call.argument(7, "train", True) else call.only_first()
     return (UNKNOWN if place is None else place, UNKNOWN, UNKNOWN)
 
 
-def _attention(step: Step) -> Places:
-    place = step.only_first()
+def _attention(call: OperatorCall) -> Places:
+    place = call.only_first()
     kept = place if place is not None and place.dim < 2 else UNKNOWN
     return (kept, kept, kept, UNKNOWN)
 
 
-def _nll(step: Step) -> Place:
+def _nll(call: OperatorCall) -> Place:
     """The classes are the second dimension, unless there is one sample alone."""
-    place = step.only_first()
-    if place is None or step.argument(4, "reduction", 1) != 0 or len(step.shape) < 2:
+    place = call.only_first()
+    if place is None or call.argument(4, "reduction", 1) != 0 or len(call.shape) < 2:
         return UNKNOWN
     return moved(place, place.dim + (place.dim > 0))
 
@@ -238,7 +238,7 @@ def _named(names: str) -> list[Any]:
     return [found for name in names.split() if (found := getattr(aten, name, None)) is not None]
 
 
-_TABLE: list[tuple[Rule, str]] = [
+_TABLE: list[tuple[PlacementRule, str]] = [
     (_reshape, "view reshape _unsafe_view unsqueeze squeeze flatten unflatten _reshape_alias"),
     (_same, "clone alias detach _to_copy contiguous lift_fresh_copy"),
     (_permute, "permute transpose t"),
@@ -277,12 +277,14 @@ _TABLE: list[tuple[Rule, str]] = [
     ),
     (_nll, "nll_loss_backward nll_loss2d_backward"),
 ]
-_RULES: dict[Any, Rule] = {found: rule for rule, names in _TABLE for found in _named(names)}
+_RULES: dict[Any, PlacementRule] = {
+    found: rule for rule, names in _TABLE for found in _named(names)
+}
 _RULES[SHOW.overloadpacket] = _same
 _RULES[torch.ops.prims.convert_element_type] = _same
 
 
-def rule_of(target: Any) -> Rule | None:
+def rule_of(target: Any) -> PlacementRule | None:
     """Where an operator takes samples, if that is known."""
     rule = _RULES.get(getattr(target, "overloadpacket", None))
     if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):

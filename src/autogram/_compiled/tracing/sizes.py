@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Numbers = tuple[int, ...]
+OpenSizes = tuple[int, ...]
 
 
 class Sizes:
@@ -38,7 +38,7 @@ class Sizes:
         """Whether sizes differ from call to call."""
         return bool(self._symbols)
 
-    def of(self, args: Sequence[Any]) -> Numbers:
+    def of(self, args: Sequence[Any]) -> OpenSizes:
         """The numbers that the symbols stand for in a call."""
         return tuple(
             int(args[position] if dim is None else args[position].shape[dim])
@@ -54,7 +54,7 @@ class Sizes:
             return False
         return all(x.free_symbols <= set(self._symbols) for x in seen)
 
-    def resolve(self, item: Any, numbers: Numbers) -> Any:
+    def resolve(self, item: Any, numbers: OpenSizes) -> Any:
         """Something with numbers in the place of symbolic sizes."""
         if not numbers:
             return item

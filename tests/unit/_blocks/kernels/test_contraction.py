@@ -15,7 +15,7 @@ from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
-from autogram._blocks.kernels.paths import Shapes, find_path
+from autogram._blocks.kernels.paths import OperandShapes, find_path
 from autogram._blocks.kernels.workspace import Purpose
 from tests.unit._blocks.blocks import SIZES, kernels
 from tests.unit.checks import assert_close_to_reference
@@ -96,7 +96,7 @@ def test_paths_are_found_once() -> None:
         ("ta,ta->", ((1500, 1600), (1500, 1600))),
     ],
 )
-def test_a_large_product_is_summed_in_parts(equation: str, shapes: Shapes) -> None:
+def test_a_large_product_is_summed_in_parts(equation: str, shapes: OperandShapes) -> None:
     operands = [torch.randn(shape) for shape in shapes]
     assert_close_to_reference(
         kernels().einsum(equation, operands), torch.einsum(equation, *operands)
@@ -184,7 +184,7 @@ COPIES = [
 @pytest.mark.parametrize("has_memory", [False, True])
 @pytest.mark.parametrize(("equation", "shapes"), COPIES)
 def test_factors_are_copied_for_some_samples_at_a_time(
-    equation: str, shapes: Shapes, has_memory: bool, at_once: int
+    equation: str, shapes: OperandShapes, has_memory: bool, at_once: int
 ) -> None:
     """The product is whole, with the strides that it has in one piece."""
     terms = equation.split("->")[0].split(",")

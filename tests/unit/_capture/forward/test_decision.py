@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from autogram import UnsupportedError
 from autogram._capture.forward.calls import kind_of
-from autogram._capture.forward.decision import Run, RunBody, UseRows, UseRule, decide
+from autogram._capture.forward.decision import NoUse, RunBody, UseRows, UseRule, decide
 from autogram._capture.tracked import BATCHED, Status, track_parameter
 
 X = torch.randn(4, 3)
@@ -26,19 +26,19 @@ def decision(function: Callable[..., Any], *args: Any, is_bare: bool = False) ->
 
 
 def test_calls_that_read_no_tracked_tensor_are_run() -> None:
-    assert decision(torch.relu, X) == Run(is_batched=True)
-    assert decision(torch.add, X, CONSTANT) == Run(is_batched=True)
-    assert decision(torch.relu, CONSTANT) == Run(is_batched=False)
+    assert decision(torch.relu, X) == NoUse(is_batched=True)
+    assert decision(torch.add, X, CONSTANT) == NoUse(is_batched=True)
+    assert decision(torch.relu, CONSTANT) == NoUse(is_batched=False)
 
 
 def test_calls_that_read_tracked_tensors_and_constants_derive() -> None:
-    assert decision(torch.mul, W, CONSTANT) == Run(is_batched=False, origins=[STATUSES[id(W)]])
+    assert decision(torch.mul, W, CONSTANT) == NoUse(is_batched=False, origins=[STATUSES[id(W)]])
 
 
 def test_nothing_is_derived_or_used_without_gradients() -> None:
     with torch.no_grad():
-        assert decision(torch.mul, W, CONSTANT) == Run(is_batched=False)
-        assert decision(F.linear, X, W) == Run(is_batched=True)
+        assert decision(torch.mul, W, CONSTANT) == NoUse(is_batched=False)
+        assert decision(F.linear, X, W) == NoUse(is_batched=True)
 
 
 def test_a_use_with_a_rule() -> None:
