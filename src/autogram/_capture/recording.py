@@ -30,6 +30,8 @@ class Channel:
             respect to the anchor visits exactly the taps that the losses depend on.
         by_element: Uses, by their number and their function, whose samples once had no places along
             any dimension. The owners of these uses are searched for element by element.
+        unspread: Names of parameters that are expanded over something else than the samples, which
+            once had the same size.
         told: The warnings that the user was given, each of which is given once.
         listener: Is shown the columns of each parameter as soon as they are complete, if not
             ``None``.
@@ -48,6 +50,7 @@ class Channel:
         self._recordings: WeakSet[Recording] = WeakSet()
         self._lock = threading.RLock()  # several threads may record
         self.by_element: set[tuple[int, str]] = set()
+        self.unspread: set[str] = set()
         self.told: set[str] = set()
         self.listener: Any = None
         self.before_pass: Callable[[], None] | None = None

@@ -1,15 +1,16 @@
-"""Expansions: shapes to which tensors may be expanded before a call, to have places of samples.
+"""Expansions: shapes to which tensors are expanded, so that samples have places in them.
 
 Where a call broadcasts a parameter over the samples, as attention does with a bias of learned
 positions, the gradient that the call computes is a sum over the samples, and rows would take a
 backward pass through the call for each. If the parameter is expanded before the call, the same
 backward pass ends at the expanded tensor, in which each sample has a part of its own. The block is
-its cotangent.
+its cotangent. Some calls do nothing else than to expand or to repeat a tensor, such as the queries
+that a decoder learns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 from autogram.rules._recipe import Formula, addend
 from autogram.rules._registry import variants
 
-Shapes = list[tuple[Tensor, tuple[int, ...]]]
+Shape = tuple[int, ...]
+Shapes = list[tuple[Tensor, Shape]]
 """Arguments of a call that are tensors, each with the shape to which it may be expanded."""
 
 
@@ -72,6 +74,50 @@ def find_expansion(function: Callable[..., Any]) -> Callable[..., Shapes] | None
     return _EXPANSIONS.get(function)
 
 
-def formula_of_expansion(tensor: Tensor, shape: tuple[int, ...]) -> Formula:
+def _expanded(tensor: Tensor, *sizes: Any, size: Sequence[int] = ()) -> Shape | None:
+    """The shape by sizes, where -1 stands for the size that there is."""
+    shape = _flat(sizes) or tuple(size)
+    kept = (*(1,) * (len(shape) - tensor.dim()), *tensor.shape)
+    return tuple(own if n == -1 else n for n, own in zip(shape, kept, strict=True))
+
+
+def _expanded_as(tensor: Tensor, other: Tensor) -> Shape | None:
+    """The shape of another tensor."""
+    del tensor
+    return tuple(other.shape)
+
+
+def _repeated(tensor: Tensor, *repeats: Any, **named: Any) -> Shape | None:
+    """The shape by numbers of repetitions, if these are of single elements."""
+    counts = _flat(repeats) or _flat(tuple(named.values()))
+    own = (*(1,) * (len(counts) - tensor.dim()), *tensor.shape)
+    counts = (*(1,) * (len(own) - len(counts)), *counts)
+    pairs = list(zip(counts, own, strict=True))
+    # Else samples would share a dimension with others.
+    return tuple(n * of for n, of in pairs) if all(1 in pair for pair in pairs) else None
+
+
+def _flat(sizes: Sequence[Any]) -> Shape:
+    """Sizes that a call was given as a sequence, or one by one."""
+    return tuple(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+
+
+_SPREADS: dict[Callable[..., Any], Callable[..., Shape | None]] = {
+    Tensor.expand: _expanded,
+    Tensor.expand_as: _expanded_as,
+    **dict.fromkeys(variants("broadcast_to"), _expanded),
+    **dict.fromkeys((Tensor.repeat, *variants("tile")), _repeated),
+}
+
+
+def find_spread(function: Callable[..., Any]) -> Callable[..., Shape | None] | None:
+    """What gives the shape to which a function does nothing else than to expand a tensor.
+
+    It is called with the arguments of a call, and may know no shape for some.
+    """
+    return _SPREADS.get(function)
+
+
+def formula_of_expansion(tensor: Tensor, shape: Shape) -> Formula:
     """The formula of a tensor's block, from the cotangent of the tensor expanded to a shape."""
     return addend(tensor, shape).formula

@@ -17,10 +17,10 @@ from .zoo import ADAPTERS
 USES = {
     "gpt2-lora": {"linear": 12},
     "gpt2-dora": {"linear": 12, "mul": 12},
-    "gpt2-prompt": {"cat": 1},
+    "gpt2-prompt": {"repeat": 1},
     "bert-lora": {"linear": 8 + 1},
     "bert-dora": {"linear": 8 + 1, "mul": 8},
-    "bert-prompt": {"cat": 1, "linear": 1},
+    "bert-prompt": {"repeat": 1, "linear": 1},
 }
 
 

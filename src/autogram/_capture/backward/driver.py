@@ -159,6 +159,8 @@ class Driver:
             is_certain = isinstance(error, MixedSamplesError) or (
                 error.is_of_samples and not error.is_late
             )
+            if is_certain and self._takes_back(run):
+                return False  # the next forward pass will tell more
             if self._batch_dim != "auto" or not is_certain:
                 raise
             search.refuse(str(error))
@@ -166,6 +168,14 @@ class Driver:
             return False
         self._is_repeatable = search.is_remembered
         return True
+
+    def _takes_back(self, run: Run) -> bool:
+        """Whether it was a guess in this graph where the samples are, which is not made again."""
+        guesses = [use for use in run.survey.uses if use.is_guess]
+        for use in guesses:
+            names = [use.recording.names[p] for t in use.reads for p in t.sources]
+            self._channel.unspread.update(names)
+        return bool(guesses)
 
     def _search(self, run: Run, search: Search) -> None:
         """Makes passes until every layout was known in one of them, and verifies that pass.

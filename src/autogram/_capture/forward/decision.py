@@ -6,7 +6,7 @@ No call is carried out here. The only thing noted is the edge of a derived tenso
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
-from autogram.rules.expansion import find_expansion, formula_of_expansion
+from autogram.rules.expansion import find_expansion, find_spread, formula_of_expansion
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -52,6 +52,25 @@ class UseRule(NamedTuple):
     rule: Callable[..., Any]
     answers: dict[int, Answer]
     """Keys: the index of the result."""
+    is_guess: bool = False
+    """Whether a size alone shows that samples are in the results."""
+
+
+class Batch(NamedTuple):
+    """What is known of the samples, to tell whether a tensor is expanded over them."""
+
+    samples: int = 1
+    """How many there are; 1 where nothing is to be taken for expanded over them."""
+    unspread: Collection[Tensor] = ()
+    """Parameters that turned out to be expanded over something else of the same size."""
+
+    def is_over(self, shape: Sequence[int], expanded: Sequence[bool]) -> bool:
+        """Whether some dimensions of a shape, which are expanded, are likely to be of samples."""
+        pairs = zip(shape[:2], expanded, strict=False)
+        return self.samples > 1 and (self.samples, True) in pairs
+
+
+NO_BATCH = Batch()
 
 
 class Expansion(NamedTuple):
@@ -95,13 +114,14 @@ def decide(
     reads: Sequence[tuple[Tensor, Status]],
     *,
     is_bare: bool,
+    batch: Batch,
 ) -> Decision:
     """What is to be done with a call, which reads the elements of some tensors.
 
     A call that reads batched tensors alone, or constants, is only noted. A call that reads tracked
     tensors and constants derives a tensor. A call in which tracked tensors meet batched tensors is
-    a use. A call that ``is_bare`` may run again where nothing is recorded, so that its tap must
-    save nothing.
+    a use, and so is one that expands a tracked tensor over the samples of the ``batch``. A call
+    that ``is_bare`` may run again where nothing is recorded, so that its tap must save nothing.
     """
     is_batched = False
     tracked: Reads = []
@@ -113,7 +133,8 @@ def decide(
     if not tracked or not torch.is_grad_enabled():
         return _BATCHED if is_batched else _CONSTANT
     if not is_batched:
-        return NoUse(is_batched=False, origins=[status for _, status in tracked])
+        derived = NoUse(is_batched=False, origins=[status for _, status in tracked])
+        return _spread_use(kind, args, kwargs, reads, batch) or derived
     if True in [tensor.is_nested for tensor, _ in reads]:
         # Without a shape of numbers, a tensor shows no places of samples.
         raise UnsupportedError(
@@ -132,6 +153,52 @@ def decide(
     is_complex = True in [tensor.is_complex() for tensor, _ in reads]
     answers = None if is_complex else _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
+
+
+def _spread_use(
+    kind: Kind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reads: Sequence[tuple[Tensor, Status]],
+    batch: Batch,
+) -> UseRule | None:
+    """A use by a call that reads no batched tensor, if the call spreads parameters over samples.
+
+    Such a call expands or repeats a tracked tensor, or reads a constant that is expanded, as an
+    embedding does with the positions of all samples. Of a tensor that is derived so, each row would
+    be pulled back through all samples.
+    """
+    if batch.samples == 1:
+        return None
+    now = [(x, as_of_now(x, status)) for x, status in reads if isinstance(status, Tracked)]
+    if any(p in batch.unspread for _, status in now for p in status.sources):
+        return None
+    if (find := find_spread(kind.function)) is not None:
+        try:
+            shape = find(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return None  # the call says what is wrong with its arguments
+        (tensor, status), *others = now
+        new = len(shape) - tensor.dim() if shape else 0
+        expanded = [*(True,) * new, *(n == 1 for n in tensor.shape)]
+        if others or shape is None or not batch.is_over(shape, expanded):
+            return None
+        return _use_of_expansion(find, tensor, status, shape)._replace(is_guess=True)
+    constants = [x for x, status in reads if status is None and x.layout == torch.strided]
+    if not any(batch.is_over(x.shape, [n == 0 for n in x.stride()]) for x in constants):
+        return None
+    if (rule := find_rule(kind.function)) is None:
+        return None
+    answers = _ask(rule, args, kwargs, now)
+    return None if answers is None else UseRule(rule, answers, is_guess=True)
+
+
+def _use_of_expansion(
+    find: Callable[..., Any], tensor: Tensor, status: Tracked, shape: tuple[int, ...]
+) -> UseRule:
+    """The use by a call that expands a tensor to a shape."""
+    recipe = KeptRecipe((status,), formula_of_expansion(tensor, shape), slice(0, 0))
+    return UseRule(find, {0: Answer([status], [recipe], [], {})})
 
 
 def _expansions(
@@ -163,8 +230,7 @@ def _expansions(
             dtype = rounded if kind.is_in_half else dtype
         if shape is None:
             return []
-        recipe = KeptRecipe((status,), formula_of_expansion(tensor, shape), slice(0, 0))
-        use = UseRule(find, {0: Answer([status], [recipe], [], {})})
+        use = _use_of_expansion(find, tensor, status, shape)
         found.append(Expansion(tensor, dtype, shape, use))
     return found
 

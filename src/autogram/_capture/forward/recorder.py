@@ -18,6 +18,8 @@ from autogram._capture.forward.checkpoints import (
     hooks_now,
 )
 from autogram._capture.forward.decision import (
+    NO_BATCH,
+    Batch,
     NoUse,
     RunBody,
     UseExpanded,
@@ -53,6 +55,7 @@ class Recorder(TorchFunctionMode):
         self.tapping = tapping
         self._statuses = Statuses(tapping)
         self._hooks_at_entry = [hooks_now(True)]  # of each module that is open
+        self._batch = NO_BATCH
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
@@ -60,6 +63,9 @@ class Recorder(TorchFunctionMode):
         sizes = [_sizes(tensor) for tensor in tensors if not self._statuses.is_parameter(tensor)]
         size = next((of[0] for of in sizes if of and of[0] != 1), 1)
         recording.sizes = frozenset().union(*sizes)
+        unspread = recording.channel.unspread
+        names = recording.names.items() if unspread else ()
+        self._batch = Batch(size, {p for p, name in names if name in unspread})
         call = _call(module, tensors)
         before = self._checkpoints.recall(call) or [None] * len(tensors)
         are_batched = []
@@ -69,7 +75,7 @@ class Recorder(TorchFunctionMode):
             # wrongly taken for a constant costs time, and results stay exact.
             is_batched = False if is_parameter else was_batched
             if is_batched is None:
-                is_batched = tensor.is_nested or size in tensor.shape[:2] or not tensor.is_leaf
+                is_batched = tensor.is_nested or not tensor.is_leaf or _may_have(size, tensor)
             are_batched.append(is_batched)
             if is_parameter or not (is_batched or tensor.requires_grad):
                 continue
@@ -166,7 +172,9 @@ class Recorder(TorchFunctionMode):
                 args, kwargs = replaced((args, kwargs), stand_ins)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
-        decision = decide(kind, args, kwargs, reads, is_bare=is_bare)
+        # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
+        batch = self._batch if hooks is None else NO_BATCH
+        decision = decide(kind, args, kwargs, reads, is_bare=is_bare, batch=batch)
         if isinstance(decision, NoUse):
             output = function(*args, **kwargs)
         elif isinstance(decision, UseRule):
@@ -235,6 +243,15 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
         return ()
     has_features_alone = tensor.dim() == 2 and tensor.is_floating_point()
     return tuple(tensor.shape[: 1 if has_features_alone else 2])
+
+
+def _may_have(samples: int, tensor: Tensor) -> bool:
+    """Whether an input may have a dimension of so many samples.
+
+    In a row of integers, these are likely to be positions, as many as there are samples.
+    """
+    is_row = tensor.dim() == 2 and len(tensor) == 1 and not tensor.is_floating_point()
+    return samples in tensor.shape[:2] and (samples == 1 or not is_row)
 
 
 def _call(module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:

@@ -77,7 +77,7 @@ class Tapping:
                 recipes, own = _kept_by_the_graph(answer, own, tensor)
             number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
             known = number, kind.name, shape, reads, recipes, decision.rule
-            use = RuleUse(self.recording, *known)
+            use = RuleUse(self.recording, *known, is_guess=decision.is_guess)
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
 

@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from autogram import UnsupportedError
 from autogram._capture.forward.calls import kind_of
-from autogram._capture.forward.decision import NoUse, RunBody, UseRows, UseRule, decide
+from autogram._capture.forward.decision import (
+    NO_BATCH,
+    Batch,
+    NoUse,
+    RunBody,
+    UseRows,
+    UseRule,
+    decide,
+)
 from autogram._capture.tracked import BATCHED, Status, track_parameter
 
 X = torch.randn(4, 3)
@@ -19,10 +27,12 @@ W, B = (torch.randn(shape, requires_grad=True) for shape in ((3, 3), (3,)))
 STATUSES: dict[int, Status] = {id(X): BATCHED, id(W): track_parameter(W), id(B): track_parameter(B)}
 
 
-def decision(function: Callable[..., Any], *args: Any, is_bare: bool = False) -> Any:
+def decision(
+    function: Callable[..., Any], *args: Any, is_bare: bool = False, batch: Batch = NO_BATCH
+) -> Any:
     """The decision about a call that reads the tensors above."""
     reads = [(x, STATUSES.get(id(x))) for x in args if isinstance(x, Tensor)]
-    return decide(kind_of(function), args, {}, reads, is_bare=is_bare)
+    return decide(kind_of(function), args, {}, reads, is_bare=is_bare, batch=batch)
 
 
 def test_calls_that_read_no_tracked_tensor_are_run() -> None:
@@ -33,6 +43,60 @@ def test_calls_that_read_no_tracked_tensor_are_run() -> None:
 
 def test_calls_that_read_tracked_tensors_and_constants_derive() -> None:
     assert decision(torch.mul, W, CONSTANT) == NoUse(is_batched=False, origins=[STATUSES[id(W)]])
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (Tensor.expand, (W, 7, -1, -1)),
+        (Tensor.expand, (W, (7, 3, 3))),
+        (Tensor.expand, (W, 2, 7, 3, 3)),
+        (Tensor.expand_as, (W, torch.zeros(7, 3, 3))),
+        (torch.broadcast_to, (W, (7, 3, 3))),
+        (Tensor.repeat, (W, 7, 1, 1)),
+        (torch.tile, (W, (7, 1, 1))),
+        (F.embedding, (torch.arange(3).expand(7, 3), W)),
+        (torch.add, (W, CONSTANT.expand(7, 3, 3))),
+    ],
+)
+def test_tensors_that_are_expanded_over_the_samples_are_used(
+    function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    for batch, expected in (
+        (Batch(7), True),
+        (Batch(5), False),
+        (Batch(7, {B}), True),
+        (Batch(7, {W}), False),
+    ):
+        found = decision(function, *args, batch=batch)
+        if expected:
+            assert isinstance(found, UseRule)
+            assert found.is_guess
+            assert found.answers[0].reads == [STATUSES[id(W)]]
+        else:
+            assert found == NoUse(is_batched=False, origins=[STATUSES[id(W)]])
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (Tensor.expand, (W, 1, 1, 7, 3, 3)),  # not where samples lie in inputs
+        (Tensor.expand, (W, 3, 3)),
+        (Tensor.expand, (W,)),
+        (Tensor.expand, (W, 3)),
+        (Tensor.repeat, (W, 3, 1)),
+        (Tensor.repeat, (W, 3)),
+        (torch.tile, (W, 3)),
+        (Tensor.mul, (W, CONSTANT)),
+        (F.embedding, (torch.zeros(7, 3, dtype=torch.int64), W)),
+        (torch.special.entr, (W,)),
+    ],
+)
+def test_other_tensors_are_derived(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Of a size that the number of samples happens to be; or in calls that raise errors."""
+    for samples in (3, 7):
+        found = decision(function, *args, batch=Batch(samples))
+        assert found == NoUse(is_batched=False, origins=[STATUSES[id(W)]])
 
 
 def test_nothing_is_derived_or_used_without_gradients() -> None:
@@ -67,4 +131,4 @@ def test_a_nested_tensor_is_refused() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged)
     reads: list[tuple[Tensor, Status]] = [(nested, BATCHED), (W, STATUSES[id(W)])]
     with pytest.raises(UnsupportedError, match="`matmul` was called with a nested tensor"):
-        decide(kind_of(torch.matmul), (nested, W), {}, reads, is_bare=False)
+        decide(kind_of(torch.matmul), (nested, W), {}, reads, is_bare=False, batch=NO_BATCH)
