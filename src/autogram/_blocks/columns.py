@@ -146,6 +146,12 @@ class Columns:
         dtypes = [x.dtype for of in found for x in of.tensors if x.is_floating_point()]
         return self.kernels.accumulating(*dtypes) if dtypes else None
 
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether the Gramian is computed from explicit rows."""
+        self._complete()
+        return not self._lookups and all(forms_rows(x, self.kernels) for x in self._blocks.values())
+
     def gram(self) -> Tensor | None:
         """The Gramian of these columns, ``(k, b, k, b)``, or ``None`` if nothing was added."""
         return self._products("gram")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import (
+    Block,
     Bundles,
     Columns,
     Factors,
@@ -112,7 +113,7 @@ class Assembly:
         form: Whether to keep factors or rows, or ``None`` to keep nothing.
     """
 
-    def __init__(self, run: Run, search: Search | None) -> None:
+    def __init__(self, run: Run, search: Search | None, *, is_by_use: bool = True) -> None:
         self._run, self._search = run, search
         self.limit, self.form = run.devices.limit, run.form
         self._accounts = _Accounts(run)
@@ -120,7 +121,7 @@ class Assembly:
         self._taken = 0  # elements of rows that are larger than factors
         self._bundles = Bundles()
         self._parts: list[Tensor] = []  # of the Gramian
-        for use in run.survey.uses:
+        for use in run.survey.uses if is_by_use else ():
             for tracked in use.reads:
                 self._accounts[tracked].expected += 1
         self._is_complete = not run.survey.may_hide_taps
@@ -130,7 +131,8 @@ class Assembly:
                 listener.restart(run.objectives)
         if run.arena is not None:
             run.arena.restart()
-        tail = use_in_tail(run.channel, run.survey) if run.survey.leaves_of_tail else None
+        has_tail = is_by_use and run.survey.leaves_of_tail
+        tail = use_in_tail(run.channel, run.survey) if has_tail else None
         self._has_arrivals = tail is not None
         if tail is not None:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())
@@ -195,6 +197,15 @@ class Assembly:
             self._columns[parameter] = Columns.of(Region.of_parameter(parameter), kernels, factors)
         self._taken += taken
         self._add_up(gramian)
+
+    def take_rows(self, parameter: Tensor, rows: Block) -> None:
+        """Takes all rows of a parameter, of a pass that shows no use."""
+        self._has_arrivals = True
+        account = self._accounts[parameter]
+        assert account.columns is not None
+        account.is_reached = True
+        account.columns.add(account.columns.parameter, rows)
+        self._take(self._finish(account))
 
     def complete(self) -> None:
         """Takes columns that wait for other uses or for a bundle, and gives the run its results."""
@@ -281,6 +292,8 @@ class Assembly:
         run = self._run
         parts: dict[Columns, Tensor | None] = {}
         for parameter, columns in complete:
+            if run.summary is not None and columns.is_of_rows:
+                run.summary.elements_of_rows += parameter.numel()
             if run.form is not None:
                 memory = None if run.arena is None else run.arena.take
                 self._taken += retried(self.limit, columns.keep, run.form, self._taken, memory)

@@ -12,12 +12,13 @@ from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
+from autogram._capture.backward.ordinary import are_rows_cheaper, assemble_rows
 from autogram._capture.backward.overflow import fill_with_nan, is_overflow_expected
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
-from autogram._capture.limit import retried
+from autogram._capture.limit import is_out_of_memory, retried
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.remembered import Remembered
@@ -72,6 +73,7 @@ class Driver:
         self._on_unseen: Unseen = unseen
         self._replays = replays
         self._is_repeatable = False
+        self._is_short_of_memory = False  # rows of all objectives were too large once
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
         self.summary = Summary(self.limit)
@@ -133,8 +135,7 @@ class Driver:
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
             run.objectives = Objectives(run.survey.losses, None)
-            with run.showing_tail():
-                assemble(run)
+            self._assemble_one_sample(run)
             if run.check is not None:
                 self._confirm(run, run.check)
         self.summary = run.summary or self._summaries[run.survey.key]
@@ -149,6 +150,20 @@ class Driver:
         self.summary.has_searched = run.has_searched
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
+
+    def _assemble_one_sample(self, run: Run) -> None:
+        """Makes the passes of a run whose batch is one sample."""
+        known = self._summaries.get(run.survey.key)
+        is_by_use = self._on_unseen == "error" or self._is_short_of_memory
+        if is_by_use or not are_rows_cheaper(run, known):
+            with run.showing_tail():
+                assemble(run)
+            return
+        try:
+            assemble_rows(run)
+        except RuntimeError as error:
+            self._is_short_of_memory |= is_out_of_memory(error)
+            raise
 
     def _collect_per_sample(self, run: Run) -> bool:
         """Makes the passes, and returns whether the losses have turned out to be per-sample."""

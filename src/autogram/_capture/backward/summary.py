@@ -65,6 +65,8 @@ class Summary:
     blocks: list[BlockSummary] = field(default_factory=list)
     names: dict[str, bool | None] = field(default_factory=dict)
     """The parameters of the modules: whether they are trainable, ``None`` if they are left out."""
+    elements_of_rows: int = 0
+    """How many elements have the parameters whose Gramian is computed from rows."""
     has_searched: bool = False
     """Whether the last call searched for the samples. If not, their layouts were remembered."""
 
@@ -72,6 +74,7 @@ class Summary:
         """Forgets an earlier pass."""
         self.samples, self.per_sample = objectives.samples, objectives.per_sample
         self.blocks.clear()
+        self.elements_of_rows = 0
 
     def add(
         self, use: Use, layout: Placement | None, subset: Subset | None, found: Contribution

@@ -127,7 +127,7 @@ class Check:
         others = [x for x in self._leaves if x not in names or x in self._left_out]
         others = [x for x in others if x.requires_grad]  # not frozen since
         leaves = parameters + others
-        with _without_hooks(leaves):
+        with without_hooks(leaves):
             gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
         compared = []
         for parameter, gradient in zip(parameters, gradients, strict=False):
@@ -221,7 +221,7 @@ _SILENT: dict[int, tuple[dict[int, Any], int]] = {}
 
 
 @contextmanager
-def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keeps hooks on gradients from running: a user's hook may count, send, or change gradients."""
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
     with _SILENCING:

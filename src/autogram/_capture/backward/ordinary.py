@@ -1,0 +1,81 @@
+"""Ordinary passes: rows of objectives of the whole batch, by a backward pass for each of them.
+
+Where the batch is one sample, the Gramian of most layers is computed from rows, and a row is what
+PyTorch gives as a gradient. A pass for all objectives at once would need their cotangents at the
+same time, and many operators are slow with a further dimension.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import rows_block
+from autogram._capture.autograd.graph import in_dense
+from autogram._capture.autograd.passes import Pass
+from autogram._capture.backward.assembly import Assembly
+from autogram._capture.backward.run import Run
+from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.unseen import use_in_tail
+from autogram._capture.backward.verification import without_hooks
+
+# The pass for all objectives holds the cotangents of a node's result and input together.
+_HELD_BY_A_PASS = 2
+
+
+def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
+    """Whether to make a pass for each objective, by what is known of such a graph.
+
+    Not if the Gramian of most columns is computed without rows; if all rows together need more
+    memory than there is room for, and than the cotangents of all objectives do; or if the device
+    would wait for the launches of more passes.
+    """
+    survey, m = run.survey, run.objectives.per_sample
+    is_alone = run.channel.before_pass is None and run.channel.listener is None
+    if m == 1 or known is None or not is_alone or survey.may_hide_taps:
+        return False
+    parameters, sizes = _parameters(run), [prod(use.shape) for use in survey.uses]
+    if not sizes or not all(p.is_leaf and p.requires_grad for p in parameters):
+        return False
+    elements = sum(p.numel() for p in parameters)
+    device, dtype = run.objectives.losses.device, run.objectives.losses.dtype
+    kernels = run.devices.on(device)
+    room = max(kernels.room(device), _HELD_BY_A_PASS * m * max(sizes))
+    prices = kernels.prices(dtype)
+    waits = len(sizes) * prices.call > prices.memory * sum(sizes)
+    return 2 * known.elements_of_rows >= elements and m * elements <= room and not waits
+
+
+def assemble_rows(run: Run) -> None:
+    """Gives a run the columns of all parameters, as :func:`assemble` does, from ordinary passes."""
+    losses, parameters = run.objectives.losses, _parameters(run)
+    cotangents = run.objectives.cotangents()
+    rows: dict[Tensor, Tensor] = {}
+    for number, cotangent in enumerate(cotangents):
+        is_needed = run.retain_graph or number + 1 < len(cotangents)
+        current = Pass(run.channel, is_step=run.is_step)
+        with without_hooks(parameters):
+            found = current.differentiate(losses, parameters, cotangent, retain_graph=is_needed)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            if gradient is None:
+                continue
+            if parameter not in rows:
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                shape = len(cotangents), 1, *gradient.shape
+                rows[parameter] = torch.zeros(shape, dtype=dtype, device=gradient.device)
+            rows[parameter][number, 0] = in_dense(gradient)
+    assembly = Assembly(run, None, is_by_use=False)
+    while rows:
+        parameter, own = rows.popitem()
+        assembly.take_rows(parameter, rows_block(own))
+    assembly.complete()
+
+
+def _parameters(run: Run) -> list[Tensor]:
+    """The parameters that uses read, also past every tap."""
+    uses = [*run.survey.uses]
+    if run.survey.leaves_of_tail and (tail := use_in_tail(run.channel, run.survey)) is not None:
+        uses.append(tail)
+    return list(dict.fromkeys(p for use in uses for tracked in use.reads for p in tracked.sources))

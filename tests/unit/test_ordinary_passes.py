@@ -1,0 +1,257 @@
+"""Objectives of the whole batch: rows by an ordinary backward pass for each, where they are rows.
+
+The first step of a graph goes through its uses, and tells what the next steps are to do.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from autogram import CoupledObjectivesWarning, Engine, UnseenUseError
+from autogram._capture.backward import driver
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.engines import assert_exact, batch, counted_passes
+
+TASKS = 3
+
+
+class Trunk(nn.Module):
+    """Convolutions whose rows are cheap, for several heads."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> None:
+        super().__init__()
+        self.first, self.second = wrap(nn.Conv2d(2, 3, 3)), wrap(nn.Conv2d(3, 4, 3))
+        self.norm = nn.GroupNorm(2, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(TASKS))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Each head's result for images ``(n, 2, height, width)``."""
+        x = self.second(self.first(x).tanh()).relu()
+        features = self.norm(x).mean((2, 3))
+        return [head(features) for head in self.heads]
+
+
+def images(n: int = 4, size: int = 8) -> Tensor:
+    return batch(n, 2, size, size)
+
+
+def tasks(outputs: list[Tensor]) -> Tensor:
+    """A loss of the whole batch for each head."""
+    return torch.stack([(x.square() + x).mean() for x in outputs])
+
+
+@contextmanager
+def ordinary_steps() -> Iterator[list[Any]]:
+    """The runs that made ordinary passes."""
+    runs: list[Any] = []
+    assemble_rows = driver.assemble_rows
+
+    def assemble_and_tell(run: Any) -> None:
+        runs.append(run)
+        assemble_rows(run)
+
+    with mock.patch.object(driver, "assemble_rows", assemble_and_tell):
+        yield runs
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_series_of_steps(verify: Any) -> None:
+    """With other sizes, frozen parameters, a penalty and a shared layer on the way, and back."""
+    model = Trunk()
+    engine = Engine(model, batch_dim=None, verify=verify)
+    with ordinary_steps() as runs:
+        for n, size in ((4, 8), (4, 8), (5, 8), (5, 7), (5, 8), (4, 8)):
+            assert_exact(engine, tasks(model(images(n, size))), model)
+    assert len(runs) == 3
+    model.first.weight.requires_grad_(requires_grad=False)
+    with ordinary_steps() as runs:
+        for _ in range(3):
+            assert_exact(engine, tasks(model(images())), model)
+        model.second = nn.Sequential(model.second, nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1))
+        model.second[2].weight = model.second[1].weight
+        for _ in range(3):
+            assert_exact(engine, tasks(model(images())), model)
+    assert len(runs) == 4
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+def test_parameters_outside_of_modules() -> None:
+    """In a penalty, and where a layer is differentiated again."""
+    model = Trunk()
+    engine = Engine(model, batch_dim=None)
+
+    def losses() -> Tensor:
+        x = images().requires_grad_()
+        found = tasks(model(x))
+        (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return torch.cat([found + model.first.weight.square().sum(), slope.square().sum()[None]])
+
+    with ordinary_steps() as runs:
+        for _ in range(3):
+            assert_exact(engine, losses(), model)
+    assert len(runs) == 2
+
+
+def test_a_step_that_must_not_see_parameters_elsewhere() -> None:
+    model = Trunk()
+    engine = Engine(model, batch_dim=None, unseen="error")
+    for _ in range(2):
+        assert_exact(engine, tasks(model(images())), model)
+    for _ in range(2):
+        with pytest.raises(UnseenUseError):
+            engine.compute_gramian(tasks(model(images())) + model.first.weight.sum())
+
+
+def test_the_other_ways_to_call_an_engine() -> None:
+    """Jacobians and steps have the same rows."""
+    model = Trunk()
+    engine = Engine(model, batch_dim=None)
+    weights = torch.tensor([0.5, -1.0, 2.0])
+    with ordinary_steps() as runs:
+        for _ in range(2):
+            losses = tasks(model(images()))
+            jacobian = reference_jacobian(losses, trainable(model))
+            found = engine.jacobian(losses)
+            assert_close_to_reference(found.gramian(), jacobian @ jacobian.T)
+            assert_close_to_reference(found.row_norms(), jacobian.norm(dim=1))
+        for _ in range(2):
+            losses = tasks(model(images()))
+            jacobian = reference_jacobian(losses, trainable(model))
+            engine.backward(losses, lambda _: weights)
+            gradient = torch.cat([p.grad.flatten() for p in trainable(model) if p.grad is not None])
+            assert_close_to_reference(gradient, weights @ jacobian)
+            model.zero_grad()
+    assert len(runs) == 3
+
+
+def test_layers_without_rows() -> None:
+    """Few vectors in wide layers: inner products of factors are cheaper than any row."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    engine = Engine(model, batch_dim=None)
+    with ordinary_steps() as runs:
+        for _ in range(3):
+            output = model(batch(2, 64))
+            assert_exact(engine, torch.stack([output.sum(), output.square().sum()]), model)
+    assert not runs
+
+
+def test_one_pass_for_each_objective() -> None:
+    model = Trunk()
+    engine = Engine(model, batch_dim=None, verify="never")
+    for _ in range(2):
+        losses = tasks(model(images()))
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+    assert len(passes) == TASKS
+
+
+def test_the_graph_is_freed() -> None:
+    model = Trunk()
+    engine = Engine(model, batch_dim=None, verify="never")
+    for _ in range(2):
+        losses = tasks(model(images()))
+        engine.backward(losses, lambda gramian: gramian.new_ones(len(gramian)))
+    with pytest.raises(RuntimeError, match="second time"):
+        losses.sum().backward()
+
+
+def test_nothing_else_notices() -> None:
+    """No `.grad` is added to, and no hook on a parameter runs."""
+    model = Trunk()
+    calls: list[Tensor] = []
+    model.first.weight.register_hook(calls.append)
+    engine = Engine(model, batch_dim=None)
+    with ordinary_steps() as runs:
+        for _ in range(3):
+            losses = tasks(model(images()))
+            engine.compute_gramian(losses)
+            assert not calls
+            assert all(p.grad is None for p in model.parameters())
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parameters_that_are_transformed(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Trunk(wrap)
+    engine = Engine(model, batch_dim=None)
+    for _ in range(3):
+        assert_exact(engine, tasks(model(images())), model)
+
+
+def test_checkpoints() -> None:
+    class Checkpointed(Trunk):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Checkpointed()
+    engine = Engine(model, batch_dim=None)
+    with ordinary_steps() as runs:
+        for _ in range(3):
+            assert_exact(engine, tasks(model(images())), model)
+    assert len(runs) == 2
+
+
+def test_tensors_in_the_place_of_parameters() -> None:
+    """Those that are computed from parameters."""
+    model = Trunk()
+    engine = Engine(model, batch_dim=None)
+    for _ in range(3):
+        fast = {name: p - 0.1 * p.sin() for name, p in model.named_parameters()}
+        losses = tasks(functional_call(model, fast, images()))
+        assert_exact(engine, losses, model)
+
+
+def test_samples_that_batch_normalisation_mixes() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+    engine = Engine(model)
+    with pytest.warns(CoupledObjectivesWarning):
+        assert_exact(engine, model(images()).square().mean(1), model)
+    with ordinary_steps() as runs:
+        for _ in range(2):
+            assert_exact(engine, model(images()).square().mean(1), model)
+    assert len(runs) == 2
+
+
+def test_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step goes through the uses instead, and so do all steps from then on."""
+    model = Trunk()
+    engine = Engine(model, batch_dim=None)
+
+    def fail(run: Any) -> None:
+        del run
+        attempts.append(None)
+        raise torch.OutOfMemoryError("no memory")
+
+    attempts: list[None] = []
+    monkeypatch.setattr(driver, "assemble_rows", fail)
+    for _ in range(4):
+        assert_exact(engine, tasks(model(images())), model)
+    assert len(attempts) == 1
+
+
+def test_rows_that_are_too_large() -> None:
+    """Many weights for small activations: rows of all objectives would need more memory."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(batch(40, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("bi,tij,bj->tb", x, self.table, x).tanh()
+
+    model = Rows()
+    engine = Engine(model, batch_dim=None, memory_limit_bytes=1024)
+    with ordinary_steps() as runs:
+        for _ in range(3):
+            assert_exact(engine, model(batch(2, 8)).sum(1), model)
+    assert not runs
