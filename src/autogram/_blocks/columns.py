@@ -116,8 +116,8 @@ class Columns:
             is_larger = elements > sum(block.elements for block in blocks)
             if is_larger and not (form == "rows" and self._may_keep(blocks, elements, taken)):
                 continue
-            blocks[:] = [explicit(blocks, self.kernels, memory)]
             taken += elements if is_larger else 0
+            blocks[:] = [explicit(blocks, self.kernels, memory)]
         return taken - before
 
     def _may_keep(self, blocks: Sequence[Block], elements: int, taken: int) -> bool:
@@ -203,11 +203,8 @@ class Columns:
             return None
         self._prepare()
         weights = weights.to(dtype)
-        stack = weights if weights.dim() == 3 else weights.unsqueeze(0)
-        parts = [
-            (region, weighted_sum(blocks, stack, self.kernels))
-            for region, blocks in self._blocks.items()
-        ]
+        stack, kernels = weights if weights.dim() == 3 else weights.unsqueeze(0), self.kernels
+        parts = [(x, weighted_sum(blocks, stack, kernels)) for x, blocks in self._blocks.items()]
         parts += [
             (self._whole, lookup.weighted_sum(stack, self._whole.shape[0]))
             for lookup in self._lookups
@@ -226,10 +223,9 @@ class Columns:
             directional(blocks, take(direction, region, self.parameter), self.kernels)
             for region, blocks in self._blocks.items()
         ]
-        parts += [
-            lookup.directional(take(direction, self._whole, self.parameter))
-            for lookup in self._lookups
-        ]
+        if self._lookups:
+            whole = take(direction, self._whole, self.parameter)
+            parts += [lookup.directional(whole) for lookup in self._lookups]
         return reduce(torch.add, parts)
 
     def rows(self, samples: Tensor) -> Tensor | None:
@@ -320,10 +316,8 @@ class Columns:
             return products(kind, self._spread(), (), self.kernels)
         totals = [products(kind, blocks, (), self.kernels) for blocks in self._blocks.values()]
         for lookup in self._lookups:
-            dense = self._blocks.get(self._whole, [])
-            totals.append(
-                products_of_lookup(kind, lookup, self._whole.shape[0], dense, self.kernels)
-            )
+            others = self._whole.shape[0], self._blocks.get(self._whole, []), self.kernels
+            totals.append(products_of_lookup(kind, lookup, *others))
         return _sum(totals)
 
     def _complete(self, samples: Sequence[int] | None = None) -> None:
