@@ -150,7 +150,8 @@ class Columns:
     def is_of_rows(self) -> bool:
         """Whether the Gramian is computed from explicit rows."""
         self._complete()
-        return not self._lookups and all(forms_rows(x, self.kernels) for x in self._blocks.values())
+        each = [x[0].is_rows or forms_rows(x, self.kernels) for x in self._blocks.values()]
+        return not self._lookups and all(each)
 
     def gram(self) -> Tensor | None:
         """The Gramian of these columns, ``(k, b, k, b)``, or ``None`` if nothing was added."""

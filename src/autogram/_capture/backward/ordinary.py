@@ -18,7 +18,6 @@ from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import Summary
-from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.backward.verification import without_hooks
 
 # The pass for all objectives holds the cotangents of a node's result and input together.
@@ -37,8 +36,9 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
     if m == 1 or known is None or not is_alone or survey.may_hide_taps:
         return False
     parameters, sizes = _parameters(run), [prod(use.shape) for use in survey.uses]
-    if not sizes or not all(p.is_leaf and p.requires_grad for p in parameters):
-        return False
+    read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
+    if not sizes or not read.issubset(parameters) or not all(p.requires_grad for p in parameters):
+        return False  # some are no leaves, or were frozen since
     elements = sum(p.numel() for p in parameters)
     device, dtype = run.objectives.losses.device, run.objectives.losses.dtype
     kernels = run.devices.on(device)
@@ -74,8 +74,6 @@ def assemble_rows(run: Run) -> None:
 
 
 def _parameters(run: Run) -> list[Tensor]:
-    """The parameters that uses read, also past every tap."""
-    uses = [*run.survey.uses]
-    if run.survey.leaves_of_tail and (tail := use_in_tail(run.channel, run.survey)) is not None:
-        uses.append(tail)
-    return list(dict.fromkeys(p for use in uses for tracked in use.reads for p in tracked.sources))
+    """The leaves behind the losses that are part of J."""
+    outside = set(run.outside)
+    return [leaf for leaf in run.survey.leaves if leaf not in outside]
