@@ -37,15 +37,16 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
         return False
     parameters, sizes = _parameters(run), [prod(use.shape) for use in survey.uses]
     read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
-    if not sizes or not read.issubset(parameters) or not all(p.requires_grad for p in parameters):
+    if not read.issubset(parameters) or not all(p.requires_grad for p in parameters):
         return False  # some are no leaves, or were frozen since
     elements = sum(p.numel() for p in parameters)
     device, dtype = run.objectives.losses.device, run.objectives.losses.dtype
     kernels = run.devices.on(device)
-    room = max(kernels.room(device), _HELD_BY_A_PASS * m * max(sizes))
+    room = max(kernels.room(device), _HELD_BY_A_PASS * m * max(sizes, default=0))
     prices = kernels.prices(dtype)
     waits = len(sizes) * prices.call > prices.memory * sum(sizes)
-    return 2 * known.elements_of_rows >= elements and m * elements <= room and not waits
+    is_rows = 0 < elements <= 2 * known.elements_of_rows
+    return is_rows and m * elements <= room and not waits
 
 
 def assemble_rows(run: Run) -> None:
