@@ -200,7 +200,7 @@ def test_mixed_samples_are_refused(name: str) -> None:
     losses = per_sample(MIXING[name](layer(batch(4, 5, 4))))
     with counted_passes(losses) as passes:
         engine.compute_gramian(losses)
-    assert len(passes) == 1
+    assert len(passes) == len(losses)  # and none that searches
 
 
 @pytest.mark.parametrize("steps", [1, 2])
