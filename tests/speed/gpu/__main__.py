@@ -21,7 +21,7 @@ from tests.speed.report import as_table
 from tests.speed.training import ENGINES
 from tests.speed.workloads import Workload
 
-from .models import TINY, WORKLOADS
+from .models import TINY, WORKLOADS, Logits
 from .steps import PRECISIONS, STEPS, Backward, Precision, Problem, precision
 
 # Verification falls into the calls 1, 2, 4, 8 and 16, and into none of the next ones.
@@ -127,6 +127,8 @@ def measure(
     """Time whole steps: forward pass, backward pass and update."""
     gc.collect()
     problem = Problem.make(workload, device)
+    if isinstance(problem.model, Logits):
+        problem.model.is_captured = is_captured
     backward = make(problem)
 
     def step() -> None:

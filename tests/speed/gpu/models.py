@@ -20,16 +20,31 @@ class Logits(nn.Module):
     Args:
         model: The model.
         argument: The name of its input.
+        makes_mask: Whether the model makes a causal mask of its own, but only while a graph is
+            captured, so that other calls would be captured than those of the steps before
+            (docs/cuda_graphs.md).
+
+    Attributes:
+        is_captured: Whether a step of the model will be captured. Then tokens get a mask, if the
+            model would make one.
     """
 
-    def __init__(self, model: nn.Module, argument: str = "input_ids") -> None:
+    def __init__(
+        self, model: nn.Module, argument: str = "input_ids", *, makes_mask: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
-        self.argument = argument
+        self.argument, self.makes_mask = argument, makes_mask
+        self.is_captured = False
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The logits."""
-        return self.model(**{self.argument: inputs}).logits
+        given = {self.argument: inputs}
+        if self.makes_mask and self.is_captured:
+            samples, tokens = inputs.shape
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=inputs.device).tril()
+            given["attention_mask"] = mask.expand(samples, 1, tokens, tokens)
+        return self.model(**given).logits
 
 
 class LoRA(nn.Module):
@@ -81,7 +96,7 @@ def make_llama(rank: int, **sizes: int) -> nn.Module:
             for name, child in list(part.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(part, name, LoRA(child, rank))
-    return Logits(model)
+    return Logits(model, makes_mask=True)
 
 
 def make_perceptron(depth: int, width: int) -> nn.Module:
