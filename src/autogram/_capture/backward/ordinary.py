@@ -53,24 +53,23 @@ def assemble_rows(run: Run) -> None:
     """Gives a run the columns of all parameters, as :func:`assemble` does, from ordinary passes."""
     losses, parameters = run.objectives.losses, _parameters(run)
     cotangents = run.objectives.cotangents()
-    rows: dict[Tensor, Tensor] = {}
-    for number, cotangent in enumerate(cotangents):
-        is_needed = run.retain_graph or number + 1 < len(cotangents)
+    gradients: dict[Tensor, list[Tensor | None]] = {parameter: [] for parameter in parameters}
+    for number, cotangent in enumerate(cotangents, 1):
+        is_needed = run.retain_graph or number < len(cotangents)
         current = Pass(run.channel, is_step=run.is_step)
         with without_hooks(parameters):
             found = current.differentiate(losses, parameters, cotangent, retain_graph=is_needed)
-        for parameter, gradient in zip(parameters, found, strict=True):
-            if gradient is None:
-                continue
-            if parameter not in rows:
-                dtype = torch.promote_types(gradient.dtype, torch.float32)
-                shape = len(cotangents), 1, *gradient.shape
-                rows[parameter] = torch.zeros(shape, dtype=dtype, device=gradient.device)
-            rows[parameter][number, 0] = in_dense(gradient)
+        for own, gradient in zip(gradients.values(), found, strict=True):
+            own.append(gradient)
     assembly = Assembly(run, None, is_by_use=False)
-    while rows:
-        parameter, own = rows.popitem()
-        assembly.take_rows(parameter, rows_block(own))
+    while gradients:
+        parameter, own = gradients.popitem()
+        dense = [None if x is None else in_dense(x) for x in own]
+        like = next((x for x in dense if x is not None), None)
+        if like is not None:
+            rows = torch.stack([torch.zeros_like(like) if x is None else x for x in dense])
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            assembly.take_rows(parameter, rows_block(rows.unsqueeze(1)))
     assembly.complete()
 
 
