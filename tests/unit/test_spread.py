@@ -46,6 +46,7 @@ SPREADS: dict[str, Callable[[Decoder, int], Tensor]] = {
     "tile": lambda m, n: m.queries.weight.tile(n, 1, 1),
     "derived": lambda m, n: m.key(m.queries.weight).expand(n, -1, -1),
     "positions": lambda m, n: m.queries(POSITIONS.expand(n, -1)),
+    "made": lambda m, n: m.queries(torch.zeros(n, QUERIES, dtype=torch.long)),
     "changed": lambda m, n: m.queries.weight.repeat(n, 1, 1).mul_(2).add_(m.key.bias),
     "cast": lambda m, n: m.queries.weight.expand(n, -1, -1).to(torch.float64, copy=True),
 }

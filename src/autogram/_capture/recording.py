@@ -32,6 +32,8 @@ class Channel:
             any dimension. The owners of these uses are searched for element by element.
         unspread: Names of parameters that are expanded over something else than the samples, which
             once had the same size.
+        guesses_inputs: Whether inputs are taken for batched that have other sizes than the first
+            one, but may have parts of samples.
         told: The warnings that the user was given, each of which is given once.
         listener: Is shown the columns of each parameter as soon as they are complete, if not
             ``None``.
@@ -51,6 +53,7 @@ class Channel:
         self._lock = threading.RLock()  # several threads may record
         self.by_element: set[tuple[int, str]] = set()
         self.unspread: set[str] = set()
+        self.guesses_inputs = True
         self.told: set[str] = set()
         self.listener: Any = None
         self.before_pass: Callable[[], None] | None = None
@@ -133,6 +136,8 @@ class Recording:
     """The parameters that modules with inactive hooks keep out of J."""
     sizes: frozenset[int] = frozenset()
     """Sizes of the outermost module's inputs, of dimensions in which the samples may lie."""
+    is_guess: bool = False
+    """Whether an input was taken for batched that may be a constant."""
     count: int = 0
     """How many uses there are."""
     is_batchable: bool = True

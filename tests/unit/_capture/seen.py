@@ -7,7 +7,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from autogram._capture.forward import tapping
+from autogram._capture.forward.tapping import Tapping
 from autogram._capture.uses import Use
 
 
@@ -15,11 +15,11 @@ from autogram._capture.uses import Use
 def seen_uses() -> Iterator[list[Use]]:
     """The uses that are recorded meanwhile."""
     seen: list[Use] = []
-    tap = tapping.tap
+    tap = Tapping.tap
 
     def tap_and_tell(use: Use, *rest: Any, **options: Any) -> Tensor:
         seen.append(use)
         return tap(use, *rest, **options)
 
-    with mock.patch.object(tapping, "tap", tap_and_tell):
+    with mock.patch.object(Tapping, "tap", staticmethod(tap_and_tell)):
         yield seen

@@ -190,6 +190,9 @@ class Driver:
         for use in guesses:
             names = [use.recording.names[p] for t in use.reads for p in t.sources]
             self._channel.unspread.update(names)
+        if any(recording.is_guess for recording in run.survey.recordings):
+            self._channel.guesses_inputs = False
+            return True
         return bool(guesses)
 
     def _search(self, run: Run, search: Search) -> None:

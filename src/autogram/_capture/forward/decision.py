@@ -164,8 +164,8 @@ def _spread_use(
 ) -> UseRule | None:
     """A use by a call that reads no batched tensor, if the call spreads parameters over samples.
 
-    Such a call expands or repeats a tracked tensor, or reads a constant that is expanded, as an
-    embedding does with the positions of all samples. Of a tensor that is derived so, each row would
+    Such a call expands or repeats a tracked tensor, or reads a constant that is for all samples, as
+    an embedding does with the positions of all. Of a tensor that is derived so, each row would
     be pulled back through all samples.
     """
     if batch.samples == 1:
@@ -185,12 +185,25 @@ def _spread_use(
             return None
         return _use_of_expansion(find, tensor, status, shape)._replace(is_guess=True)
     constants = [x for x, status in reads if status is None and x.layout == torch.strided]
-    if not any(batch.is_over(x.shape, [n == 0 for n in x.stride()]) for x in constants):
+    if not any(_are_of_samples(x, batch) for x in constants):
         return None
     if (rule := find_rule(kind.function)) is None:
         return None
     answers = _ask(rule, args, kwargs, now)
     return None if answers is None else UseRule(rule, answers, is_guess=True)
+
+
+def _are_of_samples(constant: Tensor, batch: Batch) -> bool:
+    """Whether a constant is likely to be for all samples: expanded over them, or made for each.
+
+    Indices that a model makes for each sample have their size in front: types of tokens, which are
+    zero, or boxes of words that have none. A table for pairs of positions has one size twice.
+    """
+    if batch.is_over(constant.shape, [n == 0 for n in constant.stride()]):
+        return True
+    if constant.dim() < 2 or constant.is_floating_point():
+        return False
+    return len(constant) == batch.samples != constant.shape[1]
 
 
 def _use_of_expansion(

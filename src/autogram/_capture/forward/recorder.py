@@ -76,6 +76,9 @@ class Recorder(TorchFunctionMode):
             is_batched = False if is_parameter else was_batched
             if is_batched is None:
                 is_batched = tensor.is_nested or not tensor.is_leaf or _may_have(size, tensor)
+                if not is_batched and recording.channel.guesses_inputs:
+                    is_batched = _may_have_parts(size, tensor)
+                    recording.is_guess = recording.is_guess or is_batched
             are_batched.append(is_batched)
             if is_parameter or not (is_batched or tensor.requires_grad):
                 continue
@@ -252,6 +255,18 @@ def _may_have(samples: int, tensor: Tensor) -> bool:
     """
     is_row = tensor.dim() == 2 and len(tensor) == 1 and not tensor.is_floating_point()
     return samples in tensor.shape[:2] and (samples == 1 or not is_row)
+
+
+def _may_have_parts(samples: int, tensor: Tensor) -> bool:
+    """Whether an input may have another number of parts for each of so many samples.
+
+    As images have, of which a text shows several, or which are looked at with several texts, or
+    as patches have that are folded with the samples.
+    """
+    if tensor.dim() < 2 or len(tensor) < 2:
+        return False
+    small, large = sorted((samples, len(tensor)))
+    return tensor.is_floating_point() or (small > 0 and large % small == 0)
 
 
 def _call(module: nn.Module | None, inputs: Sequence[Tensor]) -> ModuleCall:

@@ -1,0 +1,106 @@
+"""Inputs of one module that have different numbers of parts for each sample."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import CoupledObjectivesWarning, Engine
+from tests.unit.engines import assert_exact, batch, per_sample
+
+LENGTH, WIDTH = 6, 4
+
+
+class Pictures(nn.Module):
+    """Words ``(n, LENGTH)`` and pictures, several for each sample or the reverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first = nn.Embedding(9, WIDTH), nn.Linear(3, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: Tensor, pictures: Tensor) -> Tensor:
+        seen = self.second(self.first(pictures).tanh()).tanh()
+        read = self.second(self.words(words)).mean(1)
+        n = min(len(read), len(seen))
+        return read.reshape(n, -1, WIDTH).sum(1) * seen.reshape(n, -1, WIDTH).mean(1)
+
+
+def are_derived(engine: Engine) -> bool:
+    """Whether a call read a tensor that was computed from parameters alone."""
+    return any(use.is_derived for of in engine.report().parameters for use in of.uses)
+
+
+def words(samples: int) -> Tensor:
+    return torch.randint(9, (samples, LENGTH))
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize("shape", [(5, 3), (2, 5, 3), (3,)])
+def test_several_pictures_for_each_text(shape: tuple[int, ...], verify: Any) -> None:
+    """All of them are batched: no layer is taken for a function of parameters alone."""
+    model = Pictures()
+    engine = Engine(model, verify=verify)
+    for samples, pictures in ((4, 2), (3, 3), (4, 5), (1, 3), (7, 2)):
+        output = model(words(samples), batch(samples * pictures, *shape))
+        assert_exact(engine, per_sample(output), model)
+        assert not are_derived(engine) or samples == 1
+        assert "one sample" not in str(engine.report()) or samples == 1
+
+
+def test_several_texts_for_each_picture() -> None:
+    model = Pictures()
+    engine = Engine(model)
+    for samples, texts in ((4, 2), (3, 3), (4, 5), (1, 3), (7, 2)):
+        assert_exact(engine, per_sample(model(words(samples * texts), batch(samples, 3))), model)
+        assert not are_derived(engine) or samples == 1
+        assert "one sample" not in str(engine.report()) or samples == 1
+
+
+class Points(Pictures):
+    """Pictures that all samples look at."""
+
+    def forward(self, words: Tensor, pictures: Tensor) -> Tensor:
+        seen = self.second(self.first(pictures).tanh()).tanh()
+        return self.words(words).mean(1) @ seen.flatten(0, -2).T
+
+
+@pytest.mark.parametrize("batch_dim", ["auto", 0])
+def test_points_for_all_samples(batch_dim: Any) -> None:
+    """One step goes through the network for each sample, without a warning, and no other does."""
+    model = Points()
+    engine = Engine(model, batch_dim=batch_dim)
+    are_coupled = []
+    for samples in (5, 4, 5, 2):
+        assert_exact(engine, per_sample(model(words(samples), batch(7, 3))), model)
+        are_coupled.append("one sample" in str(engine.report()))
+    assert are_coupled == [True, False, False, False]
+
+
+def test_losses_that_are_coupled() -> None:
+    """Where samples are mixed, the user is told so one step later."""
+    model = Pictures()
+    engine = Engine(model)
+
+    def step() -> None:
+        output = model(words(5), batch(10, 3))
+        assert_exact(engine, per_sample(output - output.mean(0)), model)
+
+    step()
+    with pytest.warns(CoupledObjectivesWarning):
+        step()
+
+
+def test_an_input_without_elements() -> None:
+    """As of boxes that no picture has."""
+
+    class Boxes(Pictures):
+        def forward(self, words: Tensor, pictures: Tensor) -> Tensor:
+            return self.words(words).mean(1) + self.words(pictures).sum((0, 1))
+
+    model = Boxes()
+    engine = Engine(model)
+    for samples in (4, 3):
+        output = model(words(samples), torch.zeros(0, 2, dtype=torch.long))
+        assert_exact(engine, per_sample(output), model)
