@@ -56,6 +56,7 @@ def test_calls_that_read_tracked_tensors_and_constants_derive() -> None:
         (Tensor.repeat, (W, 7, 1, 1)),
         (torch.tile, (W, (7, 1, 1))),
         (F.embedding, (torch.arange(3).expand(7, 3), W)),
+        (F.embedding, (torch.zeros(7, 3, dtype=torch.int64), W)),
         (torch.add, (W, CONSTANT.expand(7, 3, 3))),
     ],
 )
@@ -88,7 +89,10 @@ def test_tensors_that_are_expanded_over_the_samples_are_used(
         (Tensor.repeat, (W, 3)),
         (torch.tile, (W, 3)),
         (Tensor.mul, (W, CONSTANT)),
-        (F.embedding, (torch.zeros(7, 3, dtype=torch.int64), W)),
+        (F.embedding, (torch.zeros(7, 7, dtype=torch.int64), W)),  # pairs of positions
+        (F.embedding, (torch.zeros(3, 3, dtype=torch.int64), W)),
+        (F.embedding, (torch.zeros(7, dtype=torch.int64), W)),
+        (Tensor.add, (W, torch.zeros(7, 3, 3))),
         (torch.special.entr, (W,)),
     ],
 )
