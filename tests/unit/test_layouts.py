@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autogram import CoupledObjectivesWarning, Engine
 from tests.unit.checks import Objectives, assert_gramian_is_exact
-from tests.unit.engines import assert_exact, batch, mlp, per_sample
+from tests.unit.engines import assert_exact, batch, counted_passes, mlp, per_sample
 
 AS_SAMPLES = Objectives("(B,)", per_sample, 0)  # raises where no samples are found
 
@@ -261,6 +261,27 @@ def test_mask_that_moves() -> None:
     model.run = run
     for positions in ([0, 0, 0, 0], [4, 4, 4, 4], [0, 1, 2, 3], [3, 0, 4, 1]):
         losses = per_sample(model(batch(4, 5, 4), torch.tensor(positions)))
+        assert_exact(engine, losses, model)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_positions_of_each_sample_are_found_without_another_pass(*, several: bool) -> None:
+    """As the last token of a text, whose features are read by a matrix product of all tokens."""
+
+    def run(modules: Any, x: Tensor, positions: Tensor) -> Tensor:
+        hidden = modules["layer"](x.flatten(0, 1)).tanh().view(*x.shape[:2], -1)
+        rows = torch.arange(len(x))
+        return modules["head"](hidden[rows.unsqueeze(1) if several else rows, positions])
+
+    model = Forward(run, layer=nn.Linear(4, 3), head=nn.Linear(3, 2))
+    engine = Engine(model, verify="never")
+    expected = [(4, 5, True), (4, 5, False), (4, 5, False), (3, 6, True), (3, 6, False)]
+    for samples, length, is_new in expected:
+        positions = torch.randint(length, (samples, 2) if several else (samples,))
+        losses = per_sample(model(batch(samples, length, 4), positions))
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+        assert (len(passes) > 1) == is_new
         assert_exact(engine, losses, model)
 
 

@@ -66,11 +66,14 @@ class Constant(NamedTuple):
         node: The number of the node in the survey.
         field: The attribute of the node that holds the tensor.
         entry: The index of the tensor, where the attribute holds several.
+        is_in_order: Whether it has the numbers of all rows, in order, so that no row is moved as
+            long as it stays what it is.
     """
 
     node: int
     field: str
     entry: int | None = None
+    is_in_order: bool = False
 
     def value(self, survey: Survey) -> Tensor:
         """The tensor, in a graph with an equal survey."""
@@ -268,9 +271,11 @@ class Prover:
             if isinstance(found, Tensor):
                 constants.append(Constant(number, field))
             elif found is not None:
+                if dims == {0} and _runs_through(found, given[0]):
+                    constants.append(Constant(number, field, 0, is_in_order=True))  # decides alone
+                    continue
                 entries = [Constant(number, field, i) for i, x in enumerate(found) if x is not None]
-                decides_alone = dims == {0} and _runs_through(found, given[0])
-                constants += entries[: 1 if decides_alone else None]
+                constants += entries
         for value in (constant.value(self.survey) for constant in constants):
             is_plain = value.layout == torch.strided and not value.is_nested
             if not is_plain or value.requires_grad or value.numel() > _LARGEST:
@@ -289,10 +294,21 @@ def dims_of(survey: Survey, found: Mapping[Use, tuple[Placement, ...]]) -> Dims:
 
 
 def _runs_through(indices: tuple[Tensor | None, ...], size: int) -> bool:
-    """Whether the first of several indices keeps rows in order, as in ``x[arange, y]``."""
-    first = indices[0]
-    if any(x is not None and x.dim() != 1 for x in indices):
+    """Whether the first of several indices keeps rows in order.
+
+    As in ``x[arange, y]``, or in ``x[arange.unsqueeze(1), y]`` with several positions for each row.
+    """
+    first, *others = indices
+    if first is None or first.is_floating_point() or first.dtype == torch.bool:
         return False
-    if first is None or len(first) != size or first.is_floating_point():
+    # The rows stay in front if no other index has more dimensions, and a mask has its own.
+    if first.numel() != size or first.shape[:1] != (size,):
         return False
-    return torch.equal(first.long(), torch.arange(size, device=first.device))
+    if any(x is not None and _rank(x) > first.dim() for x in others):
+        return False
+    return torch.equal(first.flatten().long(), torch.arange(size, device=first.device))
+
+
+def _rank(index: Tensor) -> int:
+    """How many dimensions an index has beside others, to which it is broadcast."""
+    return 1 if index.dtype == torch.bool else index.dim()

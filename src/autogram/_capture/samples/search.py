@@ -276,7 +276,7 @@ class Search:
             return
         if not proof.is_about(dims_of(survey, found)):
             return
-        if proof.constants and self._has_gaps:
+        if self._has_gaps and not all(constant.is_in_order for constant in proof.constants):
             return  # constants that move samples may give the gaps to other samples
         if proof.silent and self._objectives.per_sample > 1:
             return  # a batched pass cannot read whether a silent spot has a cotangent now
