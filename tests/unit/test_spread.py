@@ -67,6 +67,31 @@ def test_series_of_batches(name: str, verify: Any) -> None:
         assert "one sample" not in str(engine.report()) or samples == 1
 
 
+PHASES = torch.polar(torch.ones(QUERIES, WIDTH), torch.arange(12.0).view(QUERIES, WIDTH))
+COMPLEX: dict[str, Callable[[Decoder, Tensor], Tensor]] = {
+    "times_real": lambda m, phases: phases * m.queries.weight,
+    "times_complex": lambda m, phases: phases * torch.view_as_complex(m.pairs),
+    "matrices": lambda m, phases: phases @ (m.key.weight + 1j),
+    "einsum": lambda m, phases: torch.einsum("bqi,oi->bqo", phases, 1j * m.key.weight),
+    "expanded": lambda m, phases: torch.view_as_complex(m.pairs).expand_as(phases),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_constants_and_parameters(name: str) -> None:
+    """Rules are for real numbers, and the samples are in the constant alone, such as a rotation."""
+
+    def spread(model: Decoder, samples: int) -> Tensor:
+        rotated = COMPLEX[name](model, PHASES.to(torch.complex128).expand(samples, -1, -1))
+        return rotated.real + rotated.imag.sin()
+
+    model = Decoder(spread)
+    model.pairs = nn.Parameter(batch(QUERIES, WIDTH, 2))
+    engine = Engine(model, verify="never")
+    for samples in (5, 4, QUERIES):
+        assert_exact(engine, per_sample(model(batch(samples, 6, WIDTH))), model)
+
+
 def by_heads(model: Decoder, samples: int) -> Tensor:
     """Expanded to four heads, over which a mean is taken."""
     heads = model.norm(model.queries.weight.expand(4, -1, -1))

@@ -149,9 +149,7 @@ def decide(
             return UseExpanded(expansions)
         body = inlined(kind.function)
         return UseRows(now) if body is None else RunBody(body)
-    # Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-    is_complex = True in [tensor.is_complex() for tensor, _ in reads]
-    answers = None if is_complex else _ask(rule, args, kwargs, now)
+    answers = _ask(rule, args, kwargs, reads, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
 
@@ -189,7 +187,7 @@ def _spread_use(
         return None
     if (rule := find_rule(kind.function)) is None:
         return None
-    answers = _ask(rule, args, kwargs, now)
+    answers = _ask(rule, args, kwargs, reads, now)
     return None if answers is None else UseRule(rule, answers, is_guess=True)
 
 
@@ -252,9 +250,18 @@ _range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps s
 
 
 def _ask(
-    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+    rule: Rule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reads: Sequence[tuple[Tensor, Status]],
+    now: Reads,
 ) -> dict[int, Answer] | None:
-    """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe."""
+    """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe.
+
+    Rules are written for real numbers; vector-Jacobian products know how to conjugate.
+    """
+    if True in [tensor.is_complex() for tensor, _ in reads]:
+        return None
     try:
         recipes = rule(*args, **kwargs)
     except TypeError as error:
@@ -265,7 +272,7 @@ def _ask(
         raise error
     if recipes is None:
         return None
-    tracked = {id(tensor): status for tensor, status in reads}
+    tracked = {id(tensor): status for tensor, status in now}
     answers = {0: Answer([], [], [], {})}
     for recipe in recipes:
         operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
@@ -282,7 +289,7 @@ def _ask(
                 answer.from_result[len(answer.recipes)] = recipe.from_result
             answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
-    expected = [status for _, status in reads]
+    expected = [status for _, status in now]
     for answer in answers.values():
         if answer.reads != expected and sorted(map(id, answer.reads)) != sorted(map(id, expected)):
             return None
