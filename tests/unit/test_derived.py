@@ -650,6 +650,50 @@ def test_edit(make_model: ModelFactory, objectives: Objectives) -> None:
     assert_gramian_is_exact(make_model, torch.randn(3, 4), objectives=objectives)
 
 
+HOOKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda w: hooked(w.view(4, 4)),
+    "slice": lambda w: hooked(w[:]),
+    "cast": lambda w: hooked(w.to(torch.float32)).to(torch.float64),
+    "view of it": lambda w: hooked(w.T).T,
+    "cast of it": lambda w: hooked(w[:]).to(torch.float64, copy=True),
+    "both": lambda w: hooked(hooked(w.T).T),
+}
+
+
+def hooked(derived: Tensor) -> Tensor:
+    """A tensor with a hook that masks its gradient."""
+    derived.register_hook(lambda g: g * (torch.arange(4) > 1))
+    return derived
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hook_on_what_is_derived(name: str) -> None:
+    """A hook that changes gradients does so at some steps, before or behind calls."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.mode = "plain"
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mode == "plain":
+                return F.linear(x, self.weight).tanh()
+            if self.mode == "before":
+                return F.linear(x, HOOKED[name](self.weight)).tanh()
+            view = self.weight.T
+            used = F.linear(x, view)
+            hooked(view)
+            return (used @ view).tanh()
+
+    model = Masked()
+    engine = Engine(model, verify="never")
+    for step in range(6):
+        model.mode = ("plain", "before", "behind")[step % 3]
+        losses = PER_SAMPLE.of(model(torch.randn(5, 4)))
+        assert_exact(engine, losses, model)
+
+
 # --- What the recorder cannot see -----------------------------------------------------------------
 
 

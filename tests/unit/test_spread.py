@@ -1,6 +1,7 @@
 """Parameters that are expanded over the samples: queries that a decoder learns, for instance."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autogram import CoupledObjectivesWarning, Engine
+from autogram import CoupledObjectivesWarning, Engine, UnsupportedError
 from tests.unit._capture.seen import seen_uses
 from tests.unit.engines import assert_exact, batch, per_sample
 
@@ -108,6 +109,32 @@ def test_sizes_that_happen_to_be_equal(batch_dim: Any) -> None:
         assert_exact(engine, per_sample(model(batch(samples, 6, WIDTH))), model)
         are_coupled.append("one sample" in str(engine.report()))
     assert are_coupled == [False, True, False, False]
+
+
+def test_guesses_that_only_a_detached_copy_shows() -> None:
+    """No guess is made again where a call reads a copy, to which the losses do not lead back."""
+
+    def spread(model: Decoder, samples: int) -> Tensor:
+        heads = model.queries.weight.expand(4, -1, -1).detach()
+        return model.query(heads).mean(0).expand(samples, -1, -1)
+
+    model = Decoder(spread)
+    engine = Engine(model)
+    are_coupled = []
+    for samples in (5, 4, 4, 4, 5):
+        assert_exact(engine, per_sample(model(batch(samples, 6, WIDTH))), model)
+        are_coupled.append("one sample" in str(engine.report()))
+    assert are_coupled == [False, True, True, False, False]  # one step for each of two guesses
+
+
+def test_no_capture_of_a_step_with_a_wrong_guess() -> None:
+    """The next step is another one, to which the engine has seen no equal."""
+    model = Decoder(by_heads)
+    engine = Engine(model)
+    for is_ready in (False, True, True):
+        engine.compute_gramian(per_sample(model(batch(4, 6, WIDTH))))
+        with nullcontext() if is_ready else pytest.raises(UnsupportedError, match="captured"):
+            engine.prepare_capture()
 
 
 def test_losses_that_are_coupled() -> None:

@@ -140,6 +140,8 @@ class Recording:
     """Whether an input was taken for batched that may be a constant."""
     count: int = 0
     """How many uses there are."""
+    guesses: set[str] = field(default_factory=set)
+    """Names of parameters that are used where nothing but a size has told that samples are."""
     is_batchable: bool = True
     """Whether backward passes through the graph may be batched."""
     dtypes: set[torch.dtype] = field(default_factory=set)

@@ -81,6 +81,8 @@ def track_derived(
     region = place = None
     if is_cast and len(origins) == 1:
         region, place = origins[0].region, origins[0].place
+    elif any(origin.region is None for origin in origins):
+        pass  # what it is a view of has a hook
     elif isinstance(base, Tracked) and base.region is not None and derived._base is not None:
         region, place = _region_of_view(derived, derived._base, base.region), base.place
     if any(derived.device != parameter.device for parameter in sources):
@@ -90,6 +92,17 @@ def track_derived(
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
     return Tracked.of(derived, sources, region, place)
+
+
+def note_hook(tensor: Tensor, derived: Tracked) -> None:
+    """Notes that a hook may change the gradient of a tracked tensor, also for calls before.
+
+    Blocks of its region would be those of a parameter, which the hook has not seen. J has the
+    gradients of parameters before their own hooks.
+    """
+    if derived.region is not None and not tensor.is_leaf:
+        derived.region = derived.place = None
+        derived.edge = get_gradient_edge(tensor)
 
 
 def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:

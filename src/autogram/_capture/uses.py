@@ -37,8 +37,6 @@ class Use(ABC):
     """The tracked tensors that the call reads, once for each block."""
     is_seen: bool = field(default=True, kw_only=True)
     """Whether the recorder saw the call. If not, autograd's graph has shown it."""
-    is_guess: bool = field(default=False, kw_only=True)
-    """Whether nothing but a size has told that samples are in the output."""
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -185,15 +185,17 @@ class Driver:
         return True
 
     def _takes_back(self, run: Run) -> bool:
-        """Whether it was a guess in this graph where the samples are, which is not made again."""
-        guesses = [use for use in run.survey.uses if use.is_guess]
-        for use in guesses:
-            names = [use.recording.names[p] for t in use.reads for p in t.sources]
-            self._channel.unspread.update(names)
-        if any(recording.is_guess for recording in run.survey.recordings):
-            self._channel.guesses_inputs = False
-            return True
-        return bool(guesses)
+        """Whether it was a guess in a forward pass where the samples are, which is not made again.
+
+        A guess that the graph does not lead to counts, too: calls may have read a detached copy.
+        """
+        guesses: set[str] = set().union(*[of.guesses for of in run.survey.recordings])
+        self._channel.unspread.update(guesses)
+        are_inputs_guesses = any(recording.is_guess for recording in run.survey.recordings)
+        self._channel.guesses_inputs &= not are_inputs_guesses
+        is_another = bool(guesses) or are_inputs_guesses
+        self._is_repeatable = not is_another
+        return is_another
 
     def _search(self, run: Run, search: Search) -> None:
         """Makes passes until every layout was known in one of them, and verifies that pass.

@@ -36,6 +36,7 @@ from autogram._capture.tracked import (
     Status,
     Tracked,
     as_of_now,
+    note_hook,
     track_derived,
 )
 from autogram._containers import replaced, tensors_in
@@ -193,6 +194,9 @@ class Recorder(TorchFunctionMode):
             self.recording.is_batchable = False  # or the user would see the hidden dimension
             if kind.name == "retain_grad":
                 self.recording.retained.append(weakref.ref(first_of(args, kwargs)))
+            for tensor, seen in reads:
+                if isinstance(seen, Tracked):
+                    note_hook(tensor, seen)
         results = results_of(kind, args, kwargs, output)
         if kind.reads_others:
             self.mark([x for x in results if not x.is_leaf], UNTAPPED)

@@ -77,7 +77,10 @@ class Tapping:
                 recipes, own = _kept_by_the_graph(answer, own, tensor)
             number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
             known = number, kind.name, shape, reads, recipes, decision.rule
-            use = RuleUse(self.recording, *known, is_guess=decision.is_guess)
+            use = RuleUse(self.recording, *known)
+            if decision.is_guess:
+                names, sources = self.recording.names, [p for t in reads for p in t.sources]
+                self.recording.guesses.update([names[p] for p in sources])
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
 
