@@ -166,6 +166,18 @@ def narrowed(x, w):
     return F.linear(x, w.narrow(0, 2, 3)) + (x @ w.select(0, 1)).unsqueeze(-1)
 
 
+def imaginary(x: Tensor, w: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(w)
+    return F.linear(x, pairs.real).sin() + F.linear(x, pairs.imag)
+
+
+def conjugated(x: Tensor, w: Tensor) -> Tensor:
+    """A view that shares the memory of the parameter, and has the other sign."""
+    view = torch.view_as_complex(w).conj().imag
+    assert view.is_neg()
+    return F.linear(x, view).sin() + F.linear(x, w[..., 1])
+
+
 def expanded_view(x, w):
     """A row that is used by every output: its copies add up."""
     return F.linear(x, w[:1].expand(3, 4)) * F.linear(x, w[:3])
@@ -201,6 +213,8 @@ VIEWS = [
     pytest.param(call(moved, (6, 4)), id="movedim, permute, squeeze"),
     pytest.param(call(narrowed, (6, 4)), id="narrow and select"),
     pytest.param(call(expanded_view, (6, 4)), id="expanded row"),
+    pytest.param(call(imaginary, (6, 4, 2)), id="real and imaginary part"),
+    pytest.param(call(conjugated, (6, 4, 2)), id="imaginary part of the conjugate"),
 ]
 
 
@@ -657,6 +671,7 @@ HOOKED: dict[str, Callable[[Tensor], Tensor]] = {
     "view of it": lambda w: hooked(w.T).T,
     "cast of it": lambda w: hooked(w[:]).to(torch.float64, copy=True),
     "both": lambda w: hooked(hooked(w.T).T),
+    "complex": lambda w: hooked(torch.view_as_complex(w.view(8, 2)).view(2, 4)).real.repeat(2, 1),
 }
 
 

@@ -81,14 +81,14 @@ def track_derived(
     region = place = None
     if is_cast and len(origins) == 1:
         region, place = origins[0].region, origins[0].place
-    elif any(origin.region is None for origin in origins):
-        pass  # what it is a view of has a hook
+    elif any(origin.place is None for origin in origins):
+        pass  # what it is a view of is no view of a parameter, or has a hook
     elif isinstance(base, Tracked) and base.region is not None and derived._base is not None:
         region, place = _region_of_view(derived, derived._base, base.region), base.place
     if any(derived.device != parameter.device for parameter in sources):
         region = None
-    if derived.is_complex():
-        region = None  # counted in complex numbers, where the parameter has real ones
+    if derived.is_complex() or derived.is_neg():
+        region = None  # counted in complex numbers, where the parameter has real ones, or negated
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
     return Tracked.of(derived, sources, region, place)
@@ -100,7 +100,7 @@ def note_hook(tensor: Tensor, derived: Tracked) -> None:
     Blocks of its region would be those of a parameter, which the hook has not seen. J has the
     gradients of parameters before their own hooks.
     """
-    if derived.region is not None and not tensor.is_leaf:
+    if not tensor.is_leaf:
         derived.region = derived.place = None
         derived.edge = get_gradient_edge(tensor)
 
