@@ -63,6 +63,7 @@ def test_series_of_batches(name: str, verify: Any) -> None:
         with seen_uses() as seen:
             losses = per_sample(model(batch(samples, 6, WIDTH)))
         if samples == 5:
+            assert seen
             assert all(5 not in tracked.shape for use in seen for tracked in use.reads)
         assert_exact(engine, losses, model)
         assert "one sample" not in str(engine.report()) or samples == 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from autogram._capture.counting import Counted, Counting
 from autogram._errors import UnsupportedError
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
@@ -32,6 +33,7 @@ class Channel:
             any dimension. The owners of these uses are searched for element by element.
         unspread: Names of parameters that are expanded over something else than the samples, which
             once had the same size.
+        counting: By which inputs the samples of modules are counted.
         guesses_inputs: Whether inputs are taken for batched that have other sizes than the first
             one, but may have parts of samples.
         told: The warnings that the user was given, each of which is given once.
@@ -53,6 +55,7 @@ class Channel:
         self._lock = threading.RLock()  # several threads may record
         self.by_element: set[tuple[int, str]] = set()
         self.unspread: set[str] = set()
+        self.counting = Counting()
         self.guesses_inputs = True
         self.told: set[str] = set()
         self.listener: Any = None
@@ -134,8 +137,8 @@ class Recording:
     """The parameters of the modules, by tensor."""
     left_out: dict[Tensor, str] = field(default_factory=dict)
     """The parameters that modules with inactive hooks keep out of J."""
-    sizes: frozenset[int] = frozenset()
-    """Sizes of the outermost module's inputs, of dimensions in which the samples may lie."""
+    counted: Counted | None = None
+    """How many samples there are, by the inputs of the outermost module."""
     is_guess: bool = False
     """Whether an input was taken for batched that may be a constant."""
     count: int = 0

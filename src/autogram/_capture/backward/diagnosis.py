@@ -53,7 +53,8 @@ def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> No
     if "coupled" in channel.told:
         return
     channel.told.add("coupled")
-    sizes = {n for recording in channel.recordings for n in recording.sizes}
+    counted = [of.counted for of in channel.recordings if of.counted is not None]
+    sizes = {n for of in counted for some in of.inputs for n in some}
     if sizes and samples not in sizes:
         message = (
             f"There are {samples} losses, and no input of the modules has as many "

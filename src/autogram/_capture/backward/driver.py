@@ -73,6 +73,7 @@ class Driver:
         self._on_unseen: Unseen = unseen
         self._replays = replays
         self._is_repeatable = False
+        self._are_samples_mixed = False  # with inputs that are guesses, and without
         self._is_short_of_memory = False  # rows of all objectives were too large once
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
@@ -178,24 +179,38 @@ class Driver:
                 return False  # the next forward pass will tell more
             if self._batch_dim != "auto" or not is_certain:
                 raise
+            if not self._channel.guesses_inputs:  # and constants do not help
+                self._channel.guesses_inputs = self._are_samples_mixed = True
             search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
-        self._is_repeatable = search.is_remembered
+        is_another = self._learns(run, are_apart=True)
+        self._is_repeatable = search.is_remembered and not is_another
         return True
 
     def _takes_back(self, run: Run) -> bool:
-        """Whether it was a guess in a forward pass where the samples are, which is not made again.
+        """Whether it was a guess where the samples are, so that the next graph is another one.
 
         A guess that the graph does not lead to counts, too: calls may have read a detached copy.
         """
         guesses: set[str] = set().union(*[of.guesses for of in run.survey.recordings])
         self._channel.unspread.update(guesses)
-        are_inputs_guesses = any(recording.is_guess for recording in run.survey.recordings)
+        are_inputs_guesses = any(of.is_guess for of in run.survey.recordings)
+        are_inputs_guesses &= not self._are_samples_mixed
         self._channel.guesses_inputs &= not are_inputs_guesses
-        is_another = bool(guesses) or are_inputs_guesses
+        has_learnt = self._learns(run, are_apart=False)
+        is_another = has_learnt or are_inputs_guesses or bool(guesses)
         self._is_repeatable = not is_another
         return is_another
+
+    def _learns(self, run: Run, *, are_apart: bool) -> bool:
+        """Whether the losses show that the samples of a module are counted by another input."""
+        counting, has_learnt = self._channel.counting, False
+        for recording in run.survey.recordings:
+            if (counted := recording.counted) is not None:
+                samples = run.objectives.samples
+                has_learnt |= counting.learn(counted, samples, are_apart=are_apart)
+        return has_learnt
 
     def _search(self, run: Run, search: Search) -> None:
         """Makes passes until every layout was known in one of them, and verifies that pass.

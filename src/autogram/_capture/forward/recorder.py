@@ -62,9 +62,8 @@ class Recorder(TorchFunctionMode):
         """Marks the inputs of the outermost module."""
         recording, tensors = self.recording, list(tensors_in(inputs))
         sizes = [_sizes(tensor) for tensor in tensors if not self._statuses.is_parameter(tensor)]
-        size = next((of[0] for of in sizes if of and of[0] != 1), 1)
-        recording.sizes = frozenset().union(*sizes)
-        unspread = recording.channel.unspread
+        recording.counted = recording.channel.counting.count(id(module), sizes)
+        size, unspread = recording.counted.samples, recording.channel.unspread
         names = recording.names.items() if unspread else ()
         self._batch = Batch(size, {p for p, name in names if name in unspread})
         call = _call(module, tensors)
@@ -258,7 +257,7 @@ def _may_have(samples: int, tensor: Tensor) -> bool:
     In a row of integers, these are likely to be positions, as many as there are samples.
     """
     is_row = tensor.dim() == 2 and len(tensor) == 1 and not tensor.is_floating_point()
-    return samples in tensor.shape[:2] and (samples == 1 or not is_row)
+    return samples in _sizes(tensor) and (samples == 1 or not is_row)
 
 
 def _may_have_parts(samples: int, tensor: Tensor) -> bool:
