@@ -27,13 +27,13 @@ _HELD_BY_A_PASS = 2
 def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
     """Whether to make a pass for each objective, by what is known of such a graph.
 
-    Not if the Gramian of most columns is computed without rows; if all rows together need more
-    memory than there is room for, and than the cotangents of all objectives do; or if the device
-    would wait for the launches of more passes.
+    Not if factors are asked for, or if the Gramian of most columns is computed without rows; if all
+    rows together need more memory than there is room for, and than the cotangents of all objectives
+    do; or if the device would wait for the launches of more passes.
     """
     survey, m = run.survey, run.objectives.per_sample
     is_alone = run.channel.before_pass is None and run.channel.listener is None
-    if m == 1 or known is None or not is_alone or survey.may_hide_taps:
+    if m == 1 or known is None or run.form == "factors" or not is_alone or survey.may_hide_taps:
         return False
     parameters, sizes = _parameters(run), [prod(use.shape) for use in survey.uses]
     read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
