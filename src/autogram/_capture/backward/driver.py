@@ -73,7 +73,7 @@ class Driver:
         self._on_unseen: Unseen = unseen
         self._replays = replays
         self._is_repeatable = False
-        self._are_samples_mixed = False  # with inputs that are guesses, and without
+        self._refused = Latest[bytes, None]()  # structures of graphs whose samples were mixed
         self._is_short_of_memory = False  # rows of all objectives were too large once
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
@@ -179,8 +179,6 @@ class Driver:
                 return False  # the next forward pass will tell more
             if self._batch_dim != "auto" or not is_certain:
                 raise
-            if not self._channel.guesses_inputs:  # and constants do not help
-                self._channel.guesses_inputs = self._are_samples_mixed = True
             search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
@@ -195,11 +193,13 @@ class Driver:
         """
         guesses: set[str] = set().union(*[of.guesses for of in run.survey.recordings])
         self._channel.unspread.update(guesses)
-        are_inputs_guesses = any(of.is_guess for of in run.survey.recordings)
-        are_inputs_guesses &= not self._are_samples_mixed
-        self._channel.guesses_inputs &= not are_inputs_guesses
-        has_learnt = self._learns(run, are_apart=False)
-        is_another = has_learnt or are_inputs_guesses or bool(guesses)
+        is_another = self._learns(run, are_apart=False) or bool(guesses)
+        is_guess = any(of.is_guess for of in run.survey.recordings)
+        # Each graph tells once. Where constants do not help either, inputs are guesses again.
+        if run.survey.structure not in self._refused and (is_guess or not is_another):
+            self._refused[run.survey.structure] = None
+            self._channel.guesses_inputs = not is_guess
+            is_another |= is_guess
         self._is_repeatable = not is_another
         return is_another
 
