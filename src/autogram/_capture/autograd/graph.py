@@ -49,8 +49,15 @@ def nodes_behind(
     tensor: Tensor | GradientEdge, is_end: Callable[[Any], object] | None = None
 ) -> Iterator[Any]:
     """Each node behind a tensor, once. Nodes that are an end are not followed further."""
+    return nodes_from([tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node], is_end)
+
+
+def nodes_from(
+    starts: Iterable[Any], is_end: Callable[[Any], object] | None = None
+) -> Iterator[Any]:
+    """Some nodes, and each node behind them, once. Nodes that are an end are not followed."""
     seen: set[Any] = {None}
-    pending: list[Any] = [tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node]
+    pending = list(starts)
     while pending:
         node = pending.pop()
         if node in seen:

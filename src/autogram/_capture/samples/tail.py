@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Layout, Limit, Region
 from autogram._capture.autograd.cotangents import vjps_of_node
-from autogram._capture.autograd.graph import in_dense, is_tap_of, nodes_leading_to
+from autogram._capture.autograd.graph import in_dense, is_tap_of, nodes_from, nodes_leading_to
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.carrying import Edge, moves_nothing
@@ -118,7 +118,7 @@ def uses_in_tail(
     sizes = [prod(of.shape) for node in between for of in node._input_metadata]
     if max(sizes, default=0) <= losses.numel():
         return []
-    behind = _behind(taps)
+    behind = set(nodes_from(taps))
     # Parts of recorded calls, whose cotangents come through taps as well, and custom autograd
     # Functions, which run in passes alone. The other nodes are all that read the other parameters.
     closed = [x for x in readers if x in behind or isinstance(x, BackwardCFunction)]
@@ -151,18 +151,6 @@ def uses_in_tail(
             found.append(TailUse(use, output))
     derived = [prod(of.shape) for of in tracked.values() if of.region is None]
     return [] if losses.numel() * max(derived, default=0) > _LARGEST else found
-
-
-def _behind(taps: Iterable[Any]) -> set[Any]:
-    """The nodes behind some taps."""
-    found: set[Any] = set()
-    pending = list(taps)
-    while pending:
-        for child, _ in pending.pop().next_functions:
-            if child is not None and child not in found:
-                found.add(child)
-                pending.append(child)
-    return found
 
 
 def _product(node: Any, edge: _Edge, reading: Collection[Any]) -> Any:
@@ -236,16 +224,10 @@ def _sources(
     nodes: Iterable[Any], reading: Collection[Any], parameters: Mapping[Tensor, str]
 ) -> dict[Tensor, None]:
     """The parameters that some nodes read, or tensors that are computed from parameters alone."""
-    sources: dict[Tensor, None] = {}
-    pending, seen = list(nodes), set(nodes)
-    while pending:
-        for child, _ in pending.pop().next_functions:
-            if child in reading and child not in seen:
-                seen.add(child)
-                pending.append(child)
-                if getattr(child, "variable", None) in parameters:
-                    sources[child.variable] = None
-    return sources
+    starts = dict.fromkeys(nodes)
+    found = nodes_from(starts, lambda node: node not in reading and node not in starts)
+    leaves = [x for x in found if x in reading and getattr(x, "variable", None) in parameters]
+    return {leaf.variable: None for leaf in leaves}
 
 
 @contextmanager
