@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -47,9 +46,9 @@ class Jacobian:
     ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
     parameters, at least float32. The columns of a parameter that no objective reaches are zero.
 
-    Every method raises :class:`autogram.ChangedTensorError` if a factor was changed in place in the
-    meantime, for instance by a step of the optimizer, and :class:`autogram.MemoryLimitError` if
-    memory ran out, and again with an eighth of the limit.
+    Every method raises :class:`autogram.ChangedTensorError` if a factor that it reads was changed
+    in place in the meantime, for instance by a step of the optimizer, and
+    :class:`autogram.MemoryLimitError` if memory ran out, and again with an eighth of the limit.
 
     Example:
         >>> import torch
@@ -111,7 +110,7 @@ class Jacobian:
     @retried_with_less
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
-        with self._exact():
+        with exact(self.device):
             return self._parts.products(self._parts, self._names, self.dtype)
 
     @retried_with_less
@@ -127,7 +126,7 @@ class Jacobian:
         groups: dict[str, list[Tensor]] = {}
         for parameter, label in labels(by, self._names).items():
             groups.setdefault(label, []).append(parameter)
-        with self._exact():
+        with exact(self.device):
             parts, dtype = self._parts, self.dtype
             return {name: parts.products(parts, group, dtype) for name, group in groups.items()}
 
@@ -161,7 +160,7 @@ class Jacobian:
             Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small
             Cost, 2022, arXiv:2210.00038.
         """
-        with self._exact():
+        with exact(self.device):
             weights = self._parts.weights_of(w, can_be_stack=True)
             found = dict(self._parts.weighted_sums(weights))
             shape, dtype = weights[0].shape[:-2], self.dtype
@@ -201,7 +200,7 @@ class Jacobian:
                 "hook or a custom autograd Function. Such passes are made as often as samples are "
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
-        with self._exact():
+        with exact(self.device):
             sums = self._parts.weighted_sums(self._parts.weights_of(w))
             return {p: torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in sums}
 
@@ -268,7 +267,7 @@ class Jacobian:
         """
         check_jacobian(other)
         check_related(self._names, other._names)
-        with self._exact(), other._exact():
+        with exact(self.device):
             return self._parts.products(other._parts, self._names, self.dtype)
 
     def rows(
@@ -293,7 +292,7 @@ class Jacobian:
         """
         for name in names or ():
             parameter_of(name, self._names)  # raises where there is none
-        with self._exact():
+        with exact(self.device):
             chosen = objectives.cpu() if isinstance(objectives, Tensor) else objectives
             index = torch.arange(self.shape[0], device="cpu")[chosen].flatten()  # or an IndexError
             gradients = {}
@@ -311,18 +310,9 @@ class Jacobian:
         flat = [gradient.reshape(m, p.numel()) for p, gradient in found]
         return torch.cat([x.to(self.device, self.dtype) for x in flat], 1)
 
-    @contextmanager
-    def _exact(self) -> Iterator[None]:
-        """Checks the factors, and disables autocast and gradients inside of the block."""
-        for part in self._parts.each:
-            for columns in part.columns.values():
-                columns.check()
-        with exact(self.device):
-            yield
-
     def _per_objective(self, function: Callable[[Tensor, Columns], Tensor | None]) -> Tensor:
         """The sum over parameters of a number for each objective, ``(m,)``."""
-        with self._exact():
+        with exact(self.device):
             dtype = self.dtype
             found = [part.per_objective(function, dtype) for part in self._parts.each]
             return torch.cat([x.to(self.device) for x in found]) if len(found) > 1 else found[0]
