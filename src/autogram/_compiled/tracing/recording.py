@@ -101,10 +101,6 @@ class TraceRecorder(Recorder):
 
     tapping: TracedTapping
 
-    def __init__(self, tapping: TracedTapping, history: History) -> None:
-        super().__init__(tapping)
-        self._history = history
-
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter itself."""
         return self._statuses.is_parameter(tensor)
@@ -217,7 +213,7 @@ def record(
     recording = Recording(Channel(), {args[i]: str(i) for i in parameters})
     history = History(module, set(batched).__contains__)
     tapping = TracedTapping(recording, history)
-    recorder = TraceRecorder(tapping, history)
+    recorder = TraceRecorder(tapping)
     roots = [args[i] for i in derived]
     recorder.set_statuses(roots, [Tracked.of(x, (x,)) for x in roots])
     recorder.mark([args[i] for i in batched])
