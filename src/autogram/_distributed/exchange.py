@@ -115,7 +115,7 @@ class Exchange:
 
     def _send(self) -> None:
         """Begins to exchange the next bucket, and contracts what has arrived since."""
-        self._pending.append(self.begin(self._buckets.pop()))
+        self._pending.append(self._begin(self._buckets.pop()))
         while len(self._pending) > _UNDER_WAY:
             self._pending.pop(0)()
 
@@ -130,7 +130,7 @@ class Exchange:
 
     # Rows
 
-    def begin(self, bucket: Sequence[Slice]) -> Callable[[], None]:
+    def _begin(self, bucket: Sequence[Slice]) -> Callable[[], None]:
         """Begins to exchange rows, and returns what contracts them when they have arrived."""
         world, share = self._group.size, self._own
         step = -(-sum(part.elements for part in bucket) // world)
@@ -169,9 +169,8 @@ class Exchange:
         """Gives the factors of all ranks to all."""
         needs = [_needs(share, packet) for share in self.shares]
         width = max(size for _, size in needs)
-        own = self._attempt(self._packed, data, packet, width)
-        if own is None:
-            own = torch.zeros(width, dtype=torch.uint8, device=self._device)
+        own = torch.zeros(width, dtype=torch.uint8, device=self._device)
+        self._attempt(self._pack, own, data, packet)
         found = [torch.empty_like(own) for _ in self.shares]
         self._group.gather(own, found).wait()
         self.sent["gathered"] += width * (self._group.size - 1)
@@ -183,9 +182,8 @@ class Exchange:
         """Gives the factors of this rank to half of the others: each pair meets once."""
         world, rank = self._group.size, self._group.rank
         sizes = [_needs(share, packet)[1] for share in self.shares]
-        own = self._attempt(self._packed, data, packet, sizes[rank])
-        if own is None:
-            own = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
+        own = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
+        self._attempt(self._pack, own, data, packet)
         waiting: tuple[int, Tensor] | None = None
         for distance in range(1, world // 2 + 1):
             to, source = (rank + distance) % world, (rank - distance) % world
@@ -203,9 +201,8 @@ class Exchange:
         if waiting is not None:
             self._attempt(self._contract, data, packet, *waiting, 1.0)
 
-    def _packed(self, data: Data, packet: Packet, size: int) -> Tensor:
-        """The factors of this rank, one behind the other."""
-        buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+    def _pack(self, buffer: Tensor, data: Data, packet: Packet) -> None:
+        """Writes the factors of this rank into a buffer, one behind the other."""
         places, _ = _needs(data.share, packet)
         for name in packet.names:
             for piece in data.share.pieces.get(name, ()):
@@ -215,7 +212,6 @@ class Exchange:
                     found = flat(data.tensors[operand.slot], operand, samples)
                     view = buffer[start : start + count * dtype.itemsize].view(dtype)
                     view.copy_(found)
-        return buffer
 
     def _contract(
         self, data: Data, packet: Packet, rank: int, buffer: Tensor, weight: float

@@ -22,7 +22,7 @@ def accumulate(
     weights: Tensor,
     reached: Sequence[str],
     wrappers: Wrappers,
-    shards: Shards | None,
+    shards: Shards,
 ) -> None:
     """Adds the sum over ranks of their Jᵀ w to ``.grad``.
 
@@ -36,7 +36,7 @@ def accumulate(
     """
     parameters = {name: p for p, name in jacobian._names.items()}
     found = _gradients(jacobian, weights)
-    split = {name: p for name in reached if (p := shards[name] if shards else None) is not None}
+    split = {name: p for name in reached if (p := shards[name]) is not None}
     for name, parameter in split.items():
         add_to_grad([(parameter, _scattered(parameter, _gradient(found, name, parameters)))])
     by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]

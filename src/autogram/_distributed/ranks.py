@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autogram._arguments import Weighting, weights_by
-from autogram._capture import Channel, Pass, Shards, exact
+from autogram._capture import Channel, Pass, Session, Shards, exact
+from autogram._containers import Latest
 from autogram._distributed.agreement import Agreement, Chorus
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.group import Given, Group, Link
@@ -33,10 +34,11 @@ class Ranks:
 
     Args:
         given: As for the engine.
+        session: That of the engine, whose modules may have sharded parameters.
 
     Attributes:
         group: The processes.
-        shards: The sharded parameters of the engine's modules, if there are any.
+        shards: The sharded parameters of the engine's modules.
         way: The way of all parameters, or ``None`` for the cheapest of each.
         link: The connection of the ranks, measured once.
         plan: That of the last step.
@@ -46,32 +48,27 @@ class Ranks:
         early: How many buckets of rows have left before the pass of the last step had ended.
     """
 
-    def __init__(self, given: Given) -> None:
-        self.group = Group(given)
+    def __init__(self, given: Given, session: Session) -> None:
+        self.group = Group(given)  # or an error, before there are hooks of shards
+        self.shards = Shards(session.roots, session)
         self.agreement = Agreement(self.group)
         self.chorus = Chorus(self.group, self.agreement)
-        self.shards: Shards | None = None
         self.link: Link | None = None
         self.way: Way | None = None
         self.plan: ExchangePlan | None = None
         self.sent: dict[str, int] = {}
-        self.form: Callable[[Tensor], Any] | None = None
+        self.form: Callable[[Tensor], Any] = lambda own: own
         self.early = 0
         self.repeated = 0
         self._overlap: Overlap | None = None
         self._foresight = Foresight()
         self._shares: Sequence[Share] = ()
-        self._plans: dict[int, tuple[Sequence[Share], ExchangePlan]] = {}
+        self._plans = Latest[tuple[object, ...], ExchangePlan](_MOST)  # by the digests of shares
 
     @property
     def before_pass(self) -> Callable[[], None] | None:
         """Is called before each pass, if passes communicate."""
         return self.chorus.before_pass if self.shards else None
-
-    def check(self, roots: Mapping[str, nn.Module]) -> None:
-        """Refuses modules that were sharded since the engine was made."""
-        if self.shards is not None:
-            self.shards.check(roots)
 
     def gramian(self, compute: Callable[[], Jacobian]) -> Tensor:
         """The Gramian of all ranks' objectives.
@@ -218,13 +215,12 @@ class Ranks:
 
     def _plan_of(self, shares: Sequence[Share], device: torch.device) -> ExchangePlan:
         """The plan for some shares, found once."""
-        found = self._plans.get(id(shares))
-        if found is None or found[0] is not shares:
-            if len(self._plans) > _MOST:
-                self._plans.clear()
+        key = tuple([share.digest for share in shares])
+        found = self._plans.get(key)
+        if found is None:
             self.link = self.link or self.group.measure(device)
-            found = self._plans[id(shares)] = shares, make_plan(shares, self.link, self.way)
-        return found[1]
+            found = self._plans[key] = make_plan(shares, self.link, self.way)
+        return found
 
 
 def together(ranks: Ranks | None, channel: Channel, losses: Losses) -> AbstractContextManager[None]:

@@ -74,11 +74,9 @@ class Hooked:
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
-        self._ranks = None if is_alone else Ranks(distributed)
-        shards = None
-        if self._ranks is not None:
-            shards = self._ranks.shards = Shards(session.roots, session)
-            channel.before_pass = self._ranks.before_pass
+        self._ranks = ranks = None if is_alone else Ranks(distributed, session)
+        channel.before_pass = None if ranks is None else ranks.before_pass
+        shards = None if ranks is None else ranks.shards
         hook_all(session, hooks)
         self._remove = weakref.finalize(self, _take_off, hooks, session, shards)
 
@@ -195,8 +193,7 @@ class Hooked:
                 "its own. Make it with `Engine(model, distributed=True)`, or use the weights as "
                 "they are."
             )
-        own, form = self._ranks.own(weights), self._ranks.form
-        return own if form is None else form(own)
+        return self._ranks.form(self._ranks.own(weights))
 
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
@@ -221,7 +218,7 @@ class Hooked:
             )
         losses = as_one_tensor(losses, self._batch_dim, self._channel.told)
         if self._ranks is not None:
-            self._ranks.check(self._session.roots)
+            self._ranks.shards.check(self._session.roots)
             if not (losses.numel() or losses.requires_grad):
                 losses = losses.detach().requires_grad_()  # a rank without objectives
         check_losses(losses, self._batch_dim, self._channel.told)
