@@ -100,6 +100,11 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
     return in_form(found, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value
 
 
+def shapes_of(losses: Losses) -> Any:
+    """Tensors without data, in the form of the losses: all that the form of weights needs."""
+    return in_form([torch.empty(x.shape, device="meta") for x in parts_of(losses)], losses)
+
+
 def in_form(found: list[Tensor], losses: Losses) -> Any:
     """Tensors in the form of the losses: one, a list, or a dict."""
     if isinstance(losses, Tensor):

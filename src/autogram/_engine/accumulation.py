@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
-from autogram._losses import Losses, in_form, parts_of, weights_like
+from autogram._losses import Losses, shapes_of, weights_like
 
 
 class Accumulation:
@@ -50,9 +50,7 @@ class Accumulation:
         with self._step.passing(losses):
             given, losses = losses, self._step.engine._checked(losses)
             self._step.add(losses, retain_graph=retain_graph)
-        # The graph is to go, and shapes are needed alone.
-        shapes = in_form([part.detach() for part in parts_of(given)], given)
-        self._forms.append((shapes, losses.numel()))
+        self._forms.append((shapes_of(given), losses.numel()))
 
     @property
     def gramian(self) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting
@@ -15,7 +14,7 @@ from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._errors import RankError
 from autogram._jacobian import Jacobian
-from autogram._losses import L, Losses, in_form, parts_of, weights_like
+from autogram._losses import L, Losses, parts_of, shapes_of, weights_like
 
 Compute = Callable[[Losses], Jacobian]
 """``engine.jacobian``."""
@@ -88,6 +87,5 @@ def _jacobian(
 
 def _note_form(engine: Hooked, ranks: Ranks, losses: Losses) -> None:
     """Notes how weights get the form of some losses, of which nothing is kept but shapes."""
-    like = in_form([torch.empty(x.shape, device="meta") for x in parts_of(losses)], losses)
-    batch_dim = engine._batch_dim
+    like, batch_dim = shapes_of(losses), engine._batch_dim
     ranks.form = lambda own: weights_like(own, like, batch_dim)

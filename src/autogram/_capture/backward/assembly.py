@@ -132,7 +132,7 @@ class Assembly:
         if run.arena is not None:
             run.arena.restart()
         has_tail = is_by_use and run.survey.leaves_of_tail
-        tail = use_in_tail(run.channel, run.survey) if has_tail else None
+        tail = use_in_tail(run.survey) if has_tail else None
         self._has_arrivals = tail is not None
         if tail is not None:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())

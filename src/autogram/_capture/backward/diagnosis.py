@@ -29,7 +29,7 @@ _MOST_NAMED = 8
 
 def confirm(run: Run, check: Check) -> None:
     """Raises if a check shows that the result of a run is wrong."""
-    compared = check.compare(run.channel)
+    compared = check.compare()
     _refuse_non_finite(run.gramian, compared)
     differing = check.differing(compared)
     if not differing:
@@ -73,13 +73,13 @@ def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> No
 def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     """Parameters that differ if the losses are one objective of one sample, without layouts."""
     with torch.enable_grad():
-        total = (check.losses * check.vector).sum()
+        total = (run.survey.losses * check.vector).sum()
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
     of_total = Run(run.channel, run.devices, survey, Objectives(total, None), whole)
     with of_total.showing_tail():
         assemble(of_total)
-    return whole.differing(whole.compare(run.channel))
+    return whole.differing(whole.compare())
 
 
 def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:

@@ -24,7 +24,7 @@ from autogram._errors import (
 Unseen = Literal["rows", "error"]
 
 
-def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
+def use_in_tail(survey: Survey) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap, or ``None``.
 
     Without the parameters that have uses of single nodes there.
@@ -33,7 +33,7 @@ def use_in_tail(channel: Channel, survey: Survey) -> FallbackUse | None:
     than ``forward``, by a gradient that is differentiated again, and by a forward pass from before
     the engine was made.
     """
-    losses = survey.losses
+    losses, channel = survey.losses, survey.channel
     names = channel.parameters(survey.leaves_of_tail)
     known = {p for use, *_ in survey.tail for tracked in use.reads for p in tracked.sources}
     known.update(survey.left_out)

@@ -16,7 +16,6 @@ from torch import Tensor
 from autogram._blocks import Columns
 from autogram._capture.autograd.graph import dtypes_of, kind_of_node, use_of
 from autogram._capture.autograd.passes import Pass
-from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
@@ -65,18 +64,17 @@ class Check:
         vector: u, of the shape of the objectives.
 
     Attributes:
+        survey: The same object.
+        vector: The same object.
         comparisons: Both sides for each parameter, as far as they are known.
-        epsilon: The precision of the coarsest dtype between the losses and the parameters.
     """
 
     def __init__(self, survey: Survey, vector: Tensor) -> None:
-        self.losses = survey.losses
+        self.survey = survey
         self.vector = vector
         self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
-        dtypes = dtypes_of(survey.losses, survey.nodes)
-        self._is_tf32 = survey.losses.is_cuda and _may_be_tf32(survey.nodes)
-        self.epsilon = max(_epsilon(dtype, is_tf32=self._is_tf32) for dtype in dtypes)
-        self._leaves, self._left_out = survey.leaves, survey.left_out
+        # Between the losses and the parameters, as far as they are known.
+        self._dtypes = dtypes_of(survey.losses, survey.nodes)
         self._by_sample = vector
 
     def restart(self, objectives: Objectives) -> None:
@@ -86,8 +84,7 @@ class Check:
 
     def see_use(self, use: Use, cotangent: Tensor) -> None:
         """Notes which calls a parameter is used in, and their precision."""
-        for dtype in {cotangent.dtype, *use.recording.dtypes}:
-            self.epsilon = max(self.epsilon, _epsilon(dtype, is_tf32=self._is_tf32))
+        self._dtypes |= {cotangent.dtype, *use.recording.dtypes}
         for tracked in use.reads:
             for parameter in tracked.sources:
                 self.comparisons[parameter].uses[use.function] = use
@@ -119,22 +116,23 @@ class Check:
         comparison.scale += scale
         return part
 
-    def compare(self, channel: Channel) -> list[Comparison]:
+    def compare(self) -> list[Comparison]:
         """Makes the ordinary backward pass. Returns a comparison for each trainable parameter."""
-        names = channel.parameters(self.comparisons)
-        parameters = [p for p in names if p.requires_grad and p not in self._left_out]
+        survey = self.survey
+        names = survey.channel.parameters(self.comparisons)
+        parameters = [p for p in names if p.requires_grad and p not in survey.left_out]
         # Also of leaves that are not the engine's: a pass inside of this one may add to these.
-        others = [x for x in self._leaves if x not in names or x in self._left_out]
+        others = [x for x in survey.leaves if x not in names or x in survey.left_out]
         others = [x for x in others if x.requires_grad]  # not frozen since
         leaves = parameters + others
         with without_hooks(leaves):
-            gradients = Pass(channel).differentiate(self.losses, leaves, self.vector)
+            gradients = Pass(survey.channel).differentiate(survey.losses, leaves, self.vector)
         compared = []
         for parameter, gradient in zip(parameters, gradients, strict=False):
             comparison = self.comparisons[parameter]
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
-                self.epsilon = max(self.epsilon, _epsilon(parameter.dtype, is_tf32=self._is_tf32))
+                self._dtypes.add(parameter.dtype)
                 comparison.gradient = _squared_norm(gradient)
             compared.append(comparison)
         return compared
@@ -148,10 +146,12 @@ class Check:
         square is ε² of theirs; the size of these parts is taken from the network's whole gradient.
         Where gradients vanish, each product in the Gramian may be below the smallest number.
         """
-        t = sqrt(self.epsilon)
+        losses = self.survey.losses
+        is_tf32 = losses.is_cuda and _may_be_tf32(self.survey.nodes)
+        t = sqrt(max(_epsilon(dtype, is_tf32=is_tf32) for dtype in self._dtypes))
         total = sum(max(c.scale, c.gradient) for c in compared)
-        dtype = torch.promote_types(self.losses.dtype, torch.float32)
-        lost = torch.finfo(dtype).tiny * self.losses.numel() ** 2
+        dtype = torch.promote_types(losses.dtype, torch.float32)
+        lost = torch.finfo(dtype).tiny * losses.numel() ** 2
         return [
             c
             for c in compared
