@@ -99,7 +99,7 @@ class Backward:
         part: Part,
         graph: fx.GraphModule,
         compile: Compile,
-        decompositions: Callable[[], Mapping[Any, Any]] = dict,
+        decompositions: Callable[[], Mapping[Any, Any]],
     ) -> None:
         self._boxed_call = True  # AOTAutograd reads this: it gives a list, which may be emptied
         self._part, self._graph, self._compile = part, graph, compile

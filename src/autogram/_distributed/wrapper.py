@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from autogram._capture import Channel, leaves_behind, wrapper_now, wrappers_of
 from autogram._distributed.group import Group
-from autogram._errors import UnsupportedError
+from autogram._errors import UnsupportedError, listed
 
 
 class Wrappers:
@@ -131,13 +131,13 @@ class Wrappers:
         self._outside.update(map(id, outside))
         are_learning = any(map(_learns, self._seen))  # a static graph, from the next pass
         found = [
-            tuple(x.shape)
+            str(tuple(x.shape))
             for x in outside
             if isinstance(x, nn.Parameter) and (are_learning or not self.has(x))
         ]
         if found:
             raise UnsupportedError(
-                f"The losses depend on parameters of the shapes {found[:4]} that are not the "
+                f"The losses depend on parameters of the shapes {listed(found)} that are not the "
                 "engine's, so that nobody would add up their gradients over the ranks. Give their "
                 "modules to `Engine` as well; or make two passes: "
                 "`losses.backward(engine.weights(losses, weighting))`."

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from autogram._errors import HookError
+from autogram._errors import HookError, listed
 from autogram.hooks.handle import Handle, HookKind
 from autogram.hooks.selection import Modules, Where, check_function, check_kind, name_of, select
 
@@ -193,9 +193,9 @@ class HookManager:
         for handle in self:
             if handle.id == id:
                 return handle
-        some = ", ".join(f"`{known}`" for known in [*self._handles][:8])
-        known = f"There are {some}" if some else "None is registered"
-        raise HookError(f"There is no hook `{id}`. {known}. Pass the `id` of a handle.")
+        known = [f"`{known}`" for known in self._handles]
+        some = f"There are {listed(known)}" if known else "None is registered"
+        raise HookError(f"There is no hook `{id}`. {some}. Pass the `id` of a handle.")
 
     def __iter__(self) -> Iterator[Handle]:
         for handle in [*self._handles.values()]:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from autogram._errors import HookError, InvalidModulesError
+from autogram._errors import HookError, InvalidModulesError, listed
 from autogram.hooks.backward import Gates
 from autogram.hooks.handle import HookKind
 
@@ -65,7 +65,7 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
 def _names_in(modules: Any) -> str:
     """Some names of modules, for a message."""
     names = [f"`{name}`" for name, _ in modules.named_modules() if name]
-    return " There are " + ", ".join(names[:8]) + ", ..." * (len(names) > 8) + "." if names else ""
+    return f" There are {listed(names)}." if names else ""
 
 
 def _fits(where: Where, name: str, module: nn.Module) -> bool:

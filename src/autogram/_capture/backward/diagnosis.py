@@ -86,17 +86,16 @@ def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
     """Raises where a value is infinite or not a number, so that nothing can be verified."""
     finite = torch.isfinite(gramian.diagonal())
     if not finite.all():
-        bad = (~finite).nonzero().flatten().tolist()
-        numbers = ", ".join(map(str, bad[:_MOST_NAMED])) + ", ..." * (len(bad) > _MOST_NAMED)
+        bad = [str(i) for i in (~finite).nonzero().flatten().tolist()]
         extent = (
             "Only their rows and columns of the Gramian are concerned."
             if torch.isfinite(gramian[finite][:, finite]).all()
             else "Other entries of the Gramian are not finite either."
         )
         raise NonFiniteError(
-            f"The Gramian cannot be verified: the gradients of the objectives {numbers} (in the "
-            f"row-major order of the losses) are infinite or not a number. {extent} Look for a "
-            "division by zero or an overflow in these samples; "
+            "The Gramian cannot be verified: the gradients of the objectives "
+            f"{listed(bad)} (in the row-major order of the losses) are infinite or not a number. "
+            f"{extent} Look for a division by zero or an overflow in these samples; "
             "`torch.autograd.detect_anomaly()` finds it."
         )
     names = [f"`{c.name}`" for c in compared if not isfinite(c.gramian + c.gradient)]
