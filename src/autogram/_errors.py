@@ -28,7 +28,7 @@ class InvalidBatchDimError(AutogramError, IndexError):
 
 
 class InvalidOptionError(AutogramError, ValueError):
-    """An argument of an engine is none of the values that it can have."""
+    """An option has a value that it cannot have."""
 
 
 class NotConnectedError(AutogramError, ValueError):
@@ -40,11 +40,11 @@ class MixedSamplesError(AutogramError, ValueError):
 
 
 class NonFiniteError(AutogramError, ArithmeticError):
-    """A cotangent in which the samples are searched for is infinite or not a number."""
+    """A cotangent, a gradient or a Gramian from which something follows is not finite."""
 
 
 class InvalidOperandError(AutogramError, ValueError):
-    """A vector, a direction or another Jacobian does not fit a Jacobian."""
+    """A vector, a matrix, a weighting or a Jacobian is none that a method can work with."""
 
 
 class ChangedTensorError(AutogramError, RuntimeError):

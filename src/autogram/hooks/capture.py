@@ -6,7 +6,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +88,12 @@ class Call:
         return value.content
 
 
-class _Value:
+class _Value(NamedTuple):
     """A captured value: nested tensors, their versions, and events that tell of complete copies."""
 
-    def __init__(self, content: Any, events: list[torch.cuda.Event]) -> None:
-        self.content = content
-        self.events = events
-        self.versions = _versions(content)
+    content: Any
+    versions: list[int]
+    events: list[torch.cuda.Event]
 
 
 def _versions(value: Any) -> list[int]:
@@ -162,7 +162,9 @@ def capture(
     if limit is not None and limit < 1:
         raise HookError(f"`limit` is {limit}. Pass how many calls to keep, at least 1, or `None`.")
     modules = select(model, (lambda _name, _module: True) if where is None else where)
-    captured = _Captured(modules, _Take(detach=detach, copy=copy, device=device), limit, keep)
+    to = None if device is None else torch.device(device)
+    take = partial(_taken, detach=detach, copy=copy, device=to)
+    captured = _Captured(modules, take, limit, keep)
     captured.inputs, captured.outputs, captured.gradients = inputs, outputs, gradients
     with HookManager() as manager:
         gates = Gates(captured.begin, has_gradients=gradients)
@@ -173,32 +175,25 @@ def capture(
             captured.close()
 
 
-class _Take:
-    """How to keep a value."""
+def _taken(value: Any, *, detach: bool, copy: bool, device: torch.device | None) -> _Value:
+    """What is kept of a value of the network."""
+    events: list[torch.cuda.Event] = []
 
-    def __init__(self, *, detach: bool, copy: bool, device: torch.device | str | None) -> None:
-        self._detach = detach
-        self._copy = copy
-        self._device = None if device is None else torch.device(device)
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensor = leaf.detach() if detach else leaf
+        if device is None or tensor.device.type == device.type:
+            return tensor.clone() if copy else tensor
+        if not tensor.is_cuda or device.type != "cpu":
+            return tensor.to(device)
+        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        pinned = pinned.copy_(tensor, non_blocking=True)
+        events.append(torch.cuda.current_stream(tensor.device).record_event())
+        return pinned
 
-    def __call__(self, value: Any) -> _Value:
-        """The value that is kept for a value of the network."""
-        events: list[torch.cuda.Event] = []
-
-        def take(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            tensor = leaf.detach() if self._detach else leaf
-            if self._device is None or tensor.device.type == self._device.type:
-                return tensor.clone() if self._copy else tensor
-            if not tensor.is_cuda or self._device.type != "cpu":
-                return tensor.to(self._device)
-            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            pinned = pinned.copy_(tensor, non_blocking=True)
-            events.append(torch.cuda.current_stream(tensor.device).record_event())
-            return pinned
-
-        return _Value(map_leaves(value, take), events)
+    content = map_leaves(value, take)
+    return _Value(content, _versions(content), events)
 
 
 class _Captured:
@@ -207,7 +202,7 @@ class _Captured:
     def __init__(
         self,
         modules: dict[str, nn.Module],
-        take: _Take,
+        take: Callable[[Any], _Value],
         limit: int | None,
         keep: KeepFunction | None,
     ) -> None:

@@ -115,7 +115,7 @@ class Session(threading.local):
         self._checkpoints = checkpoints
         # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
         self._modules = modules
-        self._roots = {id(root()) for root in modules}
+        self._root_ids = {id(root()) for root in modules}
         self._recorder: Recorder | None = None
         self._depth = 0
         _SESSIONS.add(self)
@@ -210,7 +210,7 @@ class Session(threading.local):
         A keyboard interrupt may strike between the hooks of a module and its forward. The next pass
         enters one of the engine's modules, or the module that was left.
         """
-        if module is not self._outermost and id(module) not in self._roots:
+        if module is not self._outermost and id(module) not in self._root_ids:
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
