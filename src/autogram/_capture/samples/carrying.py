@@ -185,10 +185,9 @@ _KNOWN: list[tuple[Carries, str]] = [
     (
         _all,
         """
-        View UnsafeView ReshapeAlias Reshape Transpose T Permute Squeeze Unsqueeze Select Slice
+        View UnsafeView ReshapeAlias Transpose T Permute Squeeze Unsqueeze Select Slice
         Alias Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Stack ToCopy Diagonal
-        ConstantPadNd ViewAsComplex PixelShuffle PixelUnshuffle
-        ChannelShuffle Tril Triu Real Imag Conj
+        ConstantPadNd ViewAsComplex PixelShuffle PixelUnshuffle ChannelShuffle Tril Triu Conj
         Sum Mean Max Min Median Nanmedian Amax Amin Aminmax Norm LinalgVectorNorm Var Std VarMean
         StdMean Logsumexp Prod Kthvalue Mode
         NllLoss NllLoss2D CtcLoss MultiMarginLoss MultilabelMarginLoss
@@ -197,7 +196,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     (
         _aligned,  # element-wise operations that have no tag of PyTorch's, and broadcasts
         """
-        Expand Repeat Copy CopyBackwards Fill NativeDropout FusedDropout PreluKernel RreluWithNoise
+        Expand Repeat CopyBackwards Fill NativeDropout FusedDropout PreluKernel RreluWithNoise
         LogSigmoid Hardswish MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy
         BinaryCrossEntropyWithLogits SoftMarginLoss
         """,

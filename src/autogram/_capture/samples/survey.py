@@ -27,7 +27,7 @@ from autogram._errors import UnsupportedError, listed
 
 _LEAF = "AccumulateGrad"
 _SLICES = "CopySlices"
-_VIEWS = ("View", "UnsafeView", "Reshape", "ReshapeAlias")
+_VIEWS = ("View", "UnsafeView", "ReshapeAlias")
 # The nodes that one node leads to, each with the number of one of its results.
 _Edges = tuple[tuple[Any, int], ...]
 
