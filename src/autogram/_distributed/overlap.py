@@ -75,9 +75,8 @@ class Overlap:
 
     def begin(self, key: Hashable, device: torch.device) -> None:
         """Asks the other ranks what they foresee, before the pass."""
-        if self._has_begun:  # a second attempt, with less memory
-            self._passes += 1
-            return
+        if self._has_begun:
+            return  # a second attempt, with less memory
         self.key = self._kind, key
         self._ask(self._foresight.of(self.key), None, device)
 

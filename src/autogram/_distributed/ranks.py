@@ -101,7 +101,7 @@ class Ranks:
             RankError: A rank has failed, or the ranks have different parameters or scales.
         """
         exchange, gramian = self._exchanged(compute)
-        error, weights = exchange.failure, torch.empty_like(gramian[:, :0].sum(1))
+        error, weights = exchange.failure, gramian.new_empty(len(gramian))
         number = 0.0
         if error is None:
             try:
