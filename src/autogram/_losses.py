@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._capture import BatchDim
+from autogram._capture import BatchDim, Objectives
 from autogram._errors import InvalidLossesError, InvalidOperandError
 
 Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -90,11 +90,7 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
             "losses that it was computed from."
         )
     if isinstance(losses, Tensor):
-        samples = 1 if batch_dim is None else losses.shape[batch_dim]
-        places = torch.arange(m, device=gramian.device).view(losses.shape)
-        if batch_dim is not None:
-            places = places.movedim(batch_dim, -1)
-        places = places.reshape(-1, samples)  # (k, b)
+        places = Objectives(losses, batch_dim).numbers(device=gramian.device)  # (k, b)
         return gramian[places.unsqueeze(2), places.unsqueeze(1)]
     found = [gramian[place][:, place] for place in _places(parts, batch_dim)]
     return in_form(found, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value

@@ -88,13 +88,8 @@ class Share:
     @cached_property
     def places(self) -> tuple[Tensor, ...]:
         """For each part, which of the rank's objectives are those by ``(k, b)``, flattened."""
-        found = []
-        for of, start in zip(self.shapes, self.starts, strict=False):
-            objectives = _objectives(*of)
-            count = objectives.losses.numel()
-            numbers = torch.arange(start, start + count, device="cpu")
-            found.append(objectives.by_sample(numbers.view(objectives.losses.shape)).flatten())
-        return tuple(found)
+        pairs = zip(self.shapes, self.starts, strict=False)
+        return tuple([_objectives(*of).numbers(start).flatten() for of, start in pairs])
 
 
 def _objectives(shape: tuple[int, ...], batch_dim: int | None) -> Objectives:

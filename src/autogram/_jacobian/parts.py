@@ -111,12 +111,8 @@ class MergedParts:
 
     def numbers(self) -> Tensor:
         """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
-        found = []
-        for part, start in zip(self._parts, self._starts, strict=True):
-            numbers = torch.arange(start, start + part.m, device="cpu")
-            shape = part.objectives.losses.shape
-            found.append(part.objectives.by_sample(numbers.view(shape)))
-        return torch.cat(found, 1).flatten()
+        pairs = zip(self._parts, self._starts, strict=True)
+        return torch.cat([part.objectives.numbers(start) for part, start in pairs], 1).flatten()
 
     def add_products(self, total: Tensor, other: MergedParts, parameters: Iterable[Tensor]) -> None:
         """Adds inner products with the rows of a group, or with its own, to ``(K B, K' B')``."""

@@ -116,14 +116,9 @@ def many_vjps(
         found = Pass(channel, is_blocked=True).differentiate(output, edges, cotangent)
         return {i: in_dense(x) for i, x in enumerate(found) if x is not None}
 
-    products = None
-    if channel.is_batchable and len(cotangents) > 1:
-        ends = {edge.node for edge in edges}
-        nodes = nodes_behind(output, lambda node: node in ends or is_tap_of(channel, node))
-        products = _together(vjp, cotangents, nodes)
-    if products is None:
-        products = _one_by_one(vjp, cotangents)
-    return [products.get(i) for i in range(len(inputs))]
+    ends = {edge.node for edge in edges}
+    nodes = nodes_behind(output, lambda node: node in ends or is_tap_of(channel, node))
+    return _products(channel, vjp, cotangents, nodes, len(inputs))
 
 
 def vjps_of_node(
@@ -159,18 +154,29 @@ def vjps_of_node(
         return totals
 
     places = {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)}
-    products = None
     with torch.no_grad():
-        if channel.is_batchable and len(cotangents) > 1:
-            products = _together(vjp, cotangents, [node])
-        if products is None:
-            products = _one_by_one(vjp, cotangents)
-    return [products.get(i) for i in range(len(inputs))]
+        return _products(channel, vjp, cotangents, [node], len(inputs))
 
 
 def is_batchable(nodes: Iterable[Any]) -> bool:
     """Whether several cotangents may go through all of these nodes of a graph together."""
     return not any(_UNBATCHED.get(type(node).__name__, lambda _: False)(node) for node in nodes)
+
+
+def _products(
+    channel: Channel,
+    vjp: Callable[[Tensor], dict[int, Tensor]],
+    cotangents: Tensor,
+    nodes: Iterable[Any],
+    count: int,
+) -> list[Tensor | None]:
+    """Products of all cotangents with each input, by one pass where that is possible."""
+    found = None
+    if channel.is_batchable and len(cotangents) > 1:
+        found = _together(vjp, cotangents, nodes)
+    if found is None:
+        found = _one_by_one(vjp, cotangents)
+    return [found.get(i) for i in range(count)]
 
 
 def _together(

@@ -80,6 +80,11 @@ class Objectives:
             values = values.movedim(len(stack) + self.batch_dim % self.losses.dim(), -1)
         return values.reshape(*stack, self.per_sample, self.samples)
 
+    def numbers(self, start: int = 0, device: torch.device | str = "cpu") -> Tensor:
+        """Numbers of the objectives, ``(k, b)``, from ``start`` on in row-major order."""
+        numbers = torch.arange(start, start + self.losses.numel(), device=device)
+        return self.by_sample(numbers.view(self.losses.shape))
+
     def in_order(self, values: Tensor, *dims: int) -> Tensor:
         """Values that come in the order ``(k, b)``, in the row-major order of the losses.
 
