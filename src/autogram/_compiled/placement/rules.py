@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from autogram._compiled.tracing.operator import SHOW
 
 aten = torch.ops.aten
 
+# Is given the place in the first argument, too.
+FirstRule = Callable[[OperatorCall, Folded], Places]
+
 
 def _pointwise(call: OperatorCall) -> Place:
     shape = call.shape
@@ -36,20 +40,16 @@ def _pointwise(call: OperatorCall) -> Place:
     return common(found)
 
 
-def _reshape(call: OperatorCall) -> Place:
-    place = call.only_first()
-    return UNKNOWN if place is None else reshaped(place, call.shape_of(call.first), call.shape)
+def _reshape(call: OperatorCall, place: Folded) -> Place:
+    return reshaped(place, call.shape_of(call.first), call.shape)
 
 
-def _same(call: OperatorCall) -> Place:
-    place = call.only_first()
-    return UNKNOWN if place is None else place
+def _same(call: OperatorCall, place: Folded) -> Place:
+    del call
+    return place
 
 
-def _permute(call: OperatorCall) -> Place:
-    place = call.only_first()
-    if place is None:
-        return UNKNOWN
+def _permute(call: OperatorCall, place: Folded) -> Place:
     rank = len(call.shape)
     order = list(range(rank))
     packet = call.node.target.overloadpacket  # type: ignore[union-attr]  # an operator
@@ -65,10 +65,9 @@ def _permute(call: OperatorCall) -> Place:
     return moved(place, order.index(place.dim))
 
 
-def _flip(call: OperatorCall) -> Place:
-    place = call.only_first()
+def _flip(call: OperatorCall, place: Folded) -> Place:
     dims = [d % len(call.shape) for d in call.argument(1, "dims")]
-    return UNKNOWN if place is None or place.dim in dims else place
+    return UNKNOWN if place.dim in dims else place
 
 
 def _constant(call: OperatorCall) -> Place:
@@ -77,9 +76,9 @@ def _constant(call: OperatorCall) -> Place:
     return None
 
 
-def _sum(call: OperatorCall) -> Place:
-    place, dims = call.only_first(), call.argument(1, "dim")
-    if place is None or not isinstance(dims, (list, tuple)) or not dims:
+def _sum(call: OperatorCall, place: Folded) -> Place:
+    dims = call.argument(1, "dim")
+    if not isinstance(dims, (list, tuple)) or not dims:
         return UNKNOWN
     rank = len(call.shape_of(call.first))
     gone = {d % rank for d in dims}
@@ -119,32 +118,27 @@ def _stack(call: OperatorCall) -> Place:
     return moved(place, place.dim + (dim <= place.dim)) if isinstance(place, Folded) else UNKNOWN
 
 
-def _along(position: int, *, drops: int = 0, is_slice: bool = False) -> PlacementRule:
-    """For what mixes or selects along one dimension, which may go (1) or come (-1) with it."""
+def _along(position: int, *, drops: bool = False, is_slice: bool = False) -> FirstRule:
+    """For what mixes or selects along one dimension, which may go with it."""
 
-    def rule(call: OperatorCall) -> Place:
-        place = call.only_first()
-        if place is None:
-            return UNKNOWN
-        rank = len(call.shape) if drops < 0 else len(call.shape_of(call.first))
-        dim = call.argument(position, "dim", 0) % rank
-        if drops < 0:
-            return moved(place, place.dim + (dim <= place.dim))
+    def rule(call: OperatorCall, place: Folded) -> Place:
+        shape = call.shape_of(call.first)
+        dim = call.argument(position, "dim", 0) % len(shape)
         if place.dim == dim:  # a slice may be the whole
-            same = is_slice and call.shape == call.shape_of(call.first)
-            return place if same else UNKNOWN
-        new = moved(place, place.dim - drops * (dim < place.dim))
-        is_whole = call.shape[new.dim] == call.shape_of(call.first)[place.dim]
-        return new if is_whole else UNKNOWN
+            return place if is_slice and call.shape == shape else UNKNOWN
+        new = moved(place, place.dim - (drops and dim < place.dim))
+        return new if call.shape[new.dim] == shape[place.dim] else UNKNOWN
 
     return rule
 
 
-def _several(call: OperatorCall) -> Places:
+def _select_backward(call: OperatorCall, place: Folded) -> Place:
+    dim = call.argument(2, "dim", 0) % len(call.shape)
+    return moved(place, place.dim + (dim <= place.dim))
+
+
+def _several(call: OperatorCall, place: Folded) -> Place:
     """For what splits a tensor along one dimension."""
-    place = call.only_first()
-    if place is None:
-        return UNKNOWN
     is_unbind = call.node.target.overloadpacket is aten.unbind  # type: ignore[union-attr]  # an operator
     position = 1 if is_unbind else 2
     dim = call.argument(position, "dim", 0) % len(call.shape_of(call.first))
@@ -153,10 +147,8 @@ def _several(call: OperatorCall) -> Places:
     return moved(place, place.dim - (is_unbind and dim < place.dim))
 
 
-def _pad(call: OperatorCall) -> Place:
-    place, pad = call.only_first(), call.argument(1, "pad")
-    if place is None:
-        return UNKNOWN
+def _pad(call: OperatorCall, place: Folded) -> Place:
+    pad = call.argument(1, "pad")
     from_last = len(call.shape) - 1 - place.dim
     own = pad[2 * from_last : 2 * from_last + 2]
     return UNKNOWN if any(own) else place
@@ -188,49 +180,47 @@ def _scattered_part(*, keeps_dim: bool) -> PlacementRule:
     return rule
 
 
-def _leading(last: int) -> PlacementRule:
+def _leading(last: int) -> FirstRule:
     """For what keeps all dimensions but some of the last, as pooling does."""
-
-    def rule(call: OperatorCall) -> Place:
-        place = call.only_first()
-        shape = call.shape
-        is_kept = place is not None and place.dim < len(shape) - last
-        return place if is_kept and place is not None else UNKNOWN
-
-    return rule
+    return lambda call, place: place if place.dim < len(call.shape) - last else UNKNOWN
 
 
-def _of_batch(call: OperatorCall) -> Places:
+def _of_batch(call: OperatorCall, place: Folded) -> Places:
     """For layers over the first dimension: the gradient of the input, and those of parameters."""
-    place = call.only_first()
-    kept = place if place is not None and place.dim == 0 else UNKNOWN
-    return (kept, UNKNOWN, UNKNOWN)
+    del call
+    return (place if place.dim == 0 else UNKNOWN, UNKNOWN, UNKNOWN)
 
 
-def _layer_norm(call: OperatorCall) -> Places:
-    place = call.only_first()
+def _layer_norm(call: OperatorCall, place: Folded) -> Places:
     free = len(call.shape_of(call.first)) - len(call.argument(2, "normalized_shape"))
-    kept = place if place is not None and place.dim < free else UNKNOWN
-    return (kept, UNKNOWN, UNKNOWN)
+    return (place if place.dim < free else UNKNOWN, UNKNOWN, UNKNOWN)
 
 
-def _batch_norm(call: OperatorCall) -> Places:
-    place = None if call.argument(7, "train", True) else call.only_first()
-    return (UNKNOWN if place is None else place, UNKNOWN, UNKNOWN)
+def _batch_norm(call: OperatorCall, place: Folded) -> Places:
+    return (UNKNOWN if call.argument(7, "train", True) else place, UNKNOWN, UNKNOWN)
 
 
-def _attention(call: OperatorCall) -> Places:
-    place = call.only_first()
-    kept = place if place is not None and place.dim < 2 else UNKNOWN
+def _attention(call: OperatorCall, place: Folded) -> Places:
+    del call
+    kept = place if place.dim < 2 else UNKNOWN
     return (kept, kept, kept, UNKNOWN)
 
 
-def _nll(call: OperatorCall) -> Place:
+def _nll(call: OperatorCall, place: Folded) -> Place:
     """The classes are the second dimension, unless there is one sample alone."""
-    place = call.only_first()
-    if place is None or call.argument(4, "reduction", 1) != 0 or len(call.shape) < 2:
+    if call.argument(4, "reduction", 1) != 0 or len(call.shape) < 2:
         return UNKNOWN
     return moved(place, place.dim + (place.dim > 0))
+
+
+def _of_first(rule: FirstRule) -> PlacementRule:
+    """A rule that is asked where the first argument is a cotangent, and no other one is."""
+
+    def of(call: OperatorCall) -> Places:
+        place = call.only_first()
+        return UNKNOWN if place is None else rule(call, place)
+
+    return of
 
 
 def _named(names: str) -> list[Any]:
@@ -238,27 +228,20 @@ def _named(names: str) -> list[Any]:
     return [found for name in names.split() if (found := getattr(aten, name, None)) is not None]
 
 
-_TABLE: list[tuple[PlacementRule, str]] = [
-    (_reshape, "view reshape _unsafe_view unsqueeze squeeze flatten unflatten _reshape_alias"),
-    (_same, "clone alias detach _to_copy contiguous lift_fresh_copy"),
+# Those that keep places if the first argument is a cotangent, and no other one is.
+_OF_FIRST: list[tuple[FirstRule, str]] = [
+    (_reshape, "view _unsafe_view unsqueeze squeeze _reshape_alias"),
+    (_same, "clone alias detach _to_copy lift_fresh_copy"),
     (_permute, "permute transpose t"),
     (_flip, "flip"),
-    (_constant, "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like"),
     (_sum, "sum mean"),
-    (_matrices, "mm bmm"),
-    (_cat, "cat"),
-    (_stack, "stack"),
-    (_along(1, is_slice=True), "slice narrow"),
+    (_along(1, is_slice=True), "slice"),
     (_along(1), "cumsum index_select gather"),
-    (_along(1, drops=1), "select"),
-    (_along(2, drops=-1), "select_backward"),
+    (_along(1, drops=True), "select"),
+    (_select_backward, "select_backward"),
     (_along(2, is_slice=True), "slice_backward"),
     (_several, "split split_with_sizes unbind"),
     (_pad, "constant_pad_nd"),
-    (_scatter, "scatter scatter_add"),
-    (_scattered_part(keeps_dim=True), "slice_scatter"),
-    (_scattered_part(keeps_dim=False), "select_scatter"),
-    (_pointwise, "native_dropout_backward where copy expand"),
     (
         _leading(2),
         "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
@@ -277,11 +260,22 @@ _TABLE: list[tuple[PlacementRule, str]] = [
     ),
     (_nll, "nll_loss_backward nll_loss2d_backward"),
 ]
+_OTHERS: list[tuple[PlacementRule, str]] = [
+    (_constant, "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like"),
+    (_matrices, "mm bmm"),
+    (_cat, "cat"),
+    (_stack, "stack"),
+    (_scatter, "scatter scatter_add"),
+    (_scattered_part(keeps_dim=True), "slice_scatter"),
+    (_scattered_part(keeps_dim=False), "select_scatter"),
+    (_pointwise, "native_dropout_backward where copy expand"),
+]
 _RULES: dict[Any, PlacementRule] = {
-    found: rule for rule, names in _TABLE for found in _named(names)
+    SHOW.overloadpacket: _of_first(_same),
+    torch.ops.prims.convert_element_type: _of_first(_same),
+    **{found: _of_first(rule) for rule, names in _OF_FIRST for found in _named(names)},
+    **{found: rule for rule, names in _OTHERS for found in _named(names)},
 }
-_RULES[SHOW.overloadpacket] = _same
-_RULES[torch.ops.prims.convert_element_type] = _same
 
 
 def rule_of(target: Any) -> PlacementRule | None:
