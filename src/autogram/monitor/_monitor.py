@@ -96,6 +96,11 @@ class ConflictMonitor:
         Raises:
             UnsupportedError: There was no look.
         """
+        if not self._looks:
+            raise UnsupportedError(
+                "The monitor has seen no Gramian. Give it to `engine.backward` as the weighting, "
+                "or call `observe`, first."
+            )
         return self._read(1)[-1]
 
     def history(self) -> list[tuple[int, Numbers]]:
@@ -180,14 +185,7 @@ class ConflictMonitor:
 
     def _read(self, count: int) -> list[Numbers]:
         """The last looks, read from the device at once."""
-        if not self._looks:
-            if count:
-                raise UnsupportedError(
-                    "The monitor has seen no Gramian. Give it to `engine.backward` as the "
-                    "weighting, or call `observe`, first."
-                )
-            return []
         looks = list(self._looks)[len(self._looks) - count :]
         if len({look.device for look in looks}) > 1:
             looks = [look.cpu() for look in looks]
-        return [Numbers(*row) for row in torch.stack(looks).tolist()]
+        return [Numbers(*row) for row in torch.stack(looks).tolist()] if looks else []
