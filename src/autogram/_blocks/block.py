@@ -52,7 +52,7 @@ class Adjoint:
             shape[self.dim + 1] = weights.shape[1]
         weighted = kernels.weighed(self.cotangent, weights.view(shape))
         total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
-        saved = [x.to(total.dtype) if x.is_floating_point() else x for x in self.saved]
+        saved = [x.to(total.dtype) for x in self.saved]
         gradient = self.function(total, *saved).to(weights.dtype)
         return _permuted(gradient, self.labels, parameter)
 

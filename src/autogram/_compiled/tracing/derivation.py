@@ -7,7 +7,7 @@ graph of its own, which comes from running that part again, outside of the regio
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -48,14 +48,14 @@ class History:
 
     Args:
         module: The graph.
-        is_batched: Whether an input, by its position, depends on the samples.
+        batched: The positions of the inputs that depend on the samples.
     """
 
-    def __init__(self, module: fx.GraphModule, is_batched: Callable[[int], bool]) -> None:
+    def __init__(self, module: fx.GraphModule, batched: Collection[int]) -> None:
         self._module = module
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._positions = {node: position for position, node in enumerate(inputs)}
-        self._is_batched = is_batched
+        self._batched = batched
         self._nodes: dict[int, tuple[fx.Node, weakref.ref[Tensor]]] = {}
         self._autocast: dict[fx.Node, _Autocast] = {}
         self._constant: set[fx.Node] = set()
@@ -128,7 +128,7 @@ class History:
     def _is_repeatable(self, node: fx.Node) -> bool:
         """Whether a node gives the same again, whatever the samples are."""
         if node in self._positions:
-            return not self._is_batched(self._positions[node])
+            return self._positions[node] not in self._batched
         return node not in self._unrepeatable
 
 

@@ -211,7 +211,7 @@ def record(
         batched: The positions of those that depend on the samples.
     """
     recording = Recording(Channel(), {args[i]: str(i) for i in parameters})
-    history = History(module, set(batched).__contains__)
+    history = History(module, batched)
     tapping = TracedTapping(recording, history)
     recorder = TraceRecorder(tapping)
     roots = [args[i] for i in derived]
