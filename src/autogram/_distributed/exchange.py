@@ -158,8 +158,8 @@ class Exchange:
         for part in bucket:
             for number, columns in self._columns.get(part.name, ()):
                 rows = columns.slice(part.start, part.stop).flatten(0, 1)
-                places = share.places[number].to(self._device)
-                local[places, at : at + part.elements] = rows.to(local)
+                numbers = share.numbers[number].flatten().to(self._device)
+                local[numbers, at : at + part.elements] = rows.to(local)
             at += part.elements
         return local.view(share.m, world, step).transpose(0, 1).reshape(-1)
 
@@ -230,12 +230,11 @@ class Exchange:
         before, start = self.starts[self._group.rank], self.starts[rank]
         for name in packet.names:
             for number, columns in data.columns(name):
-                first = (own.places[number] + before).to(self._device)
+                first = (own.numbers[number].flatten() + before).to(self._device)
                 others = self._arrived(data, packet, name, rank, columns, buffer, places)
                 for part, other in others.items():
                     samples = packet.samples(share.sizes[part][1])
-                    among = share.places[part].view(share.sizes[part])
-                    among = among if samples is None else among[:, samples]
+                    among = share.numbers[part][:, samples]
                     product = columns.cross_gram(other) if among.numel() else None
                     if product is None:
                         continue

@@ -44,10 +44,8 @@ class Packet:
     turn: int = 0
     """Of two opposite ranks in a ring, which one gets the other's factors: by turns."""
 
-    def samples(self, count: int) -> slice | None:
+    def samples(self, count: int) -> slice:
         """The range of samples of a part that has some number of them."""
-        if self.pieces == 1:
-            return None
         step = -(-count // self.pieces)
         return slice(min(count, self.piece * step), min(count, (self.piece + 1) * step))
 
@@ -153,7 +151,7 @@ def _pair(first: Piece, second: Piece) -> float:
 def _bytes(share: Share, name: str) -> int:
     """How many bytes the factors of a parameter have, each tensor once."""
     found = {
-        (operand.slot, operand.sample): cut(operand, None)[1] * operand.dtype.itemsize
+        (operand.slot, operand.sample): cut(operand, slice(None))[1] * operand.dtype.itemsize
         for piece in share.pieces.get(name, ())
         for operand in piece.operands
     }

@@ -86,10 +86,10 @@ class Share:
         return self.starts[-1]
 
     @cached_property
-    def places(self) -> tuple[Tensor, ...]:
-        """For each part, which of the rank's objectives are those by ``(k, b)``, flattened."""
+    def numbers(self) -> tuple[Tensor, ...]:
+        """For each part, the numbers of its objectives among those of the rank, ``(k, b)``."""
         pairs = zip(self.shapes, self.starts, strict=False)
-        return tuple([_objectives(*of).numbers(start).flatten() for of, start in pairs])
+        return tuple([_objectives(*of).numbers(start) for of, start in pairs])
 
 
 def _objectives(shape: tuple[int, ...], batch_dim: int | None) -> Objectives:
@@ -167,10 +167,10 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-def cut(operand: Operand, samples: slice | None) -> tuple[tuple[int, ...], int]:
+def cut(operand: Operand, samples: slice) -> tuple[tuple[int, ...], int]:
     """The shape of an operand with some of the samples, and how many elements are sent for it."""
     shape = list(operand.shape)
-    if samples is not None and operand.sample is not None:
+    if operand.sample is not None:
         start, stop, _ = samples.indices(shape[operand.sample])
         shape[operand.sample] = max(0, stop - start)
     count = prod(shape)
@@ -179,16 +179,16 @@ def cut(operand: Operand, samples: slice | None) -> tuple[tuple[int, ...], int]:
     return tuple(shape), count
 
 
-def flat(tensor: Tensor, operand: Operand, samples: slice | None) -> Tensor:
+def flat(tensor: Tensor, operand: Operand, samples: slice) -> Tensor:
     """The elements of an operand that are sent."""
-    if samples is not None and operand.sample is not None:
+    if operand.sample is not None:
         tensor = tensor[(slice(None),) * operand.sample + (samples,)]
     if operand.strides is not None and tensor.numel():
         return tensor.as_strided((_span(tensor.shape, tensor.stride()),), (1,))
     return tensor.reshape(-1)
 
 
-def shaped(elements: Tensor, operand: Operand, samples: slice | None) -> Tensor:
+def shaped(elements: Tensor, operand: Operand, samples: slice) -> Tensor:
     """An operand from the elements that have arrived."""
     shape, _ = cut(operand, samples)
     strides = operand.strides
