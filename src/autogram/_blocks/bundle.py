@@ -85,7 +85,7 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
 def weighted_sums(
     found: Mapping[Tensor, Columns], weights: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """J^T w of some parameters, as :meth:`Columns.weighted_sum` gives it, in any order.
+    """J^T w of some parameters, in any order, for weights ``(k, b)`` or several, ``(s, k, b)``.
 
     Results own their memory, with strides as autograd would give them.
     """

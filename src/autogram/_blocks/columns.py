@@ -195,23 +195,24 @@ class Columns:
         return _sum(totals)
 
     def weighted_sum(self, weights: Tensor) -> Tensor | None:
-        """J^T w with the parameter's strides, ``(*parameter)``, or ``None`` if nothing was added.
+        """J^T w for weights ``(s, k, b)``, or ``None`` if nothing was added.
 
-        For several weights, ``(s, k, b)`` and not ``(k, b)``, it is ``(s, *parameter)``.
+        It is ``(s, *parameter)``, with the parameter's strides.
         """
         dtype = self.dtype
         if dtype is None:
             return None
         self._prepare()
         weights = weights.to(dtype)
-        stack, kernels = weights if weights.dim() == 3 else weights.unsqueeze(0), self.kernels
-        parts = [(x, weighted_sum(blocks, stack, kernels)) for x, blocks in self._blocks.items()]
+        parts = [
+            (region, weighted_sum(blocks, weights, self.kernels))
+            for region, blocks in self._blocks.items()
+        ]
         parts += [
-            (self._whole, lookup.weighted_sum(stack, self._whole.shape[0]))
+            (self._whole, lookup.weighted_sum(weights, self._whole.shape[0]))
             for lookup in self._lookups
         ]
-        found = from_storage(put(parts, self.parameter), self.parameter)
-        return found if weights.dim() == 3 else found[0]
+        return from_storage(put(parts, self.parameter), self.parameter)
 
     def directional(self, direction: Tensor) -> Tensor | None:
         """J v, ``(k, b)``, for a direction of the parameter's shape, or ``None`` for no columns."""

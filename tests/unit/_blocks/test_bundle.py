@@ -81,8 +81,6 @@ def test_weighted_sums(found: dict[Tensor, Columns], count: int) -> None:
         assert gradient.shape == parameter.shape
         assert gradient.stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter][0])
-        one_by_one = found[parameter].weighted_sum(weights[0])
-        assert_close_to_reference(one_by_one, expected[parameter][0])
 
 
 def test_equal_forms_are_together() -> None:

@@ -98,7 +98,7 @@ class Check:
         u = self._by_sample.to(parameter.device)
         part = None
         if are_kept:
-            gradient, norms = columns.weighted_sum(u), columns.square_norms()
+            gradient, norms = columns.weighted_sum(u.unsqueeze(0)), columns.square_norms()
             if gradient is None or norms is None:
                 return None
             gramian = _squared_norm(gradient)

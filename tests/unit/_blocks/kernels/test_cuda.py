@@ -428,8 +428,8 @@ def test_larger_rows_are_kept_where_that_is_faster(
     assert columns.single is not None
     assert columns.single.is_rows == is_kept
     assert taken == (3 * 700 * 700 if is_kept else 0)
-    weights = torch.rand(1, 3).float()
-    expected = torch.einsum("kb,kbto,bti->oi", weights.double(), *(x.double() for x in factors))
+    weights = torch.rand(1, 1, 3).float()
+    expected = torch.einsum("skb,kbto,bti->soi", weights.double(), *(x.double() for x in factors))
     found = columns.weighted_sum(weights)
     assert found is not None
     assert float((found - expected).norm()) < torch.finfo(half).eps * float(expected.norm())
