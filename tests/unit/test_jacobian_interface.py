@@ -1,6 +1,7 @@
 """What a person meets who calls a Jacobian: shapes, names, errors, memory."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -238,6 +239,36 @@ def test_tensors_that_were_changed(changed: str) -> None:
         (weight if changed == "parameter" else x).mul_(2)
     with pytest.raises(ChangedTensorError, match="was changed in place since"):
         jacobian.gramian()
+
+
+METHODS: dict[str, Callable[[Jacobian], object]] = {
+    "gramian": lambda jacobian: jacobian.gramian(),
+    "block_gramians": lambda jacobian: jacobian.block_gramians(),
+    "row_norms": lambda jacobian: jacobian.row_norms(),
+    "vjp": lambda jacobian: jacobian.vjp(torch.ones(4)),
+    "accumulate_grad": lambda jacobian: jacobian.accumulate_grad(torch.ones(4)),
+    "jvp": lambda jacobian: jacobian.jvp({"2.weight": torch.ones(2, 5)}),
+    "least_squares": lambda jacobian: jacobian.least_squares(torch.ones(4)),
+    "cross_gramian": lambda jacobian: jacobian.cross_gramian(jacobian),
+    "rows": lambda jacobian: jacobian.rows(0),
+    "dense": lambda jacobian: jacobian.dense(),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_check_the_factors_that_they_read(method: str) -> None:
+    model = mlp()
+    hidden: list[Tensor] = []
+    model[2].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    engine = Engine(model)
+    jacobian = engine.jacobian(per_sample(model(batch(4, 3))), keep="factors")
+    expected = jacobian.rows(0, ["0.weight"])
+    with torch.no_grad():
+        hidden[0].mul_(2)
+    with pytest.raises(ChangedTensorError, match="was changed in place since"):
+        METHODS[method](jacobian)
+    assert_close_to_reference(jacobian.rows(0, ["0.weight"])["0.weight"], expected["0.weight"])
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.usefixtures("without_collector")
