@@ -66,6 +66,7 @@ class Part:
         parameters: As given.
         roots: The positions of parameters and derived inputs.
         sources: The tracked tensors of its uses.
+        derived_from: The positions of the inputs that derivations of these take.
         uses: In the order of the forward pass.
         rows: The positions of parameters that get explicit rows, with the calls that have no rule.
         dtypes: Those in which autocast carried out uses.
@@ -88,6 +89,7 @@ class Part:
         self.roots = self.parameters + self._derived
         self._batched = tuple(batched)
         self.sources: tuple[Source, ...] = ()
+        self.derived_from: tuple[int, ...] = ()
         self.uses: tuple[PartUse, ...] = ()
         self.rows: dict[int, list[str]] = {}
         self.dtypes: set[torch.dtype] = set()
@@ -131,6 +133,8 @@ class Part:
 
         self.uses = tuple(_part_use(use, number) for use in tapping.uses)
         self.sources = tuple(sources)
+        ways = [source.derivation for source in sources if source.derivation is not None]
+        self.derived_from = tuple(dict.fromkeys(i for way in ways for i in way.inputs))
         self._widen_rows()
 
     def _widen_rows(self) -> None:
@@ -158,12 +162,6 @@ class Part:
     def _positions(self, use: PartUse) -> Iterable[int]:
         """The positions of the parameters that a use reads."""
         return [position for i in use.reads for position in self.sources[i].inputs]
-
-    @property
-    def derived_from(self) -> list[int]:
-        """The positions of the inputs that derivations of its uses take."""
-        ways = [source.derivation for source in self.sources if source.derivation is not None]
-        return list(dict.fromkeys(i for way in ways for i in way.inputs))
 
     def has_rows(self, source: int) -> bool:
         """Whether a tracked tensor is of parameters that get explicit rows."""
