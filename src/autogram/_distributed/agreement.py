@@ -30,14 +30,12 @@ class Agreement:
 
     Attributes:
         calls: How often the ranks have told one another that all is well, or not.
-        exchanged: How often shapes were exchanged.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._known = Latest[Digests, list[Share]](_MOST)
         self.calls = 0
-        self.exchanged = 0
 
     def shares(self, own: Share | None, error: BaseException | None) -> list[Share]:
         """What each rank has. Shapes that all ranks have seen together are told by a hash.
@@ -52,7 +50,6 @@ class Agreement:
         digests = self._told(error, *(_UNKNOWN if own is None else own.digest))
         found = self._known.get(digests)
         if found is None:
-            self.exchanged += 1
             found = self._group.gather_objects(own)
             _compare(found)
         self._known[digests] = found
@@ -129,8 +126,6 @@ class Chorus:
         self._group = group
         self._agreement = agreement
         self._is_open = False
-        self.passes = 0
-        """How many passes this rank has gone along with."""
 
     def before_pass(self) -> None:
         """Waits until all ranks are ready for a pass.
@@ -158,7 +153,6 @@ class Chorus:
         try:
             yield
             while self._vote(_DONE):
-                self.passes += 1
                 go_along()
         except RankError:
             raise
