@@ -242,7 +242,7 @@ NOT_RIGHT = {
     ),
     "losses": (
         "def make():\n    return Net(), lambda: [1]",
-        "The losses are of type `list`. Return",
+        "The losses have a int at 0. Pass a tensor, or a list or a dict of tensors. Return",
     ),
     "another": (
         "def make():\n    m = Net()\n    return m, sizes(m.last(m.first(x)))",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor, nn
+from torch import nn
 
 from autogram._capture import BatchDim
 from autogram._engine import Engine
-from autogram._errors import AutogramError
-from autogram._losses import Losses
+from autogram._errors import AutogramError, InvalidLossesError
+from autogram._losses import Losses, parts_of
 
 _FORMS = (
     "Return `(model, losses)`, or `(model, function)` with a function that computes losses anew: "
@@ -127,12 +127,10 @@ class Subject:
             UsageError: The user's function returned something else.
         """
         losses = _asked(self._compute) if self._losses is None else self._losses
-        parts = losses.values() if isinstance(losses, Mapping) else losses
-        is_right = isinstance(losses, Tensor) or (
-            isinstance(losses, Mapping | list | tuple) and all(isinstance(x, Tensor) for x in parts)
-        )
-        if not is_right:
-            raise UsageError(f"The losses are of type `{type(losses).__name__}`. {_FORMS}")
+        try:
+            parts_of(losses)
+        except InvalidLossesError as error:
+            raise UsageError(f"{error} {_FORMS}") from None
         return losses
 
 
