@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from autogram import Engine, RankError, UnsupportedError
 from autogram._distributed import ranks
 from tests.unit._distributed.worlds import (
+    Members,
+    Products,
     Tied,
     World,
     assert_close,
@@ -89,6 +91,9 @@ WORLDS = {
     "images": World(cnn, images),
     "checkpoint": World(Checkpointed),
     "ranks without objectives": World(sizes=[3, 0, 2, 4]),
+    "products": World(Products),
+    "products, two losses each": World(Products, losses=two_of_each),
+    "a wrong guess on one rank": World(Members),
 }
 WRAPS: dict[str, Callable[..., nn.Module]] = {
     "whole": whole,

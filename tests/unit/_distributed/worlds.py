@@ -74,6 +74,33 @@ class Routed(nn.Module):
         return part(torch.tanh(self.first(x)))
 
 
+class Products(nn.Module):
+    """Parameters that are multiplied by each other, and not only by samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+        self.scales, self.last = nn.Parameter(torch.randn(6)), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.einsum("bi,ij,j->bj", x, self.first, self.scales).tanh()
+        return self.last(x @ (self.first * self.second).cumsum(0))
+
+
+class Members(nn.Module):
+    """Parameters expanded over the samples, and over as many members as one rank has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.members = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(6, 6))
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x * self.token.expand(len(x), 6)))
+        members = (self.members.expand(SIZES[0], 6, 6) * 2).tanh()
+        return self.last(x @ members.sum(0))
+
+
 def images(size: int) -> Tensor:
     return torch.randn(size, 2, 6, 6)
 

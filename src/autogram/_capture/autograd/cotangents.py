@@ -91,7 +91,19 @@ def visit(
         Pass(channel, receive, is_step=is_step).differentiate(losses, anchors, cotangent)
         return found
 
-    for use, shown in _one_by_one(collect, cotangents).items():
+    # Copies, as in `_one_by_one`.
+    parts = [collect(cotangent.clone()) for cotangent in cotangents[:-1]]
+
+    def receive_all(use: Any, saved: tuple[Tensor, ...], shown: Tensor) -> None:
+        none = torch.zeros_like(shown[0])
+        receiver(use, saved, torch.stack([*[part.pop(use, none) for part in parts], shown[0]]))
+
+    # Parameters that are sharded are gathered for a pass, and empty behind it.
+    last = Pass(channel, receive_all, is_step=is_step)
+    last.differentiate(losses, anchors, cotangents[-1].clone())
+    for use in dict.fromkeys(use for part in parts for use in part):
+        none = torch.zeros_like(next(part[use] for part in parts if use in part))
+        shown = torch.stack([*[part.get(use, none) for part in parts], none])
         receiver(use, tensors[use], shown)
     return receiver
 

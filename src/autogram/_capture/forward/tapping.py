@@ -19,7 +19,7 @@ from autogram._capture.forward.checkpoints import hooks_now
 from autogram._capture.forward.decision import Answer, Reads, UseExpanded, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
-from autogram._capture.tracked import Tracked
+from autogram._capture.tracked import Tracked, base_of
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
 from autogram._containers import map_tensors, replaced
 from autogram._errors import RuleError
@@ -48,7 +48,7 @@ class Tapping:
         with torch._C.DisableTorchFunctionSubclass():
             saved = {
                 index: [
-                    x.detach().clone() if x is changed or x.is_inference() else x.detach()
+                    x.detach().clone() if self._must_copy(x, changed) else x.detach()
                     for x in (rounded.get(id(x), x) for x in answer.saved)
                 ]
                 for index, answer in decision.answers.items()
@@ -83,6 +83,17 @@ class Tapping:
                 self.recording.guesses.update([names[p] for p in sources])
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
+
+    def _must_copy(self, tensor: Tensor, changed: Any) -> bool:
+        """Whether a tensor will not be what it is now when a block is made of it.
+
+        The memory of parameters that were gathered is empty behind each pass, where blocks are
+        contracted or kept.
+        """
+        if tensor is changed or tensor.is_inference():
+            return True
+        recording = self.recording
+        return recording.channel.before_pass is not None and base_of(tensor) in recording.names
 
     def run_expanded(
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseExpanded
