@@ -17,6 +17,7 @@ from autogram._distributed import ranks
 from tests.unit._distributed.worlds import (
     Members,
     Products,
+    Slices,
     Tied,
     World,
     assert_close,
@@ -93,6 +94,7 @@ WORLDS = {
     "ranks without objectives": World(sizes=[3, 0, 2, 4]),
     "products": World(Products),
     "products, two losses each": World(Products, losses=two_of_each),
+    "changed slices": World(Slices),
     "a wrong guess on one rank": World(Members),
 }
 WRAPS: dict[str, Callable[..., nn.Module]] = {

@@ -87,6 +87,20 @@ class Products(nn.Module):
         return self.last(x @ (self.first * self.second).cumsum(0))
 
 
+class Slices(nn.Module):
+    """A slice that is changed in place hides a use from those who count the uses beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        product = self.first * self.second
+        x[:, :3] *= product[0, :3]
+        return x @ product.cumsum(0)
+
+
 class Members(nn.Module):
     """Parameters expanded over the samples, and over as many members as one rank has samples."""
 

@@ -144,6 +144,8 @@ class Assembly:
             layout = self._search.layout(use, cotangent) if self._search else None
             if layout is not None or self._search is None:
                 self._add(use, layout, saved, cotangent)
+                if not self._is_complete and self._run.channel.before_pass is not None:
+                    self._pull_back_now(use)
         self._take(self._count(use.reads))
 
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
@@ -277,6 +279,24 @@ class Assembly:
             return []
         if isinstance(owner, Tensor):
             return [(owner, columns)]
+        self._pull_back(owner, columns)
+        return self._count(owner.sources)
+
+    def _pull_back_now(self, use: Use) -> None:
+        """Pulls rows back inside of the pass, for which parameters that are sharded are gathered.
+
+        There may be further uses, which would all have to wait for the end of the pass.
+        """
+        for tracked in dict.fromkeys(use.reads):
+            account = self._accounts[tracked]
+            owner, columns = account.owner, account.columns
+            if isinstance(owner, Tracked) and columns is not None:
+                kernels = self._run.devices.on(owner.device)
+                account.columns = Columns(Region.contiguous(owner.shape), kernels)
+                self._pull_back(owner, columns)
+
+    def _pull_back(self, owner: Tracked, columns: Columns) -> None:
+        """Adds the rows of a derived tensor, pulled back, to the columns of its parameters."""
         subset = columns.narrow()
         if any(columns.found()):  # else nothing was added, or blocks of no element
             channel = self._run.channel
@@ -285,7 +305,6 @@ class Assembly:
                 of_parameter = self._accounts[parameter].columns
                 assert of_parameter is not None
                 of_parameter.add(Region.of_parameter(parameter), block, subset)
-        return self._count(owner.sources)
 
     def _take(self, complete: Complete) -> None:
         """Takes all columns of some parameters, which come once in a pass."""
