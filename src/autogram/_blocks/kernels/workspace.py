@@ -86,7 +86,7 @@ class Arena:
         self._taken = start + prod(shape) * like.dtype.itemsize
         if self._taken > len(self._memory):
             return like.new_empty(shape)
-        # Not a view: all views of one tensor count their changes together.
-        strides = torch.empty(shape, device="meta").stride()
+        # Not a view: all views of one tensor count their changes together. Without strides, PyTorch
+        # takes those of a contiguous tensor.
         offset = start // like.dtype.itemsize
-        return like.new_empty(0).set_(self._memory.untyped_storage(), offset, tuple(shape), strides)
+        return like.new_empty(0).set_(self._memory.untyped_storage(), offset, tuple(shape), ())
