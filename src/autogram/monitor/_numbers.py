@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import log, nan
+from math import inf, isnan, log, nan
 
 import torch
 from torch import Tensor
@@ -125,6 +125,6 @@ def entropy_of(weights: Tensor) -> Tensor:
 
 def ratio(noise: float, signal: float) -> float:
     """Noise over signal; infinite where the estimate of the signal is not positive."""
-    if noise != noise or signal != signal:  # not a number
+    if isnan(noise) or isnan(signal):
         return nan
-    return noise / signal if signal > 0 else float("inf")
+    return noise / signal if signal > 0 else inf

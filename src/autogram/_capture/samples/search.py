@@ -140,9 +140,7 @@ class Search:
 
     def _flag(self, values: Sequence[Tensor]) -> Flag:
         """Whether any of some booleans is true; in a captured call, the replays are asked later."""
-        if self._replays is None:
-            return Flag(values)
-        return Flag(self._replays.add(values))
+        return Flag(values if self._replays is None else self._replays.add(values))
 
     def finish(self) -> None:
         """Ends a pass, and remembers the layouts that it has shown."""
