@@ -1,6 +1,7 @@
 """Models whose first input does not count the samples."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,23 +114,26 @@ def test_places_are_tried_once() -> None:
     def count() -> Any:
         return counting.count(0, inputs)
 
+    def learn(counted: Any, samples: int, *, are_apart: bool) -> bool:
+        return counting.learn([SimpleNamespace(counted=counted)], samples, are_apart=are_apart)
+
     assert count().samples == 6
     assert counting.count(0, ((1, 5), (4,))).samples == 4
     assert counting.count(0, ((), (1,))).samples == 1
-    assert not counting.learn(count(), 7, are_apart=False)  # nothing has this size
-    assert not counting.learn(counting.count(0, ((6,), (1,))), 1, are_apart=False)
-    assert counting.learn(count(), 8, are_apart=False)
+    assert not learn(count(), 7, are_apart=False)  # nothing has this size
+    assert not learn(counting.count(0, ((6,), (1,))), 1, are_apart=False)
+    assert learn(count(), 8, are_apart=False)
     assert count().samples == 8
     assert counting.count(1, inputs).samples == 6  # another module
     assert counting.count(0, ((6, 5), ())).samples == 6  # an optional input is missing
-    assert not counting.learn(count(), 8, are_apart=False)  # it has not helped
+    assert not learn(count(), 8, are_apart=False)  # it has not helped
     assert count().samples == 6
-    assert counting.learn(count(), 8, are_apart=False)  # by the next input
-    assert not counting.learn(count(), 8, are_apart=True)
-    assert not counting.learn(count(), 8, are_apart=False)
+    assert learn(count(), 8, are_apart=False)  # by the next input
+    assert not learn(count(), 8, are_apart=True)
+    assert not learn(count(), 8, are_apart=False)
     assert count().samples == 8  # it did help once
-    assert counting.learn(count(), 6, are_apart=True)
-    assert not counting.learn(count(), 8, are_apart=True)  # both were tried
+    assert learn(count(), 6, are_apart=True)
+    assert not learn(count(), 8, are_apart=True)  # both were tried
     assert count().samples == 6
-    assert counting.learn(count(), 5, are_apart=True)  # the second dimension
+    assert learn(count(), 5, are_apart=True)  # the second dimension
     assert count().samples == 5

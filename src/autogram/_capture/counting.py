@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 InputSizes = Sequence[Sequence[int]]
 """The sizes of each input's dimensions in which samples may lie."""
@@ -16,6 +16,12 @@ class Counted(NamedTuple):
     """The ``id`` of the outermost module. One that is used again costs time, and no exactness."""
     inputs: InputSizes
     samples: int
+
+
+class _Pass(Protocol):
+    """A forward pass."""
+
+    counted: Counted | None
 
 
 class Counting:
@@ -40,28 +46,30 @@ class Counting:
         likely = (sizes[0] for sizes in inputs if sizes and sizes[0] != 1)
         return Counted(module, inputs, next(likely, 1))
 
-    def learn(self, counted: Counted, samples: int, *, are_apart: bool) -> bool:
-        """Notes how many samples the losses had. Returns whether later passes are counted anew.
+    def learn(self, passes: Iterable[_Pass], samples: int, *, are_apart: bool) -> bool:
+        """Notes how many samples losses had. Returns whether later passes are counted anew.
 
         Args:
-            counted: How many were counted.
+            passes: The forward passes that the losses depend on, and what was counted in each.
             samples: How many losses there were.
             are_apart: Whether each loss was of one sample.
         """
-        module = counted.module
-        if samples == counted.samples:
-            if are_apart:
+        is_anew = False
+        for counted in (of.counted for of in passes if of.counted is not None):
+            module = counted.module
+            if samples != counted.samples:
+                is_anew |= self._tries_another(counted, samples)
+            elif are_apart:
                 self._proven.add(module)
             elif module not in self._proven:
                 self._places.pop(module, None)
-            return False
-        places = [
-            (i, d)
-            for d in (0, 1)
-            for i, of in enumerate(counted.inputs)
-            if samples in of[d : d + 1]
-        ]
-        for place in places if samples > 1 else ():
+        return is_anew
+
+    def _tries_another(self, counted: Counted, samples: int) -> bool:
+        """Lets another place count that has so many samples. Returns whether there is one."""
+        module, inputs = counted.module, counted.inputs
+        found = [(i, d) for d in (0, 1) for i, of in enumerate(inputs) if samples in of[d : d + 1]]
+        for place in found if samples > 1 else ():
             if (module, place) not in self._tried:
                 self._tried.add((module, place))
                 self._places[module] = place

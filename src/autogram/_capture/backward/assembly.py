@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,13 +20,14 @@ from autogram._blocks import (
     pieces,
 )
 from autogram._capture.autograd.cotangents import visit
+from autogram._capture.backward.accounts import Account, Accounts
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.limit import retried
 from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use, pull_back
-from autogram._errors import NotConnectedError, UnsupportedError
+from autogram._errors import NotConnectedError
 
 # Small parts of the Gramian are added up together, and larger ones as they come.
 _MOST_IN_PARTS = 2**17
@@ -52,52 +52,6 @@ def assemble(run: Run, search: Search | None = None) -> None:
     assembly.complete()
 
 
-@dataclass(eq=False, slots=True)
-class _Account:
-    """The blocks that have arrived for a parameter, or for a tensor derived from parameters."""
-
-    owner: Tensor | Tracked
-    columns: Columns | None
-    """The blocks that have arrived; ``None`` once they are complete and taken."""
-    expected: int = 0
-    """How many uses, and derived tensors, have not arrived."""
-    is_reached: bool = False
-    """Whether a use has arrived, also without a cotangent."""
-
-
-@dataclass(eq=False)
-class _Accounts(dict["Tensor | Tracked", _Account]):
-    """The accounts of parameters and derived tensors, opened when first asked for.
-
-    A region of a parameter has the account of the parameter.
-    """
-
-    run: Run
-
-    def __missing__(self, owner: Tensor | Tracked) -> _Account:
-        if isinstance(owner, Tracked) and owner.region is not None:
-            (parameter,) = owner.sources
-            account = self[owner] = self[parameter]
-            assert account.columns is not None
-            if owner.place not in (None, account.columns.parameter):
-                name = self.run.channel.parameters([parameter]).get(parameter)
-                # The region tells where the elements were.
-                raise UnsupportedError(
-                    f"`{name}` was moved in memory after the forward pass, into another memory "
-                    "format or a buffer. Compute the losses again, with the parameter where it is "
-                    "now."
-                )
-            return account
-        if isinstance(owner, Tracked):
-            region, device = Region.contiguous(owner.shape), owner.device
-            for parameter in owner.sources:
-                self[parameter].expected += 1
-        else:
-            region, device = Region.of_parameter(owner), owner.device
-        account = self[owner] = _Account(owner, Columns(region, self.run.devices.on(device)))
-        return account
-
-
 class Assembly:
     """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
 
@@ -116,7 +70,7 @@ class Assembly:
     def __init__(self, run: Run, search: Search | None, *, is_by_use: bool = True) -> None:
         self._run, self._search = run, search
         self.limit, self.form = run.devices.limit, run.form
-        self._accounts = _Accounts(run)
+        self._accounts = Accounts(run)
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
         self._bundles = Bundles()
@@ -268,7 +222,7 @@ class Assembly:
                 complete += self._finish(account)
         return complete
 
-    def _finish(self, account: _Account) -> Complete:
+    def _finish(self, account: Account) -> Complete:
         """Closes an account. An account that no use has reached has no columns.
 
         Columns of a parameter are complete. Rows of a derived tensor are pulled back, and added to
@@ -339,7 +293,7 @@ class Assembly:
             self._parts = [_sum(parts)]
 
 
-def _closed(reads: Mapping[Use, Sequence[_Account]]) -> list[Use]:
+def _closed(reads: Mapping[Use, Sequence[Account]]) -> list[Use]:
     """Those of some uses that read nothing which other uses read, too, by accounts of each."""
     found = dict(reads)
     while True:

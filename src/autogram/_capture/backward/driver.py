@@ -182,7 +182,8 @@ class Driver:
             search.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
-        is_another = self._learns(run, are_apart=True)
+        learn, recordings = self._channel.counting.learn, run.survey.recordings
+        is_another = learn(recordings, run.objectives.samples, are_apart=True)
         self._is_repeatable = search.is_remembered and not is_another
         return True
 
@@ -191,10 +192,11 @@ class Driver:
 
         A guess that the graph does not lead to counts, too: calls may have read a detached copy.
         """
-        guesses: set[str] = set().union(*[of.guesses for of in run.survey.recordings])
+        learn, recordings = self._channel.counting.learn, run.survey.recordings
+        guesses: set[str] = set().union(*[of.guesses for of in recordings])
         self._channel.unspread.update(guesses)
-        is_another = self._learns(run, are_apart=False) or bool(guesses)
-        is_guess = any(of.is_guess for of in run.survey.recordings)
+        is_another = learn(recordings, run.objectives.samples, are_apart=False) or bool(guesses)
+        is_guess = any(of.is_guess for of in recordings)
         # Each graph tells once. Where constants do not help either, inputs are guesses again.
         if run.survey.structure not in self._refused and (is_guess or not is_another):
             self._refused[run.survey.structure] = None
@@ -202,15 +204,6 @@ class Driver:
             is_another |= is_guess
         self._is_repeatable = not is_another
         return is_another
-
-    def _learns(self, run: Run, *, are_apart: bool) -> bool:
-        """Whether the losses show that the samples of a module are counted by another input."""
-        counting, has_learnt = self._channel.counting, False
-        for recording in run.survey.recordings:
-            if (counted := recording.counted) is not None:
-                samples = run.objectives.samples
-                has_learnt |= counting.learn(counted, samples, are_apart=are_apart)
-        return has_learnt
 
     def _search(self, run: Run, search: Search) -> None:
         """Makes passes until every layout was known in one of them, and verifies that pass.

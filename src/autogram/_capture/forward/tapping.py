@@ -43,12 +43,16 @@ class Tapping:
         rounded: dict[int, Tensor] = {}
         if kind.is_in_half and torch._C._is_any_autocast_enabled():
             rounded = _rounded((*args, *kwargs.values()), decision)
+        # The memory of parameters that were gathered is empty behind a pass, where blocks are read.
+        gathered = self.recording.names if self.recording.channel.before_pass is not None else None
         # Autograd saves no tensor of inference mode, but a call may save a copy that it has made.
         # Autograd saves no classes of tensors either, and so gradients have none.
         with torch._C.DisableTorchFunctionSubclass():
             saved = {
                 index: [
-                    x.detach().clone() if self._must_copy(x, changed) else x.detach()
+                    x.detach().clone()
+                    if x is changed or x.is_inference() or (gathered and base_of(x) in gathered)
+                    else x.detach()
                     for x in (rounded.get(id(x), x) for x in answer.saved)
                 ]
                 for index, answer in decision.answers.items()
@@ -83,17 +87,6 @@ class Tapping:
                 self.recording.guesses.update([names[p] for p in sources])
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
-
-    def _must_copy(self, tensor: Tensor, changed: Any) -> bool:
-        """Whether a tensor will not be what it is now when a block is made of it.
-
-        The memory of parameters that were gathered is empty behind each pass, where blocks are
-        contracted or kept.
-        """
-        if tensor is changed or tensor.is_inference():
-            return True
-        recording = self.recording
-        return recording.channel.before_pass is not None and base_of(tensor) in recording.names
 
     def run_expanded(
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseExpanded
