@@ -195,15 +195,16 @@ class Driver:
         learn, recordings = self._channel.counting.learn, run.survey.recordings
         guesses: set[str] = set().union(*[of.guesses for of in recordings])
         self._channel.unspread.update(guesses)
-        is_another = learn(recordings, run.objectives.samples, are_apart=False) or bool(guesses)
+        has_learnt = learn(recordings, run.objectives.samples, are_apart=False)
         is_guess = any(of.is_guess for of in recordings)
         # Each graph tells once. Where constants do not help either, inputs are guesses again.
-        if run.survey.structure not in self._refused and (is_guess or not is_another):
+        if run.survey.structure not in self._refused and (is_guess or not (has_learnt or guesses)):
             self._refused[run.survey.structure] = None
             self._channel.guesses_inputs = not is_guess
-            is_another |= is_guess
-        self._is_repeatable = not is_another
-        return is_another
+        else:
+            is_guess = False
+        self._is_repeatable = not (guesses or is_guess or has_learnt)
+        return bool(guesses) or is_guess or (has_learnt and self._batch_dim == "auto")
 
     def _search(self, run: Run, search: Search) -> None:
         """Makes passes until every layout was known in one of them, and verifies that pass.
