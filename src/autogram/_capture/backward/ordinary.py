@@ -58,13 +58,15 @@ def assemble_rows(run: Run) -> None:
         is_needed = run.retain_graph or number < len(cotangents)
         current = Pass(run.channel, is_step=run.is_step)
         with without_hooks(parameters):
-            found = current.differentiate(losses, parameters, cotangent, retain_graph=is_needed)
-        for own, gradient in zip(gradients.values(), found, strict=True):
-            own.append(gradient)
+            # A copy, because the backward pass of `as_strided_scatter` is wrong for a part.
+            own = cotangent.clone()
+            found = current.differentiate(losses, parameters, own, retain_graph=is_needed)
+        for rows_of, gradient in zip(gradients.values(), found, strict=True):
+            rows_of.append(gradient)
     assembly = Assembly(run, None, is_by_use=False)
     while gradients:
-        parameter, own = gradients.popitem()
-        dense = [None if x is None else in_dense(x) for x in own]
+        parameter, rows_of = gradients.popitem()
+        dense = [None if x is None else in_dense(x) for x in rows_of]
         like = next((x for x in dense if x is not None), None)
         if like is not None:
             rows = torch.stack([torch.zeros_like(like) if x is None else x for x in dense])
