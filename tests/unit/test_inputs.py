@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from autogram import CoupledObjectivesWarning, Engine
-from tests.unit.engines import assert_exact, batch, per_sample
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
 LENGTH, WIDTH = 6, 4
 
@@ -104,3 +106,32 @@ def test_an_input_without_elements() -> None:
     for samples in (4, 3):
         output = model(words(samples), torch.zeros(0, 2, dtype=torch.long))
         assert_exact(engine, per_sample(output), model)
+
+
+def test_a_wrong_guess_takes_the_memory_of_a_step() -> None:
+    """A pass for each objective, in place of one for all: there may be thousands of samples."""
+
+    class Operator(nn.Module):
+        """Functions, known at some points, at other points, which are the same for all."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.functions, self.points = nn.Linear(3, WIDTH), nn.Linear(2, WIDTH)
+
+        def forward(self, functions: Tensor, points: Tensor) -> Tensor:
+            return self.functions(functions).tanh() @ self.points(points).tanh().T
+
+    model = Operator()
+    engine = Engine(model, verify="never")
+    functions, points = [], batch(7, 2)
+    for _ in range(3):
+        losses = per_sample(model(batch(5, 3), points))
+        with counted_passes(losses) as passes:
+            gramian = engine.compute_gramian(losses)
+        report = engine.report()
+        functions.append({use.function for of in report.parameters for use in of.uses})
+        assert {of.name for of in report.parameters} == dict(model.named_parameters()).keys()
+        jacobian = reference_jacobian(losses, trainable(model))
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+    assert functions == [{"an ordinary pass"}, *[{"linear", "matmul"}] * 2]
+    assert len(passes) == 1

@@ -176,7 +176,8 @@ class Driver:
                 error.is_of_samples and not error.is_late
             )
             if is_certain and self._takes_back(run):
-                return False  # the next forward pass will tell more
+                run.is_misled = True  # the next forward pass will tell more
+                return False
             if self._batch_dim != "auto" or not is_certain:
                 raise
             search.refuse(str(error))

@@ -12,13 +12,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks import rows_block
+from autogram._blocks import Region, rows_block
 from autogram._capture.autograd.graph import in_dense
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.verification import without_hooks
+from autogram._capture.recording import Recording
+from autogram._capture.tracked import track_parameter
+from autogram._capture.uses import FallbackUse
 
 # The pass for all objectives holds the cotangents of a node's result and input together.
 _HELD_BY_A_PASS = 2
@@ -29,11 +32,12 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
 
     Not if factors are asked for, or if the Gramian of most columns is computed without rows; if all
     rows together need more memory than there is room for, and than the cotangents of all objectives
-    do; or if the device would wait for the launches of more passes.
+    do; or if the device would wait for the launches of more passes. Behind a wrong guess there may
+    be many objectives, and a pass for all would need many times the memory of a step.
     """
     survey, m = run.survey, run.objectives.per_sample
     is_alone = run.channel.before_pass is None and run.channel.listener is None
-    if m == 1 or known is None or run.form == "factors" or not is_alone or survey.may_hide_taps:
+    if m == 1 or run.form == "factors" or not is_alone or survey.may_hide_taps:
         return False
     parameters, sizes = _parameters(run), [prod(use.shape) for use in survey.uses]
     read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
@@ -43,10 +47,12 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
     device, dtype = run.objectives.losses.device, run.objectives.losses.dtype
     kernels = run.devices.on(device)
     room = max(kernels.room(device), _HELD_BY_A_PASS * m * max(sizes, default=0))
+    if not parameters or m * elements > room:
+        return False
     prices = kernels.prices(dtype)
     waits = len(sizes) * prices.call > prices.memory * sum(sizes)
-    is_rows = 0 < elements <= 2 * known.elements_of_rows
-    return is_rows and m * elements <= room and not waits
+    are_rows = known is not None and 2 * known.elements_of_rows >= elements
+    return run.is_misled or (are_rows and not waits)
 
 
 def assemble_rows(run: Run) -> None:
@@ -64,6 +70,8 @@ def assemble_rows(run: Run) -> None:
         for rows_of, gradient in zip(gradients.values(), found, strict=True):
             rows_of.append(gradient)
     assembly = Assembly(run, None, is_by_use=False)
+    whole = Recording(run.channel, run.channel.parameters(parameters), count=-1)
+    use = FallbackUse.of(whole, "an ordinary pass", losses, (), ())
     while gradients:
         parameter, rows_of = gradients.popitem()
         dense = [None if x is None else in_dense(x) for x in rows_of]
@@ -71,7 +79,11 @@ def assemble_rows(run: Run) -> None:
         if like is not None:
             rows = torch.stack([torch.zeros_like(like) if x is None else x for x in dense])
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            assembly.take_rows(parameter, rows_block(rows.unsqueeze(1)))
+            block = rows_block(rows.unsqueeze(1))
+            assembly.take_rows(parameter, block)
+            if run.summary is not None:
+                tracked, region = track_parameter(parameter), Region.of_parameter(parameter)
+                run.summary.add(use, None, None, (tracked, region, block))
     assembly.complete()
 
 

@@ -60,6 +60,8 @@ class Run:
     """Whether the graph is needed after the pass."""
     is_step: bool = False
     """Whether the pass stands for the user's own backward pass."""
+    is_misled: bool = False
+    """Whether the batch is one sample because of a wrong guess, which later calls do not make."""
     has_searched: bool = False
     """Whether this call searched for the samples. If not, their layouts were remembered."""
     unseen: list[Use] = field(default_factory=list)
