@@ -116,8 +116,8 @@ class Columns:
             is_larger = elements > sum(block.elements for block in blocks)
             if is_larger and not (form == "rows" and self._may_keep(blocks, elements, taken)):
                 continue
-            taken += elements if is_larger else 0
             blocks[:] = [explicit(blocks, self.kernels, memory)]
+            taken += elements if is_larger else 0
         return taken - before
 
     def _may_keep(self, blocks: Sequence[Block], elements: int, taken: int) -> bool:

@@ -74,14 +74,14 @@ def find_expansion(function: Callable[..., Any]) -> Callable[..., Shapes] | None
     return _EXPANSIONS.get(function)
 
 
-def _expanded(tensor: Tensor, *sizes: Any, size: Sequence[int] = ()) -> Shape | None:
+def _expanded(tensor: Tensor, *sizes: Any, size: Sequence[int] = ()) -> Shape:
     """The shape by sizes, where -1 stands for the size that there is."""
     shape = _flat(sizes) or tuple(size)
     kept = (*(1,) * (len(shape) - tensor.dim()), *tensor.shape)
     return tuple(own if n == -1 else n for n, own in zip(shape, kept, strict=True))
 
 
-def _expanded_as(tensor: Tensor, other: Tensor) -> Shape | None:
+def _expanded_as(tensor: Tensor, other: Tensor) -> Shape:
     """The shape of another tensor."""
     del tensor
     return tuple(other.shape)

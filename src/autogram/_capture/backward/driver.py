@@ -126,7 +126,7 @@ class Driver:
             Objectives(losses, batch_dim if losses.dim() else None),
             check,
             replays,
-            summary=None if survey.key in self._summaries else Summary(self.limit, survey.key),
+            summary=None if survey.key in self._summaries else Summary(self.limit),
             must_verify=must_verify,
             **asked,
         )

@@ -58,8 +58,6 @@ class Summary:
 
     limit: Limit
     """The limit of the engine, as it is now."""
-    key: bytes | None = None
-    """The digest of the graph behind the losses."""
     samples: int = 0
     per_sample: int = 0
     blocks: list[BlockSummary] = field(default_factory=list)

@@ -168,26 +168,27 @@ def _spread_use(
     """
     if batch.samples == 1:
         return None
-    now = [(x, as_of_now(x, status)) for x, status in reads if isinstance(status, Tracked)]
-    if any(p in batch.unspread for _, status in now for p in status.sources):
+    tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
+    if any(p in batch.unspread for _, status in tracked for p in status.sources):
         return None
     if (find := find_spread(kind.function)) is not None:
         try:
             shape = find(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError):
             return None  # the call says what is wrong with its arguments
-        (tensor, status), *others = now
+        (tensor, status), *others = tracked
         new = len(shape) - tensor.dim() if shape else 0
         expanded = [*(True,) * new, *(n == 1 for n in tensor.shape)]
         if others or shape is None or not batch.is_over(shape, expanded):
             return None
-        return _use_of_expansion(find, tensor, status, shape)._replace(is_guess=True)
+        now = as_of_now(tensor, status)
+        return _use_of_expansion(find, tensor, now, shape)._replace(is_guess=True)
     constants = [x for x, status in reads if status is None and x.layout == torch.strided]
     if not any(_are_of_samples(x, batch) for x in constants):
         return None
     if (rule := find_rule(kind.function)) is None:
         return None
-    answers = _ask(rule, args, kwargs, reads, now)
+    answers = _ask(rule, args, kwargs, reads, [(x, as_of_now(x, of)) for x, of in tracked])
     return None if answers is None else UseRule(rule, answers, is_guess=True)
 
 
