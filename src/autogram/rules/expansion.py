@@ -56,16 +56,33 @@ def elementwise(*args: Any, **kwargs: Any) -> Shapes:
     return [(x, shape) for x in tensors]
 
 
+def assigned(tensor: Tensor, index: Any, value: Any) -> Shapes:
+    """What a slice of a tensor is set to."""
+    if not is_of_slices(index):
+        return []  # samples may have no places in the elements that are listed
+    shape = tensor.detach()[index].shape
+    return [(value, tuple(torch.broadcast_shapes(value.shape, shape)))]
+
+
+def is_of_slices(index: Any) -> bool:
+    """Whether an index of a tensor has numbers and slices alone, so that it gives a view."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(x is None or x is ... or type(x) in (int, slice) for x in indices)
+
+
 # Those without a rule: their derivatives are left to PyTorch.
 _ELEMENTWISE = (
     "pow __pow__ __rpow__ __ipow__ float_power maximum minimum max min fmax fmin clamp clip "
     "clamp_min clamp_max lerp atan2 arctan2 hypot logaddexp logaddexp2 xlogy "
     "copysign remainder fmod ldexp"
 )
-_NAMES = [name + end for name in _ELEMENTWISE.split() for end in ("", "_")]
+# Those that change a part of a tensor in place, which shows no use of its own.
+_CHANGES = "add_ sub_ mul_ div_ true_divide_ copy_ addcmul_ addcdiv_"
+_NAMES = [name + end for name in _ELEMENTWISE.split() for end in ("", "_")] + _CHANGES.split()
 _EXPANSIONS: dict[Callable[..., Any], Callable[..., Shapes]] = {
     F.scaled_dot_product_attention: attention,
     **dict.fromkeys(variants(*_NAMES), elementwise),
+    Tensor.__setitem__: assigned,
 }
 
 

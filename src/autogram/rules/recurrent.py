@@ -9,6 +9,8 @@ layers with positions t:
 
 The call returns neither u nor v. So it is replayed from its input, its initial states and its
 weights, once for each of its results that the losses depend on, and autograd gives du and dv.
+The single step of a cell has a rule where PyTorch has a kernel for it, and is
+:mod:`composed <autogram.rules.composed>` of linear layers elsewhere.
 """
 
 from __future__ import annotations

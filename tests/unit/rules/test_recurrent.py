@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
 from autogram._capture.uses import FallbackUse
 from autogram.rules import Recipe, _registry, find_rule
+from autogram.rules.composed import COMPOSED
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
@@ -186,6 +187,38 @@ def test_cells_from_learned_states(make: MakeLayer, options: dict[str, Any]) -> 
     assert_gramian_is_exact(
         lambda: trained(Loop(make(WIDTH, UNITS, **options), True)), torch.randn(B, T, WIDTH)
     )
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("is_learned", [False, True])
+@pytest.mark.parametrize("make", CELLS)
+def test_cells_with_a_kernel(make: MakeLayer, is_learned: bool) -> None:
+    for objectives in (PER_SAMPLE, SEVERAL):
+        assert_gramian_is_exact(
+            lambda: trained(Loop(make(WIDTH, UNITS), is_learned)),
+            torch.randn(B, T, WIDTH),
+            objectives=objectives,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", CELLS)
+def test_composed_cells_are_those_of_pytorch(make: MakeLayer, dtype: torch.dtype) -> None:
+    """Bit for bit, in sizes for which there are vectors and rests."""
+    for units, bias in ((UNITS, True), (37, False), (64, True)):
+        model = Loop(make(WIDTH, units, bias=bias), False).to(dtype)
+        x = torch.randn(19, T, WIDTH, dtype=dtype)
+        expected = model(x)
+        expected.square().sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        engine = Engine(model)
+        output = model(x)
+        assert torch.equal(output, expected)
+        output.square().sum().backward()
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            assert torch.equal(p.grad, gradient)
+        engine.remove()
 
 
 @pytest.mark.parametrize("shape", [(1, T, WIDTH), (B, 1, WIDTH), (4, 4, 4), (6, 3, 2)], ids=str)
@@ -573,6 +606,14 @@ def test_samples_in_one_packed_sequence() -> None:
                 engine.compute_gramian(losses)
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where PyTorch has a kernel for each cell, and composes it of no other calls."""
+    for function in list(COMPOSED):
+        monkeypatch.delitem(COMPOSED, function)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_rule_that_leaves_out_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = find_rule(torch.lstm_cell)
     monkeypatch.setitem(_registry._RULES, torch.lstm_cell, lambda *args: rule(*args)[:1])
@@ -584,6 +625,7 @@ def test_rule_that_leaves_out_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact(engine, per_sample(model(batch(B, WIDTH))[0]), model)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_rule_that_leaves_out_an_operand_goes_to_the_fallback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

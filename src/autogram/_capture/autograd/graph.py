@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_dims, slice_behind
 from autogram._errors import FreedGraphError, UnsupportedError
 
 
@@ -267,7 +268,24 @@ def kind_of_node(node: Any) -> NodeKind:
     if "_saved_indices" in tensors:
         arguments.append(_indexed)
     operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
+    if operation == CHANGE:
+        arguments.append(_kept_by_change)
+        sizes.append(_geometry_of_change)
+    elif node.__name__ == "AsStridedBackward0":
+        arguments.append(lambda of: kept_dims(slice_behind(of)))
     return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
+
+
+def _kept_by_change(node: Any) -> tuple[int, ...] | None:
+    """What a slice that was changed keeps of the whole tensor, if that is known."""
+    found = changed_slice(node)
+    return None if found is None else kept_dims(found)
+
+
+def _geometry_of_change(node: Any) -> tuple[int, ...]:
+    """All numbers of a slice that was changed, and of the whole tensor."""
+    found = changed_slice(node)
+    return () if found is None else found.numbers
 
 
 def _indexed(node: Any) -> tuple[bool, ...]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autogram._capture.autograd.slices import is_pointwise
+
 # Calls that read a property of a tensor and compute no tensor: a third of all in some models.
 _PROPERTIES = (
     "shape dtype device ndim layout is_cuda requires_grad is_leaf grad_fn is_nested is_sparse"
@@ -26,6 +28,7 @@ _QUESTIONS = {
 _CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 _LOOK_AT_OTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "div", "pow", "mod")
+_ASSIGNMENTS = ("__setitem__", "copy_", "fill_", "zero_")
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 # What gives gradients that may be differentiated again, or tangents, which the calls before have
 # computed beside their results, or calls a function of the user's.
@@ -67,6 +70,8 @@ class Kind(NamedTuple):
     """Whether other arguments give no more than a dtype or a shape, as in ``x.to(y)``."""
     reads_others: bool
     """Whether the function may read parameters that are none of its arguments."""
+    changes_slices: bool
+    """Whether the function may change a slice in place, each element by those in its place."""
     is_in_half: bool
     """Whether autocast rounds the function's arguments."""
 
@@ -84,8 +89,15 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         shows_cotangent=name in ("retain_grad", "register_hook"),
         reads_first_only=name in _LOOK_AT_OTHER,
         reads_others=function in _OF_OTHERS,
+        changes_slices=function is F.pad or _is_by_element(function, name),
         is_in_half=function in _IN_HALF,
     )
+
+
+def _is_by_element(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function changes each element of its first argument by those in its place."""
+    is_known = name in _ASSIGNMENTS or (name.endswith("_") and is_pointwise(name[:-1]))
+    return is_known and function is getattr(Tensor, name, None)
 
 
 def first_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind, first_of, inlined
+from autogram._capture.forward.changes import changed_part
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule
+from autogram.rules.composed import COMPOSED, composed
 from autogram.rules.expansion import find_expansion, find_spread, formula_of_expansion
 
 Reads = list[tuple[Tensor, Tracked]]
@@ -91,7 +93,7 @@ class UseExpanded(NamedTuple):
 
 
 class RunBody(NamedTuple):
-    """A use in a Python function of torch, whose body is carried out and recorded instead."""
+    """A use in a function whose body, in Python, is carried out and recorded instead."""
 
     body: Callable[..., Any]
 
@@ -143,12 +145,22 @@ def decide(
         )
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
+    # Of an expanded tensor, a call may save more. A tap on a part of a tensor would be no node of
+    # the graph, and an expansion has a tap of its own.
+    is_change = kind.changes_slices and changed_part(kind, args, kwargs) is not None
+    if (
+        not is_bare
+        and (rule is None or is_change)
+        and (expansions := _expansions(kind, args, kwargs, now))
+    ):
+        return UseExpanded(expansions)
+    body = inlined(kind.function) if rule is None else None
+    if rule is not None and kind.function in COMPOSED:
+        body = composed(kind.function, args)
+    if body is not None:
+        return RunBody(body)
     if rule is None:
-        # Of an expanded tensor, a call may save more.
-        if not is_bare and (expansions := _expansions(kind, args, kwargs, now)):
-            return UseExpanded(expansions)
-        body = inlined(kind.function)
-        return UseRows(now) if body is None else RunBody(body)
+        return UseRows(now)
     answers = _ask(rule, args, kwargs, reads, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
@@ -159,7 +171,7 @@ def _spread_use(
     kwargs: dict[str, Any],
     reads: Sequence[tuple[Tensor, Status]],
     batch: Batch,
-) -> UseRule | None:
+) -> UseRule | UseExpanded | None:
     """A use by a call that reads no batched tensor, if the call spreads parameters over samples.
 
     Such a call expands or repeats a tracked tensor, or reads a constant that is for all samples, as
@@ -183,26 +195,30 @@ def _spread_use(
             return None
         now = as_of_now(tensor, status)
         return _use_of_expansion(find, tensor, now, shape)._replace(is_guess=True)
-    constants = [x for x, status in reads if status is None and x.layout == torch.strided]
-    if not any(_are_of_samples(x, batch) for x in constants):
+    # A constant that is for all samples counts as batched.
+    of_samples = [status is None and _are_of_samples(x, batch) for x, status in reads]
+    if True not in of_samples:
         return None
-    if (rule := find_rule(kind.function)) is None:
-        return None
-    answers = _ask(rule, args, kwargs, reads, [(x, as_of_now(x, of)) for x, of in tracked])
-    return None if answers is None else UseRule(rule, answers, is_guess=True)
+    marked = [(x, BATCHED if is_so else s) for (x, s), is_so in zip(reads, of_samples, strict=True)]
+    use = decide(kind, args, kwargs, marked, is_bare=False, batch=NO_BATCH)
+    if isinstance(use, UseExpanded):
+        guesses = [x._replace(use=x.use._replace(is_guess=True)) for x in use.expansions]
+        return UseExpanded(guesses)
+    return use._replace(is_guess=True) if isinstance(use, UseRule) else None
 
 
 def _are_of_samples(constant: Tensor, batch: Batch) -> bool:
     """Whether a constant is likely to be for all samples: expanded over them, or made for each.
 
-    Indices that a model makes for each sample have their size in front: types of tokens, which are
-    zero, or boxes of words that have none. A table for pairs of positions has one size twice.
+    What a model makes for each sample has their number in front: types of tokens, which are zero,
+    boxes of words that have none, waves for the positions of each image, the state in which a
+    recurrence begins. A table for pairs of positions has one size twice.
     """
+    if constant.layout != torch.strided:
+        return False
     if batch.is_over(constant.shape, [n == 0 for n in constant.stride()]):
         return True
-    if constant.dim() < 2 or constant.is_floating_point():
-        return False
-    return len(constant) == batch.samples != constant.shape[1]
+    return constant.dim() >= 2 and len(constant) == batch.samples != constant.shape[1]
 
 
 def _use_of_expansion(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autogram._capture.forward.calls import first_of, kind_of, results_of
+from autogram._capture.forward.changes import run_and_note
 from autogram._capture.forward.checkpoints import (
     Checkpoints,
     ModuleCall,
@@ -178,8 +179,10 @@ class Recorder(TorchFunctionMode):
         # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
         batch = self._batch if hooks is None else NO_BATCH
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare, batch=batch)
-        if isinstance(decision, NoUse):
+        if isinstance(decision, NoUse) and not kind.changes_slices:
             output = function(*args, **kwargs)
+        elif isinstance(decision, NoUse):
+            output = run_and_note(kind, args, kwargs)
         elif isinstance(decision, UseRule):
             output = self.tapping.run_with_rule(kind, args, kwargs, decision)
         elif isinstance(decision, UseExpanded):

@@ -17,11 +17,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
+from autogram._blocks import Folded
 from autogram._capture.autograd.graph import kind_of_node
+from autogram._capture.autograd.slices import (
+    changed_slice,
+    is_pointwise,
+    kept_dims,
+    slice_behind,
+)
 
 Shape = tuple[int, ...]
 
@@ -42,6 +50,9 @@ class Edge(NamedTuple):
     given: Shape
 
 
+VIEWS = ("View", "UnsafeView", "ReshapeAlias")
+"""Operations that read the elements of a tensor, in order, as a tensor of another shape."""
+
 # Gives the dimensions of the result that a node carries to the input, for an edge.
 Carries = Callable[[Edge], Iterable[int]]
 
@@ -59,6 +70,20 @@ def moves_nothing(edge: Edge) -> bool:
     """Whether each element of an input gets zero, or a multiple of the cotangent in its place."""
     is_alike = edge.result == edge.given
     return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
+
+
+def stays_regular(layout: Folded, result: Shape, given: Shape) -> bool:
+    """Whether samples in regular places of a view's result are so in the tensor that is viewed.
+
+    With strides that count elements, the sample of element i is ``i // stride % batch``. So one
+    dimension of the tensor must hold all steps of this stride.
+    """
+    stride = layout.after * prod(result[layout.dim + 1 :])
+    own = [prod(given[dim:]) for dim in range(len(given) + 1)]
+    return any(
+        own[dim] % (stride * layout.batch) == 0 and stride % max(own[dim + 1], 1) == 0
+        for dim in range(len(given))
+    )
 
 
 def is_packed(saved: Any) -> bool:
@@ -140,6 +165,11 @@ def _matrices(first: int) -> Carries:
     return find
 
 
+def _distances(edge: Edge) -> Iterable[int]:
+    """The stack, and the rows of one of two matrices, whose distances to the other's are known."""
+    return [*_leading(2)(edge), len(edge.result) - 2 + edge.position]
+
+
 def _put(edge: Edge) -> Iterable[int]:
     """For the ``y`` of ``x[indices] = y``: the dimensions that ``x[indices]`` carries."""
     result, given, front = edge.result, edge.given, _in_front(edge.node)
@@ -161,12 +191,30 @@ def _in_front(node: Any) -> int:
 
 
 def _restrided(edge: Edge) -> Iterable[int]:
-    """All dimensions for ``as_strided_``, by which pooling of images sets strides; else none.
+    """All dimensions for ``as_strided_``, by which pooling of images sets strides.
 
-    The node of ``as_strided`` does not tell the strides of the tensor that the view is of.
+    The node of ``as_strided`` does not tell the strides of the tensor that the view is of. Where
+    that was changed in place, a recording may have noted them.
     """
-    is_in_place = type(edge.node).__name__ == "AsStridedBackward1"
-    return _all(edge) if is_in_place and edge.result == edge.given else ()
+    if type(edge.node).__name__ == "AsStridedBackward1":
+        return _all(edge) if edge.result == edge.given else ()
+    return [d for d in kept_dims(slice_behind(edge.node)) if d >= 0]
+
+
+def _changed(edge: Edge) -> Iterable[int]:
+    """Where a slice was changed by an element-wise call: all dimensions of the whole tensor.
+
+    And of what the slice was changed by, those that the slice has in order.
+    """
+    found = changed_slice(edge.node)
+    if found is None:
+        return ()
+    if edge.position == 0:
+        return _all(edge)
+    sizes = found.part.sizes
+    missing = len(sizes) - len(edge.given)
+    kept = [(d, of) for d, of in enumerate(kept_dims(found)) if of >= max(missing, 0)]
+    return [d for d, of in kept if edge.given[of - missing] == sizes[of]]
 
 
 def _trilinear(edge: Edge) -> Iterable[int]:
@@ -185,19 +233,18 @@ _KNOWN: list[tuple[Carries, str]] = [
     (
         _all,
         """
-        View UnsafeView ReshapeAlias Transpose T Permute Squeeze Unsqueeze Select Slice
-        Alias Unbind Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Stack ToCopy Diagonal
-        ConstantPadNd ViewAsComplex PixelShuffle PixelUnshuffle ChannelShuffle Tril Triu Conj
-        Sum Mean Max Min Median Nanmedian Amax Amin Aminmax Norm LinalgVectorNorm Var Std VarMean
-        StdMean Logsumexp Prod Kthvalue Mode
-        NllLoss NllLoss2D CtcLoss MultiMarginLoss MultilabelMarginLoss
+        Transpose T Permute Squeeze Unsqueeze Select Slice Alias Unbind Split SplitWithSizes
+        UnsafeSplit UnsafeSplitWithSizes Stack ToCopy Diagonal DiagEmbed ConstantPadNd
+        ViewAsComplex Tril Triu Conj Sum Nansum Mean Max Min Median Nanmedian Amax Amin Aminmax
+        Norm LinalgVectorNorm Var Std VarMean StdMean Logsumexp Prod Kthvalue Mode NllLoss
+        NllLoss2D CtcLoss MultiMarginLoss MultilabelMarginLoss
         """,
     ),
     (
         _aligned,  # element-wise operations that have no tag of PyTorch's, and broadcasts
         """
         Expand Repeat CopyBackwards Fill NativeDropout FusedDropout PreluKernel RreluWithNoise
-        LogSigmoid Hardswish MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy
+        LogSigmoid Hardswish Complex Polar MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy
         BinaryCrossEntropyWithLogits SoftMarginLoss
         """,
     ),
@@ -210,7 +257,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     ),
     (_joined, "Cat"),
     (lambda edge: _all(edge) if len(edge.node._input_metadata) == 1 else (), "HandOn"),
-    (_of_first(_all, _but_own), "Scatter ScatterAdd IndexAdd IndexCopy"),
+    (_of_first(_all, _but_own), "Scatter ScatterAdd ScatterReduce IndexAdd IndexCopy IndexReduce"),
     (_of_first(_all), "IndexFill MaskedScatter"),
     (
         _of_first(lambda edge: range(len(edge.result) - len(edge.node._saved_normalized_shape))),
@@ -221,6 +268,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
     ),
     (_of_first(_batch), "NativeGroupNorm Convolution ConvolutionOverrideable Im2Col Col2Im"),
+    (_batch, "AffineGridGenerator PixelShuffle PixelUnshuffle ChannelShuffle"),
     (_leading(4), "GridSampler3D"),
     (_leading(3), "GridSampler2D CudnnGridSampler"),
     # In layers, the samples are in one of the first two dimensions, and time is in the other.
@@ -228,11 +276,11 @@ _KNOWN: list[tuple[Carries, str]] = [
     (lambda edge: range(len(edge.result) - 1), "ViewAsReal"),
     (_windows, "Unfold"),
     (_restrided, "AsStrided"),
+    (_changed, "CopySlices"),
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
-    # The distances of all rows of one matrix to all rows of another.
-    (lambda edge: [*_leading(2)(edge), len(edge.result) - 2 + edge.position], "Cdist"),
+    (_distances, "Cdist EuclideanDist"),
     (lambda edge: range(_in_front(edge.node)), "Index"),
     (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
@@ -241,7 +289,7 @@ _TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}
 _FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
     (re.compile(r"ScaledDotProduct.*"), _leading(2)),
     (re.compile(r"Linalg.*|TriangularSolve|Cholesky.*|MatrixExp"), _stack),
-    *((re.compile(rf".*(Pool|Upsample|Pad|Interpolate)\w*{n}D.*"), _leading(n)) for n in (1, 2, 3)),
+    *((re.compile(rf".*([Pp]ool|Upsample|Pad|Interp)\w*{n}D.*"), _leading(n)) for n in (1, 2, 3)),
 ]
 
 
@@ -250,10 +298,8 @@ def _find(operation: str) -> Carries | None:
     """What an operation carries: from the table, by a tag of PyTorch's, or as its family does."""
     if operation in _TABLE:
         return _TABLE[operation]
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation).lower()
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else [getattr(packet, x) for x in packet.overloads()]
-    if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation)
+    if is_pointwise(name.lower()) or is_pointwise(operation.lower()):  # as `log1p` is written
         return _aligned
     differentiated = operation.removesuffix("Backward")
     if differentiated != operation and _find(differentiated) is _aligned:

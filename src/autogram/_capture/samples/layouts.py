@@ -46,11 +46,12 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
         owners = _along_dims(elements, use.dims)
         if not owners and len(there) > 1:
             return (Scattered(batch, elements),)
-    regular = regular_layouts(use.shape, owners, is_finite) if len(there) > 1 else ()
+    regular = regular_layouts(use.shape, owners, is_finite)
     if len(there) > 1 and 2 * len(there) > batch:
         return regular or (_routed(owners, batch),)
     # A call for few samples may also fit a layout of all samples, with most places empty.
-    return (*regular, *_of_few(use, owners, there, batch))
+    few = _of_few(use, owners, there, batch)
+    return (*regular, *few) if len(there) > 1 else (*few, *regular)
 
 
 def regular_layouts(

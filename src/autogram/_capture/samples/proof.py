@@ -37,7 +37,16 @@ from autogram._capture.autograd.graph import (
     use_of,
 )
 from autogram._capture.autograd.passes import running_pass
-from autogram._capture.samples.carrying import Edge, Shape, carried, is_packed, moves_nothing
+from autogram._capture.autograd.slices import CHANGE
+from autogram._capture.samples.carrying import (
+    VIEWS,
+    Edge,
+    Shape,
+    carried,
+    is_packed,
+    moves_nothing,
+    stays_regular,
+)
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -177,9 +186,9 @@ class Prover:
             call = self._call(number)
             if call is not None and not self._is_carried(call, number, regular, uses):
                 return Proof(is_for_one_call=True)
-        for spot, dims in fitting.items():
-            if not spot.is_input and dims is not None:
-                decided_by = self._deciding(spot, dims, fitting)
+        for spot, layouts in regular.items():
+            if not spot.is_input and layouts is not None:
+                decided_by = self._deciding(spot, layouts, fitting)
                 if decided_by is None:
                     return Proof(is_for_one_call=True)
                 constants.update(dict.fromkeys(decided_by))
@@ -233,13 +242,18 @@ class Prover:
         return _Way(Spot(self.survey.numbers[node], position, True, target.shape), target, stays)
 
     def _deciding(
-        self, spot: Spot, dims: set[int], fitting: Mapping[Spot, set[int] | None]
+        self,
+        spot: Spot,
+        layouts: tuple[Folded, ...],
+        fitting: Mapping[Spot, set[int] | None],
     ) -> list[Constant] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
+        dims = {layout.dim for layout in layouts}
         if self._call(spot.node) is not None:
             return []
         node = self.survey.nodes[spot.node]
-        saves_values = bool(kind_of_node(node.__class__).tensors)
+        kind = kind_of_node(node.__class__)
+        saves_values = bool(kind.tensors) or kind.operation == CHANGE  # which does not tell
         constants: list[Constant] = []
         for arrival, target, stays in self._ways[spot.node]:
             arrived = dims if stays else fitting.get(arrival)
@@ -249,6 +263,8 @@ class Prover:
             if stays:
                 continue
             is_carried = dims <= carried(Edge(node, arrival.position, spot.shape, target.shape))
+            if kind.operation in VIEWS:
+                is_carried = all(stays_regular(x, spot.shape, target.shape) for x in layouts)
             # Where more dimensions fit the input, values may hide which of them is right.
             is_clear = arrived is None or len(arrived) <= len(dims)
             if is_carried and (is_clear or not saves_values):

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from autogram._blocks import Folded, Placement, agree
+from autogram._blocks import Folded, Partial, Placement, agree
 from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import (
@@ -20,7 +20,7 @@ from autogram._capture.samples.owners import (
     show_uses,
 )
 from autogram._capture.samples.proof import Proof, Prover, Spot, dims_of, shown
-from autogram._capture.samples.remembered import Known, Remembered
+from autogram._capture.samples.remembered import Known, Remembered, Shown, changes
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
@@ -114,7 +114,9 @@ class Search:
         if layouts and agree(layouts, has_cotangent):
             return layouts[0]
         if bool(has_cotangent.any()):
-            raise UnknownLayoutError(use)
+            # Of few samples, a pass by scales shows enough.
+            is_of_few = not self.has_searched and any(isinstance(x, Partial) for x in layouts)
+            raise UnknownLayoutError(None if is_of_few else use)
         return None
 
     def known(self, use: Use) -> Folded | None:
@@ -147,7 +149,7 @@ class Search:
         if self._has_changed is not None and self._has_changed.read():
             raise UnknownLayoutError
         if self._heard and self._flag(self._heard).read():
-            self._remembered.layouts.pop(self._key, None)
+            self.forget()
             for key in self._proof_keys:
                 self._remembered.proofs.pop(key, None)
             if not self.has_searched:
@@ -170,6 +172,7 @@ class Search:
     def forget(self) -> None:
         """Forgets the layouts of this graph, as they were wrong."""
         self._remembered.layouts.pop(self._key, None)
+        self._remembered.shown.pop(self._key, None)
 
     def doubt(self) -> None:
         """Lets the next call for this graph look again."""
@@ -269,8 +272,7 @@ class Search:
     def _remember(self, found: Layouts) -> None:
         """Keeps layouts for the next call, if all that can change them is noticed."""
         proof, survey = self._proof, self._survey
-        is_regular = all(isinstance(x, Folded) for some in found.values() for x in some)
-        if proof is None or proof.is_for_one_call or survey.may_hide_taps or not is_regular:
+        if proof is None or proof.is_for_one_call or survey.may_hide_taps:
             return
         if not proof.is_about(dims_of(survey, found)):
             return
@@ -280,6 +282,15 @@ class Search:
             return  # a batched pass cannot read whether a silent spot has a cotangent now
         in_order = tuple(found.get(use, ()) for use in survey.uses)
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
+        is_regular = all(isinstance(x, Folded) for some in found.values() for x in some)
+        shown = self._remembered.shown.get(self._key)
+        if shown is not None or not is_regular:
+            if shown is None or Flag(changes(shown.constants, survey)).read():
+                shown = self._remembered.shown[self._key] = Shown(constants)
+            together = shown.add(in_order)
+            if together is None:
+                return
+            in_order = together
         self._remembered.layouts[self._key] = Known(in_order, constants, proof.silent)
 
     @property

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.autograd.graph import calls_of, kind_of_node, use_of
+from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.recording import Channel
+from autogram._capture.samples.carrying import VIEWS
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
 
 _LEAF = "AccumulateGrad"
-_SLICES = "CopySlices"
-_VIEWS = ("View", "UnsafeView", "ReshapeAlias")
 # The nodes that one node leads to, each with the number of one of its results.
 _Edges = tuple[tuple[Any, int], ...]
 
@@ -89,7 +89,7 @@ class Survey:
                 "`batch_dim=None` to `Engine` (exact, slower)."
             )
         rooms = [[_room(size, samples) for size in metadata.shape] for metadata in results]
-        views = [node for node in inside if kind_of_node(node.__class__).operation in _VIEWS]
+        views = [node for node in inside if kind_of_node(node.__class__).operation in VIEWS]
         groups = [_groups(x._input_metadata[0].shape, x._saved_self_sym_sizes) for x in views]
         return _digest([rooms, groups, self._inside])
 
@@ -159,7 +159,7 @@ class Survey:
                                 sizes += found
                             else:
                                 sizes.append(found)
-                    elif kind.operation == _SLICES:
+                    if kind.operation == CHANGE:
                         self.may_hide_taps |= any(x == self._anchor for x, _ in pending[-1])
         return leaves
 

@@ -15,6 +15,7 @@ from autogram._capture.forward.decision import (
     Batch,
     NoUse,
     RunBody,
+    UseExpanded,
     UseRows,
     UseRule,
     decide,
@@ -58,6 +59,9 @@ def test_calls_that_read_tracked_tensors_and_constants_derive() -> None:
         (F.embedding, (torch.arange(3).expand(7, 3), W)),
         (F.embedding, (torch.zeros(7, 3, dtype=torch.int64), W)),
         (torch.add, (W, CONSTANT.expand(7, 3, 3))),
+        (torch.add, (W, torch.zeros(7, 3, 3))),
+        (F.linear, (torch.zeros(7, 3), W)),
+        (Tensor.__setitem__, (torch.zeros(7, 4, 3, 3), (slice(None), 0), W)),
     ],
 )
 def test_tensors_that_are_expanded_over_the_samples_are_used(
@@ -71,9 +75,10 @@ def test_tensors_that_are_expanded_over_the_samples_are_used(
     ):
         found = decision(function, *args, batch=batch)
         if expected:
-            assert isinstance(found, UseRule)
-            assert found.is_guess
-            assert found.answers[0].reads == [STATUSES[id(W)]]
+            use = found.expansions[0].use if isinstance(found, UseExpanded) else found
+            assert isinstance(use, UseRule)
+            assert use.is_guess
+            assert use.answers[0].reads == [STATUSES[id(W)]]
         else:
             assert found == NoUse(is_batched=False, origins=[STATUSES[id(W)]])
 
@@ -92,7 +97,8 @@ def test_tensors_that_are_expanded_over_the_samples_are_used(
         (F.embedding, (torch.zeros(7, 7, dtype=torch.int64), W)),  # pairs of positions
         (F.embedding, (torch.zeros(3, 3, dtype=torch.int64), W)),
         (F.embedding, (torch.zeros(7, dtype=torch.int64), W)),
-        (Tensor.add, (W, torch.zeros(7, 3, 3))),
+        (Tensor.add, (W, torch.zeros(7, 7, 3))),
+        (Tensor.__setitem__, (torch.zeros(7, 3), slice(None), W)),
         (torch.special.entr, (W,)),
     ],
 )

@@ -1,16 +1,21 @@
 """What nodes of autograd's graph carry, compared with what they do."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from autogram._blocks import Folded, candidates
 from autogram._capture.autograd.graph import kind_of_node, nodes_behind
-from autogram._capture.samples.carrying import Edge, carried, moves_nothing
+from autogram._capture.autograd.slices import CHANGE
+from autogram._capture.forward.calls import kind_of
+from autogram._capture.forward.changes import run_and_note
+from autogram._capture.samples.carrying import Edge, carried, moves_nothing, stays_regular
 from tests.hunt.samples import OpInfo, operators, samples_of
 
 # How many samples of arguments to try for each operator.
@@ -96,3 +101,93 @@ def test_no_node_of_an_operator_lets_samples_meet_where_it_is_said_to_carry_them
                 wrong.update(wrong_claims(output))
     assert len(seen) > 250
     assert sorted(wrong) == []
+
+
+def changed_slices() -> Iterator[Tensor]:
+    """Tensors of which each operator that works element by element has changed a slice."""
+    for operator in operators():
+        method = operator.get_inplace()
+        if method is None or not kind_of(method).changes_slices:
+            continue
+        for sample in samples_of(operator, SAMPLES):
+            whole = torch.rand(3, *sample.input.shape, 2) * torch.ones(2, requires_grad=True)
+            for changed in (whole, whole.detach()):
+                try:
+                    run_and_note(kind_of(method), (changed[1, ..., 0], *sample.args), sample.kwargs)
+                    if changed.requires_grad:
+                        changed.grad_fn(torch.zeros_like(changed))
+                except (RuntimeError, ValueError, TypeError):
+                    continue  # PyTorch does not carry it out, or does not know a derivative
+                if changed.requires_grad:
+                    yield changed
+
+
+def test_slices_that_were_changed_keep_samples_apart() -> None:
+    claims = {"whole": 0, "other": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for whole in changed_slices():
+            node = whole.grad_fn
+            assert kind_of_node(type(node)).operation == CHANGE
+            assert wrong_claims(whole) == []
+            for place, (following, number) in enumerate(node.next_functions):
+                if following is not None:
+                    given = tuple(following._input_metadata[number].shape)
+                    found = carried(Edge(node, place, tuple(whole.shape), given))
+                    claims["other" if place else "whole"] += len(found)
+    assert claims["whole"] > 100
+    assert claims["other"] > 15
+
+
+CARRIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "log1p": torch.log1p,
+    "deg2rad": torch.deg2rad,
+    "complex": lambda x: torch.complex(x, x),
+    "polar": lambda x: torch.polar(x.detach().abs(), x),
+    "nansum": lambda x: x.nansum(1),
+    "diag_embed": torch.diag_embed,
+    "scatter_reduce": lambda x: torch.scatter_reduce(x, 1, (x > 0).long(), x, "amax"),
+    "affine_grid": lambda x: F.affine_grid(x[:, :2], [4, 1, 5, 6], align_corners=False),
+    "max_unpool2d": lambda x: F.max_unpool2d(x, torch.arange(9).view(3, 3).expand(4, 3, 3), 1),
+    "cdist": lambda x: torch._euclidean_dist(x[:, 0], torch.rand(30, 3)),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x.repeat(1, 4, 1).unsqueeze(2), 2),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_samples_in_front_are_carried(name: str) -> None:
+    node: Any = CARRIED[name](torch.rand(4, 3, 3, requires_grad=True)).grad_fn
+    shape = tuple(node._input_metadata[0].shape)
+    for place, (following, number) in enumerate(node.next_functions):
+        if following is not None:
+            given = tuple(following._input_metadata[number].shape)
+            assert 0 in carried(Edge(node, place, shape, given))
+
+
+@pytest.mark.parametrize(
+    ("layout", "result", "given", "expected"),
+    [
+        (Folded(0, 1, 4, 1), (4, 6), (24,), True),
+        (Folded(0, 1, 4, 6), (24,), (4, 6), True),
+        (Folded(0, 6, 4, 1), (24,), (6, 4), True),
+        (Folded(0, 1, 4, 6), (24,), (4, 2, 3), True),
+        (Folded(0, 1, 4, 6), (24,), (2, 12), False),
+        (Folded(0, 1, 4, 6), (24,), (6, 4), False),
+        (Folded(0, 1, 4, 1), (4, 6), (6, 4), False),
+        (Folded(0, 1, 4, 1), (4, 6), (8, 3), True),
+        (Folded(1, 1, 4, 1), (6, 4), (3, 2, 4), True),
+        (Folded(1, 1, 4, 1), (6, 4), (24,), True),
+        (Folded(1, 1, 4, 1), (6, 4, 1), (12, 2), False),
+    ],
+)
+def test_views_of_regular_samples(
+    layout: Folded, result: tuple[int, ...], given: tuple[int, ...], expected: bool
+) -> None:
+    """Compared with the samples of all elements."""
+    assert stays_regular(layout, result, given) == expected
+    elements = layout.owners(torch.empty(result)).expand(result).reshape(given)
+    places = [
+        candidate.owners(elements).expand(given) == elements
+        for candidate in candidates(given, tuple(range(len(given))), layout.batch)
+    ]
+    assert any(bool(place.all()) for place in places) == expected

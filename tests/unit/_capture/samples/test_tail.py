@@ -127,7 +127,18 @@ class Customized(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A cell, which is one call to the engine and several nodes to autograd."""
+    """A layer, which is one call to the engine and several nodes to autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(1, 3, batch_first=True), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x.unsqueeze(2))[1][0])
+
+
+class Cells(nn.Module):
+    """A cell, which PyTorch composes of linear layers, called for two steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,6 +189,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "woven": Woven,
     "customized": Customized,
     "recurrent": Recurrent,
+    "cells": Cells,
     "checkpointed": Checkpointed,
     "complex": Complex,
 }
@@ -265,11 +277,14 @@ def test_other_nodes_have_rows_sample_by_sample() -> None:
         assert_step(engine, model, slopes(model, torch.rand(4, 2)))
 
 
+WEIGHTS = ("weight_ih", "bias_hh", "weight_hh", "bias_ih")
+
+
 @pytest.mark.parametrize(
     ("model", "names"),
     [
         ("normalized", ["norm.weight", "norm.bias"]),
-        ("recurrent", ["cell.weight_ih", "cell.bias_hh", "cell.bias_ih", "cell.weight_hh"]),
+        ("recurrent", [*(f"layer.{x}_l0" for x in WEIGHTS), "last.weight"]),
         ("woven", ["norm.weight", "norm.bias"]),
         ("customized", ["scale"]),
     ],

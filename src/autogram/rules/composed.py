@@ -1,0 +1,74 @@
+"""Cells of recurrent layers, composed of other calls, as PyTorch does it where it has no kernel.
+
+Two of these calls are linear layers, which have a rule. So no rule has to replay the step. The
+operations are in PyTorch's order, and in place where PyTorch's are, so that the results are the
+same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# The weights for inputs and for states, and a bias for each.
+_Weights = Tensor | None
+
+
+def _gates(input: Tensor, hx: Tensor, *weights: _Weights) -> tuple[Tensor, Tensor]:
+    """What the inputs and the hidden states contribute to the gates."""
+    w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
+    assert w_ih is not None
+    assert w_hh is not None
+    v = F.linear(hx, w_hh, b_hh)
+    return F.linear(input, w_ih, b_ih), v
+
+
+def _tanh_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+    u, v = _gates(input, hx, *weights)
+    return v.add_(u).tanh()
+
+
+def _relu_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+    u, v = _gates(input, hx, *weights)
+    return v.add_(u).relu()
+
+
+def _lstm_cell(input: Tensor, hx: Sequence[Tensor], *weights: _Weights) -> tuple[Tensor, Tensor]:
+    h, c = hx
+    u, v = _gates(input, h, *weights)
+    i, f, g, o = torch.unsafe_chunk(v.add_(u), 4, 1)
+    i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+    c = (f * c).add_(i * g)
+    return o * c.tanh(), c
+
+
+def _gru_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+    u, v = _gates(input, hx, *weights)
+    u_r, u_z, u_n = torch.unsafe_chunk(u, 3, 1)
+    v_r, v_z, v_n = torch.unsafe_chunk(v, 3, 1)
+    r, z = v_r.add_(u_r).sigmoid_(), v_z.add_(u_z).sigmoid_()
+    n = u_n.add(v_n.mul_(r)).tanh_()
+    return (hx - n).mul_(z).add_(n)
+
+
+COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.rnn_tanh_cell: _tanh_cell,
+    torch.rnn_relu_cell: _relu_cell,
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+}
+"""Functions that PyTorch may compose of other calls, with a function that makes these calls."""
+
+
+def composed(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
+    """A function that makes the calls of which PyTorch composes another one.
+
+    ``None`` if PyTorch has a kernel for all of it, or autocast rounds its arguments.
+    """
+    is_rounded = torch._C._is_any_autocast_enabled()
+    is_composed = bool(args) and args[0].device.type == "cpu" and not is_rounded
+    return COMPOSED[function] if is_composed else None
