@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autogram._capture.forward.session import open_recorders
+from autogram._capture.forward.session import open_recorders, recorders_of
 from autogram._capture.tracked import BATCHED, Tracked
 from autogram._compiled.call import CompiledPart, nowhere
 from autogram._compiled.compilers import COMPILERS
 from autogram._compiled.private import missing
 from autogram._compiled.tracing.part import Part
+from autogram._compiled.tracing.recording import PartInputs
 from autogram._compiled.variants import Backward
 from autogram._errors import CompiledPartWarning, UnsupportedError, listed, warn_user
 
@@ -29,6 +30,7 @@ def autogram(
     *,
     mode: str | None = None,
     options: Options | None = None,
+    may_guess: bool = True,
 ) -> Callable[..., Any]:
     """Compiles a graph of Dynamo so that engines see what happens inside.
 
@@ -38,6 +40,7 @@ def autogram(
         mode: As for inductor.
         options: As for inductor. And ``"autogram.inner"``, which is ``"inductor"``, or
             ``"aot_eager"`` to compile nothing below autograd, as for tests.
+        may_guess: Whether a size may tell that parameters are expanded over the samples.
 
     Returns:
         What computes the outputs of the graph.
@@ -48,21 +51,25 @@ def autogram(
         _tell_of_missing(names)
         return _unseen(inner, graph, inputs)
     config = _config(mode, own)
-    parameters, derived, batched = _kinds(graph, inputs)
+    known = _kinds(graph, inputs)
     compile = COMPILERS[inner]
     if not torch.is_grad_enabled():
         return compile(graph, inputs, config, None)
     frozen = [
         i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter) and not x.requires_grad
     ]
-    if not (parameters or derived):
+    if not (known.parameters or known.derived):
         return _checked(compile(_outer(graph, graph.forward), inputs, config, None), frozen)
-    part = Part(graph, parameters, derived, batched)
+    if not may_guess or _has_failed([inputs[i] for i in known.parameters]):
+        known = known._replace(samples=1)
+    part = Part(graph, known)
     device = inputs[part.roots[0]].device
     module = _outer(graph, part.trace, "autogram_entry")
     examples = [*inputs, nowhere(device)]
     function = compile(module, examples, config, partial(Backward, part))
-    return _checked(CompiledPart(part, function), frozen)
+    without = partial(autogram, mode=mode, options=options, may_guess=False)
+    compile_again = partial(torch.compile, graph, backend=without)
+    return _checked(CompiledPart(part, function, compile_again), frozen)
 
 
 def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..., Any]:
@@ -146,8 +153,8 @@ def _outer(graph: fx.GraphModule, function: Callable[..., Any], *further: str) -
     return module
 
 
-def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
-    """The positions of inputs that are parameters, derived from parameters, and batched.
+def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
+    """What the inputs of a graph are.
 
     Recordings that are open know it. Else, as where the recording of a module begins, masks and
     indices without a dimension of samples are constants. What is taken for another one wrongly
@@ -166,7 +173,8 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[int], lis
     others = [i for i in others if i not in derived]
     if recorders:
         known = [i for i in others if inputs[i].requires_grad or BATCHED in statuses[i]]
-        return parameters, derived, known
+        counts = [x.recording.counted.samples for x in recorders if x.recording.counted]
+        return PartInputs(parameters, derived, known, next((n for n in counts if n != 1), 1))
     differentiable = [i for i in others if inputs[i].requires_grad]
     shapes = [inputs[i].shape for i in (*differentiable, *others) if not inputs[i].is_nested]
     size = next((int(shape[0]) for shape in shapes if len(shape) and int(shape[0]) != 1), 1)
@@ -175,7 +183,18 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[int], lis
         has_samples = x.is_nested or size in [int(n) for n in x.shape[:2]]
         return x.requires_grad or (has_samples and not _counts(x))
 
-    return parameters, derived, [i for i in others if is_batched(inputs[i])]
+    return PartInputs(parameters, derived, [i for i in others if is_batched(inputs[i])], size)
+
+
+def _has_failed(parameters: Sequence[Tensor]) -> bool:
+    """Whether an engine has taken back a guess about one of some parameters."""
+    recordings = [recorder.recording for recorder in recorders_of(parameters)]
+    return any(
+        name in recording.channel.unspread
+        for recording in recordings
+        for x in parameters
+        if (name := recording.names.get(x)) is not None
+    )
 
 
 def _counts(x: Tensor) -> bool:

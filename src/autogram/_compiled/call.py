@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -170,20 +170,28 @@ class CompiledPart:
     Args:
         part: The part.
         function: Takes the arguments of the part, and what leads from it to engines.
+        compile_again: Makes a function for the part in which nothing is used by a guess.
     """
 
-    def __init__(self, part: Part, function: Any) -> None:
+    def __init__(
+        self, part: Part, function: Any, compile_again: Callable[[], Callable[..., Any]]
+    ) -> None:
         self._part, self._function = part, function
+        self._without_guesses = cache(compile_again)
 
     def __call__(self, *given: Any) -> Any:
         """Calls the part."""
         part, args = self._part, list(given)
         recorders = recorders_of([args[i] for i in part.parameters])
+        if _are_wrong(part.guesses, recorders, args):
+            return self._without_guesses()(*given)
         like = nowhere(args[part.roots[0]].device)
         with torch._C.DisableTorchFunction():
             if not recorders:
                 return self._function(*args, like)
             derived = [_derived_inputs(recorder, part, args) for recorder in recorders]
+            for recorder in recorders:
+                recorder.recording.guesses |= _names(recorder, [args[i] for i in part.guesses])
             calls = [
                 PartCall(part, recorder.recording, args, roots)
                 for recorder, roots in zip(recorders, derived, strict=True)
@@ -236,6 +244,21 @@ def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int
             if isinstance(status, Tracked):
                 found[position] = as_of_now(x, status)
     return found
+
+
+def _names(recorder: Recorder, tensors: Sequence[Tensor]) -> set[str]:
+    """The names of an engine's parameters that some tensors are computed from."""
+    statuses = [recorder.status_of(x) for x in tensors]
+    sources = [p for status in statuses if isinstance(status, Tracked) for p in status.sources]
+    return {recorder.recording.names[p] for p in sources}
+
+
+def _are_wrong(guesses: Sequence[int], recorders: Sequence[Recorder], args: Sequence[Any]) -> bool:
+    """Whether an engine has taken back a guess about one of some arguments."""
+    with torch._C.DisableTorchFunction():
+        guessed = [_names(recorder, [args[i] for i in guesses]) for recorder in recorders]
+    pairs = zip(recorders, guessed, strict=True)
+    return any(recorder.recording.channel.unspread & names for recorder, names in pairs)
 
 
 def _reads_of(call: PartCall, derived: dict[int, Tracked]) -> dict[int, Tracked]:

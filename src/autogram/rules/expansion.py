@@ -116,7 +116,7 @@ def _repeated(tensor: Tensor, *repeats: Any, **named: Any) -> Shape | None:
 
 def _flat(sizes: Sequence[Any]) -> Shape:
     """Sizes that a call was given as a sequence, or one by one."""
-    return tuple(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+    return tuple(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes)
 
 
 _SPREADS: dict[Callable[..., Any], Callable[..., Shape | None]] = {

@@ -61,15 +61,19 @@ class UseRule(NamedTuple):
 class Batch(NamedTuple):
     """What is known of the samples, to tell whether a tensor is expanded over them."""
 
-    samples: int = 1
+    samples: Any = 1
     """How many there are; 1 where nothing is to be taken for expanded over them."""
     unspread: Collection[Tensor] = ()
     """Parameters that turned out to be expanded over something else of the same size."""
 
+    def is_size(self, size: int) -> bool:
+        """Whether a size is that of the samples."""
+        return bool(size == self.samples)
+
     def is_over(self, shape: Sequence[int], expanded: Sequence[bool]) -> bool:
         """Whether some dimensions of a shape, which are expanded, are likely to be of samples."""
         pairs = zip(shape[:2], expanded, strict=False)
-        return self.samples > 1 and (self.samples, True) in pairs
+        return any(is_expanded and self.is_size(size) for size, is_expanded in pairs)
 
 
 NO_BATCH = Batch()
@@ -178,7 +182,7 @@ def _spread_use(
     an embedding does with the positions of all. Of a tensor that is derived so, each row would
     be pulled back through all samples.
     """
-    if batch.samples == 1:
+    if batch.samples in (0, 1):
         return None
     tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
     if any(p in batch.unspread for _, status in tracked for p in status.sources):
@@ -218,7 +222,10 @@ def _are_of_samples(constant: Tensor, batch: Batch) -> bool:
         return False
     if batch.is_over(constant.shape, [n == 0 for n in constant.stride()]):
         return True
-    return constant.dim() >= 2 and len(constant) == batch.samples != constant.shape[1]
+    if constant.dim() < 2:
+        return False
+    size, following = constant.shape[:2]
+    return batch.is_size(size) and not batch.is_size(following)
 
 
 def _use_of_expansion(

@@ -58,6 +58,8 @@ class Recorder(TorchFunctionMode):
         self._statuses = Statuses(tapping)
         self._hooks_at_entry = [hooks_now(True)]  # of each module that is open
         self._batch = NO_BATCH
+        # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
+        self._batch_in_hooks = NO_BATCH
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
@@ -176,8 +178,7 @@ class Recorder(TorchFunctionMode):
                 args, kwargs = replaced((args, kwargs), stand_ins)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
-        # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
-        batch = self._batch if hooks is None else NO_BATCH
+        batch = self._batch if hooks is None else self._batch_in_hooks
         decision = decide(kind, args, kwargs, reads, is_bare=is_bare, batch=batch)
         if isinstance(decision, NoUse) and not kind.changes_slices:
             output = function(*args, **kwargs)

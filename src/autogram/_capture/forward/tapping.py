@@ -84,10 +84,14 @@ class Tapping:
             known = number, kind.name, shape, reads, recipes, decision.rule
             use = RuleUse(self.recording, *known)
             if decision.is_guess:
-                names, sources = self.recording.names, [p for t in reads for p in t.sources]
-                self.recording.guesses.update([names[p] for p in sources])
+                self.note_guess(reads)
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
         return replaced(output, tapped)
+
+    def note_guess(self, reads: Sequence[Tracked]) -> None:
+        """Notes the parameters of a use of which a size alone has told that samples are in it."""
+        names = self.recording.names
+        self.recording.guesses.update([names[p] for tracked in reads for p in tracked.sources])
 
     def run_expanded(
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseExpanded

@@ -12,7 +12,7 @@ from autogram._blocks import Region
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import RuleUse
 from autogram._compiled.tracing.derivation import Derivation
-from autogram._compiled.tracing.recording import TracedTapping, record
+from autogram._compiled.tracing.recording import PartInputs, TracedTapping, record
 from autogram._compiled.tracing.sizes import Sizes
 from autogram.rules import Formula
 
@@ -58,16 +58,16 @@ class Part:
 
     Args:
         graph: The graph of Dynamo.
-        parameters: The positions of the inputs that are parameters.
-        derived: Those of inputs that were derived from parameters when the part was compiled.
-        batched: The positions of those that depend on the samples.
+        inputs: What its inputs were when the part was compiled.
 
     Attributes:
-        parameters: As given.
+        parameters: The positions of the inputs that are parameters.
         roots: The positions of parameters and derived inputs.
         sources: The tracked tensors of its uses.
         derived_from: The positions of the inputs that derivations of these take.
         uses: In the order of the forward pass.
+        guesses: The positions of roots that are used where nothing but a size has told that samples
+            are.
         rows: The positions of parameters that get explicit rows, with the calls that have no rule.
         dtypes: Those in which autocast carried out uses.
         outputs: How outputs are computed that no sample is in.
@@ -76,21 +76,14 @@ class Part:
         backward: The graph of its backward pass, once there is one.
     """
 
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        parameters: Sequence[int],
-        derived: Sequence[int],
-        batched: Sequence[int],
-    ) -> None:
-        self._graph = graph
-        self.parameters = tuple(parameters)
-        self._derived = tuple(derived)
-        self.roots = self.parameters + self._derived
-        self._batched = tuple(batched)
+    def __init__(self, graph: fx.GraphModule, inputs: PartInputs) -> None:
+        self._graph, self._inputs = graph, inputs
+        self.parameters = tuple(inputs.parameters)
+        self.roots = (*self.parameters, *inputs.derived)
         self.sources: tuple[Source, ...] = ()
         self.derived_from: tuple[int, ...] = ()
         self.uses: tuple[PartUse, ...] = ()
+        self.guesses: tuple[int, ...] = ()
         self.rows: dict[int, list[str]] = {}
         self.dtypes: set[torch.dtype] = set()
         self.outputs: dict[tuple[int, ...], Derivation] = {}
@@ -104,7 +97,7 @@ class Part:
         The last argument is what leads to engines.
         """
         args = args[:-1]
-        outputs, tapping = record(self._graph, args, self.parameters, self._derived, self._batched)
+        outputs, tapping = record(self._graph, args, self._inputs)
         self._take(args, tapping)
         return outputs
 
@@ -114,6 +107,7 @@ class Part:
         self.sizes = Sizes(args)
         self.tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
         self.dtypes, self.outputs = tapping.dtypes, tapping.outputs
+        self.guesses = tuple(positions[id(x)] for x in tapping.guesses)
         self.rows = {}
         for name, parameter in tapping.without_rule:
             self.rows.setdefault(positions[id(parameter)], []).append(name)

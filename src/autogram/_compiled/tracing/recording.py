@@ -7,7 +7,7 @@ function, asks the rules, and puts taps on results. The taps become operators of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind
-from autogram._capture.forward.decision import Reads, UseRule
+from autogram._capture.forward.decision import Batch, Reads, UseRule
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel, Recording
@@ -24,7 +24,24 @@ from autogram._capture.tracked import BATCHED, Status, Tracked, base_of
 from autogram._capture.uses import RuleUse, Use
 from autogram._compiled.tracing.derivation import Derivation, History
 from autogram._compiled.tracing.operator import TracedTap
+from autogram._compiled.tracing.sizes import OpenBatch
 from autogram._containers import tensors_in
+
+
+class PartInputs(NamedTuple):
+    """What the inputs of a region are where it is compiled.
+
+    Attributes:
+        parameters: The positions of those that are parameters.
+        derived: Those of inputs that are derived from parameters, outside.
+        batched: Those of inputs that depend on the samples.
+        samples: How many samples there are; 1 if nothing is to be taken for expanded over them.
+    """
+
+    parameters: Sequence[int]
+    derived: Sequence[int]
+    batched: Sequence[int]
+    samples: int
 
 
 class TracedTapping(Tapping):
@@ -37,6 +54,7 @@ class TracedTapping(Tapping):
             are computed together.
         without_rule: Names of calls, each with a parameter that it reads.
         dtypes: Those in which autocast carried out uses.
+        guesses: What is used where nothing but a size has told that samples are.
     """
 
     def __init__(self, recording: Recording, history: History) -> None:
@@ -47,6 +65,7 @@ class TracedTapping(Tapping):
         self.outputs: dict[tuple[int, ...], Derivation] = {}
         self.without_rule: list[tuple[str, Tensor]] = []
         self.dtypes: set[torch.dtype] = set()
+        self.guesses: set[Tensor] = set()
 
     def run_with_rule(
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
@@ -63,6 +82,10 @@ class TracedTapping(Tapping):
                 return self.run_without_rule(kind, args, kwargs, reads)
             self.derivations.update({t: way for t, way in found.items() if way is not None})
         return super().run_with_rule(kind, args, kwargs, decision)
+
+    def note_guess(self, reads: Sequence[Tracked]) -> None:
+        """Notes what is used where nothing but a size has told that samples are."""
+        self.guesses.update(p for tracked in reads for p in tracked.sources)
 
     def run_without_rule(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
@@ -97,9 +120,13 @@ class TracedTapping(Tapping):
 
 
 class TraceRecorder(Recorder):
-    """The recorder of one tracing of a region."""
+    """The recorder of one tracing of a region, with what is known of the samples."""
 
     tapping: TracedTapping
+
+    def __init__(self, tapping: TracedTapping, batch: Batch) -> None:
+        super().__init__(tapping)
+        self._batch = self._batch_in_hooks = batch
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter itself."""
@@ -197,23 +224,20 @@ def _changes(tensor: Any) -> int:
 def record(
     module: fx.GraphModule,
     args: Sequence[Any],
-    parameters: Sequence[int],
-    derived: Sequence[int],
-    batched: Sequence[int],
+    inputs: PartInputs,
 ) -> tuple[Sequence[Any], TracedTapping]:
     """Runs the graph of a region on traced arguments, with taps: its outputs, and what was found.
 
     Args:
         module: The graph.
         args: The arguments.
-        parameters: The positions of those that are parameters.
-        derived: The positions of those that are derived from parameters, outside.
-        batched: The positions of those that depend on the samples.
+        inputs: What they are.
     """
+    parameters, derived, batched, samples = inputs
     recording = Recording(Channel(), {args[i]: str(i) for i in parameters})
     history = History(module, batched)
     tapping = TracedTapping(recording, history)
-    recorder = TraceRecorder(tapping)
+    recorder = TraceRecorder(tapping, OpenBatch.of(args, batched, samples))
     roots = [args[i] for i in derived]
     recorder.set_statuses(roots, [Tracked.of(x, (x,)) for x in roots])
     recorder.mark([args[i] for i in batched])

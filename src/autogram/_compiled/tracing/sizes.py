@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autogram._capture.forward.decision import Batch
+
 OpenSizes = tuple[int, ...]
 
 
@@ -99,7 +101,32 @@ def map_sizes(item: Any, number_of: Callable[[torch.SymInt], Any]) -> Any:
     return item
 
 
-def _expression(size: torch.SymInt) -> Any:
+class OpenBatch(Batch):
+    """What is known of samples whose number may be open: an expression of symbols."""
+
+    @classmethod
+    def of(cls, args: Sequence[Any], batched: Sequence[int], samples: int) -> OpenBatch:
+        """The samples among the arguments of a tracing, of which there were so many."""
+        if samples == 1:
+            return cls()
+        inputs = [args[i] for i in batched if isinstance(args[i], Tensor)]
+        sizes = [size for x in inputs if not x.is_nested for size in x.shape[:2]]
+        sizes += [x for x in args if isinstance(x, torch.SymInt)]
+        return cls(next((_expression(n) for n in sizes if _hint(n) == samples), samples))
+
+    def is_size(self, size: Any) -> bool:
+        """Whether a size is that of the samples in every call. No guard comes from that."""
+        return bool(_expression(size) == self.samples)
+
+
+def _hint(size: Any) -> Any:
+    """The number that a size is where a part is traced, if it has one."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _expression(size: Any) -> Any:
     """A size as an expression of symbols, simplified by what is known of these."""
+    if not isinstance(size, torch.SymInt):
+        return size
     node: Any = size.node
     return node.shape_env.simplify(node.expr)
