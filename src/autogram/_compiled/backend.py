@@ -163,9 +163,10 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     parameters, others = [], []
     for position, (node, x) in enumerate(zip(nodes, inputs, strict=True)):
-        if isinstance(x, nn.Parameter) and x.requires_grad:
+        is_parameter = isinstance(x, nn.Parameter)
+        if is_parameter and x.requires_grad:
             parameters.append(position)
-        elif isinstance(x, Tensor) and (x.requires_grad or not _is_buffer(node)):
+        elif isinstance(x, Tensor) and (x.requires_grad or not (is_parameter or _is_buffer(node))):
             others.append(position)
     recorders = open_recorders()
     statuses = {i: [recorder.status_of(inputs[i]) for recorder in recorders] for i in others}

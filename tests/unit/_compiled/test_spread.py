@@ -241,3 +241,27 @@ def test_surroundings(spread: Any) -> None:
     run = compiled(model)
     coupled = are_coupled(model, run, engine, steps(4, 4, 6, 4, 5))
     assert coupled == [spread is by_heads] + 4 * [False]
+
+
+@pytest.mark.parametrize("samples", [4, 5, 6])
+def test_frozen_tables_with_as_many_rows_as_samples(samples: int) -> None:
+    """A table of positions that is not trained is no input, whatever its sizes are."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(batch(1, 5, WIDTH), requires_grad=False)
+            self.scale, self.layer = nn.Parameter(batch(WIDTH)), linear()
+            self.token = nn.Parameter(batch(1, 1, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = (self.table * self.scale).tanh()
+            own = torch.cat([self.token.expand(len(x), -1, -1), own + x], 1)
+            return self.layer(own).tanh()
+
+    model = Table()
+    engine = Engine(model, verify="never")
+    run = compiled(model)
+    for count in (samples, 7):
+        x = batch(count, 5, WIDTH)
+        assert are_coupled(model, run, engine, [(x,), (x,)]) == [False, False]

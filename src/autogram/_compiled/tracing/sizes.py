@@ -110,7 +110,8 @@ class OpenBatch(Batch):
         if samples == 1:
             return cls()
         inputs = [args[i] for i in batched if isinstance(args[i], Tensor)]
-        sizes = [size for x in inputs if not x.is_nested for size in x.shape[:2]]
+        shapes = [x.shape for x in inputs if not x.is_nested]
+        sizes = [size for dim in (0, 1) for shape in shapes for size in shape[dim : dim + 1]]
         sizes += [x for x in args if isinstance(x, torch.SymInt)]
         return cls(next((_expression(n) for n in sizes if _hint(n) == samples), samples))
 
