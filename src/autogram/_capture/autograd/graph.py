@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_dims, slice_behind
+from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice
+from autogram._capture.autograd.strides import kept_dims
 from autogram._errors import FreedGraphError, UnsupportedError
 
 
@@ -214,6 +215,9 @@ class _CompiledEntry(torch.autograd.Function):
         return (None,) * (3 + int(ctx.count))
 
 
+VIEWS = ("View", "UnsafeView", "ReshapeAlias")
+"""Operations that read the elements of a tensor, in order, as a tensor of another shape."""
+
 _NUMBERS = count()
 # Beside sizes and strides by name: numbers that often follow from the length of a sequence, and do
 # not decide along which dimensions a node carries samples, unless by how many they are.
@@ -271,15 +275,15 @@ def kind_of_node(node: Any) -> NodeKind:
     if operation == CHANGE:
         arguments.append(_kept_by_change)
         sizes.append(_geometry_of_change)
-    elif node.__name__ == "AsStridedBackward0":
-        arguments.append(lambda of: kept_dims(slice_behind(of)))
+    elif operation == "AsStrided":
+        arguments.append(kept_dims)
     return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
 
 
 def _kept_by_change(node: Any) -> tuple[int, ...] | None:
     """What a slice that was changed keeps of the whole tensor, if that is known."""
     found = changed_slice(node)
-    return None if found is None else kept_dims(found)
+    return None if found is None else kept_by_slice(found)
 
 
 def _geometry_of_change(node: Any) -> tuple[int, ...]:

@@ -56,22 +56,8 @@ def changed_slice(node: Any) -> ChangedSlice | None:
     return found
 
 
-def slice_behind(node: Any) -> ChangedSlice | None:
-    """The slice that a node ``AsStrided`` takes of a tensor whose geometry a recording has noted.
-
-    Autograd makes such nodes for slices of a tensor that was changed in place.
-    """
-    following, _ = node.next_functions[0]
-    found = changed_slice(following) if type(following).__name__ == CHANGE else None
-    if found is None:
-        return None
-    offset = node._saved_storage_offset
-    start = found.whole.offset if offset is None else offset
-    return found._replace(part=Geometry(node._saved_size, node._saved_stride, start))
-
-
 @lru_cache(maxsize=4096)
-def kept_dims(found: ChangedSlice | None) -> tuple[int, ...]:
+def kept_by_slice(found: ChangedSlice | None) -> tuple[int, ...]:
     """The dimension of a slice that has a whole dimension of the tensor, in order, or -1.
 
     One for each dimension of the tensor; none where nothing is known of a slice.

@@ -18,11 +18,10 @@ meet in such places, or can lie along no dimension, each element is a place.
 
 from __future__ import annotations
 
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import isfinite, prod
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,7 +29,9 @@ from torch import Tensor
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.proof import Prover, Spot, shown
+from autogram._capture.samples.proofs.proof import Prover
+from autogram._capture.samples.proofs.spots import Spot, shown
+from autogram._capture.samples.proofs.trials import EXPONENTS
 from autogram._capture.uses import Use, describe
 from autogram._errors import NonFiniteError
 
@@ -38,10 +39,9 @@ NONE = -1
 HIDDEN = -2
 ELEMENTS = -1  # in the place of a dimension, where each element is a place
 
-# Exponents from -16 to 15 keep numbers of ordinary size far from overflow and underflow. The
-# exponents are shuffled, because sums such as y[b] + 2 y[b - 2] have powers of two of their own.
-_SCALES = 32
-_EXPONENTS = torch.tensor(random.Random(0).sample(range(-16, 16), _SCALES), device="cpu")
+# Exponents from -16 to 15 keep numbers of ordinary size far from overflow and underflow.
+_SCALES = len(EXPONENTS)
+_EXPONENTS = EXPONENTS - _SCALES // 2
 _DIGITS = _EXPONENTS.argsort()
 _BEYOND = 2**40
 
@@ -162,7 +162,7 @@ class Scales:
     def __init__(self, channel: Channel, objectives: Objectives) -> None:
         self.uses: dict[Use, None] = {}
         self._samples = objectives.samples
-        self._sums: dict[int, dict[Use, dict[int, Tensor]]] = defaultdict(dict)
+        self._sums: dict[int, dict[Use, Tensor]] = defaultdict(dict)
         samples = torch.arange(self._samples, device="cpu")
         unit = 1
         while unit < self._samples:
@@ -177,24 +177,23 @@ class Scales:
         from pass to pass: at numbers of extreme size, or where an operation adds up in a different
         order each time.
         """
-        owners = {}
-        for dim, plain in _checksums(use, cotangent).items():
-            places = torch.where(plain != 0, 0, NONE)
-            for unit, sums in self._sums.items():
-                scaled = sums[use][dim] if use in sums else torch.zeros_like(plain)
-                places += unit * _digits(plain, scaled)
-            if int(places.max()) < self._samples:
-                owners[dim] = places
-        return owners
+        sizes, plain = _checksums(use, cotangent)
+        found = torch.where(plain != 0, 0, NONE)
+        for unit, sums in self._sums.items():
+            scaled = sums[use] if use in sums else torch.zeros_like(plain)
+            found += unit * _digits(plain, scaled)
+        by_dim = zip(sizes, found.split(list(sizes.values())), strict=True)
+        return {dim: places for dim, places in by_dim if int(places.max()) < self._samples}
 
     def _see(self, unit: int, use: Use, cotangent: Tensor) -> None:
         """Takes in the cotangent of a use in one of the passes."""
-        largest = float(cotangent.abs().amax())
-        if not isfinite(largest):
+        _, sums = _checksums(use, cotangent)
+        # These tell most often, without another look at all elements.
+        if not sums.isfinite().all() and not cotangent.isfinite().all():
             raise not_finite(use)
-        if largest:
+        if sums.any() or cotangent.any():
             self.uses[use] = None
-            self._sums[unit][use] = _checksums(use, cotangent)
+            self._sums[unit][use] = sums
 
 
 def show_uses(
@@ -222,12 +221,16 @@ def _by_place(
         seen: What the values belong to.
         dims: Dimensions in which samples can lie, in ascending order.
         values: Of its shape, or with more dimensions behind.
-        reduce: Reduces a matrix along one of its dimensions. All dimensions in front of the places
-            are reduced one by one, so that most values are read twice, whatever their dimensions.
+        reduce: Reduces a matrix along one of its dimensions. Dimensions behind all places are
+            reduced first, and dimensions in front of places one by one, so that most values are
+            read once or twice, whatever their dimensions.
     """
     if _is_by_element(seen):
         yield ELEMENTS, reduce(values.reshape(prod(seen.shape), -1), 1)
         return
+    front = values.shape[: dims[-1] + 1]
+    if values.dim() > len(front):
+        values = reduce(values.reshape(prod(front), -1), 1).view(front)
     for dim in range(dims[-1] + 1):
         rows = values.reshape(len(values), -1)
         if dim in dims:
@@ -257,16 +260,21 @@ def not_finite(use: Use) -> NonFiniteError:
     )
 
 
-def _checksums(use: Use, cotangent: Tensor) -> dict[int, Tensor]:
-    """A sum over each place by dimension, with weights so that parts do not cancel; on the CPU."""
+def _checksums(use: Use, cotangent: Tensor) -> tuple[dict[int, int], Tensor]:
+    """A sum over each place, with weights so that parts do not cancel; on the CPU.
+
+    Returns:
+        The number of places along each dimension, and the sums of all, dimension by dimension.
+    """
     parts = (torch.view_as_real(cotangent) if cotangent.is_complex() else cotangent).double()
-    return {dim: x.cpu() for dim, x in _by_place(use, use.dims, parts, _weighted_sum)}
+    found = dict(_by_place(use, use.dims, parts, _weighted_sum))
+    return {dim: len(x) for dim, x in found.items()}, torch.cat([*found.values()]).cpu()
 
 
 def _weighted_sum(matrix: Tensor, dim: int) -> Tensor:
     """The sum of a matrix along a dimension, with different weights."""
     weights = torch.arange(1, matrix.shape[dim] + 1, device=matrix.device).double().sin()
-    return (matrix * (weights if dim else weights.unsqueeze(1))).sum(dim)
+    return matrix @ weights if dim else weights @ matrix
 
 
 def _digits(plain: Tensor, scaled: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from torch import Tensor
 from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.recording import Channel
 from autogram._capture.samples.layouts import Layouts
-from autogram._capture.samples.proof import Constant, Proof, Spot
+from autogram._capture.samples.proofs.proof import Constant, Proof
+from autogram._capture.samples.proofs.spots import Spot
+from autogram._capture.samples.proofs.trials import Trial
 from autogram._capture.samples.survey import Survey
 from autogram._containers import Latest
 
@@ -29,17 +31,19 @@ class Known:
         layouts: The layouts of each use.
         constants: The constants that the layouts depend on.
         silent: The spots whose cotangent was zero.
+        trials: The nodes to try.
         is_doubted: Whether to search for the samples again before the layouts are used.
     """
 
     layouts: InOrder
     constants: Constants
     silent: tuple[Spot, ...]
+    trials: tuple[Trial, ...]
     is_doubted: bool = False
 
     def changes(self, survey: Survey) -> list[Tensor]:
         """For each constant, whether it has other values now."""
-        return changes(self.constants, survey)
+        return [_differ(constant.value(survey), old) for constant, old in self.constants]
 
     def of_uses(self, survey: Survey) -> Layouts:
         """The layouts, by use."""
@@ -62,6 +66,11 @@ class Shown:
 
     constants: Constants
     uses: dict[int, tuple[tuple[Folded, ...], frozenset[int]]] = field(default_factory=dict)
+
+    def is_of_others(self, constants: Constants) -> bool:
+        """Whether some constants have other values."""
+        pairs = zip(constants, self.constants, strict=True)
+        return any(bool(_differ(new, old)) for (_, new), (_, old) in pairs)
 
     def add(self, found: InOrder) -> InOrder | None:
         """Adds what fits in a call. Returns layouts to remember, or ``None`` to wait for more.
@@ -95,7 +104,7 @@ class Remembered:
 
     Layouts, what calls have shown of them, and reasons why samples count as mixed (refusals), are
     kept by a survey's key and the dimension of the losses. Proofs are kept by the structure of a
-    graph and, where it matters, a pattern of sizes (`Search._proof_keys`).
+    graph and, where it matters, a pattern of sizes, or all sizes (`Search._proof_keys`).
     """
 
     channel: Channel
@@ -103,11 +112,22 @@ class Remembered:
     shown: Latest[tuple[bytes, int | None], Shown] = field(default_factory=Latest)
     refusals: Latest[tuple[bytes, int | None], str] = field(default_factory=Latest)
     proofs: Latest[tuple[bytes, int | None, bytes], Proof] = field(default_factory=Latest)
+    unproven: Latest[tuple[bytes, int | None], None] = field(default_factory=Latest)
+    """Graphs that were seen, of a structure with proofs for graphs of the same sizes."""
 
+    def together(
+        self, key: tuple[bytes, int | None], found: InOrder, constants: Constants
+    ) -> InOrder | None:
+        """The layouts of a graph to remember, by what a call has shown, and others before.
 
-def changes(constants: Constants, survey: Survey) -> list[Tensor]:
-    """For each of some constants, whether it has other values in a graph with an equal survey."""
-    return [_differ(constant.value(survey), old) for constant, old in constants]
+        ``None`` as long as that is not enough.
+        """
+        shown = self.shown.get(key)
+        if shown is None and all(isinstance(x, Folded) for some in found for x in some):
+            return found
+        if shown is None or shown.is_of_others(constants):
+            shown = self.shown[key] = Shown(constants)
+        return shown.add(found)
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

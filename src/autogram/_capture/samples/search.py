@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 
 import torch
@@ -19,12 +19,17 @@ from autogram._capture.samples.owners import (
     owners_by_zeros,
     show_uses,
 )
-from autogram._capture.samples.proof import Proof, Prover, Spot, dims_of, shown
-from autogram._capture.samples.remembered import Known, Remembered, Shown, changes
+from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
+from autogram._capture.samples.proofs.spots import Spot, shown
+from autogram._capture.samples.proofs.trials import Trial, keeps_places, tried
+from autogram._capture.samples.remembered import Known, Remembered
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
 from autogram._errors import MixedSamplesError, NonFiniteError, UnsupportedError
+
+# In the place of proofs that are for graphs of the same sizes: at others, values decide.
+_OF_SIZES = Proof(is_for_one_call=True)
 
 
 class UnknownLayoutError(Exception):
@@ -79,9 +84,10 @@ class Search:
         self._found: Layouts | None = None
         self._has_changed: Flag | None = None  # without constants, nothing can
         self._silent: tuple[Spot, ...] = ()
+        self._trials: tuple[Trial, ...] = ()
         self._heard: list[Tensor] = []
+        self._moved: list[Tensor] = []
         self._scales: Scales | None = None
-        self._has_gaps = False
 
     def begin(self) -> None:
         """Recalls where the samples were, or searches for them."""
@@ -89,11 +95,14 @@ class Search:
         if reason is not None:
             raise MixedSamplesError(reason)
         known = self._known
+        if known is not None and known.trials and self._replays is not None:
+            known = None  # what a trial finds, the host has to read
         if known is not None and not (known.is_doubted and self._replays is None):
             changed = self._flag(known.changes(self._survey)) if known.constants else None
             self._has_changed = changed
             if changed is None or not (changed.is_ready and changed.read()):
-                self._found, self._silent = known.of_uses(self._survey), known.silent
+                self._found = known.of_uses(self._survey)
+                self._silent, self._trials = known.silent, known.trials
         if self._found is None and self._survey.uses:
             self.run()
 
@@ -128,17 +137,34 @@ class Search:
     @property
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
-        if self._found is None or self._silent or self._survey.may_hide_taps:
+        is_watched = self._silent or self._trials
+        if self._found is None or is_watched or self._survey.may_hide_taps:
             return False
         is_certain = self._has_changed is None or self._has_changed.is_ready
         return is_certain and all(map(self.known, self._survey.uses))
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Watches, in the pass inside of a block, spots whose cotangent was zero in the proof."""
-        self._heard = heard = []
-        if not self._silent:
-            return nullcontext()
-        return shown(self._survey, self._silent, lambda _, x: heard.append((x != 0).any()))
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches, in the pass inside of a block, what the proof is about.
+
+        Spots whose cotangent was zero, and nodes that are to be tried.
+        """
+        self._heard, self._moved = heard, moved = [], []
+
+        def hear(_: Spot, cotangent: Tensor) -> None:
+            heard.append((cotangent != 0).any())
+
+        def tell(moves: Tensor, stays: Tensor) -> None:
+            moved.append(moves)
+            heard.append(~stays)
+
+        with ExitStack() as stack:
+            if self._silent:
+                stack.enter_context(shown(self._survey, self._silent, hear))
+            if self._trials:
+                samples = self._objectives.samples
+                stack.enter_context(tried(self._survey, self._trials, samples, tell))
+            yield
 
     def _flag(self, values: Sequence[Tensor]) -> Flag:
         """Whether any of some booleans is true; in a captured call, the replays are asked later."""
@@ -152,6 +178,8 @@ class Search:
             self.forget()
             for key in self._proof_keys:
                 self._remembered.proofs.pop(key, None)
+            if self._moved and self._flag(self._moved).read():  # it may do so again
+                self._remembered.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
             if not self.has_searched:
                 raise UnknownLayoutError
         if self._scales is not None and self._found is not None:
@@ -212,11 +240,15 @@ class Search:
         channel, objectives, proof = self._remembered.channel, self._objectives, self._proof
         if proof is None or not objectives.are_finite:
             return False
+        if proof is _OF_SIZES:
+            if self._key in self._remembered.unproven:
+                return False  # these sizes come again, so that a proof is worth its passes
+            self._remembered.unproven[self._key] = None
         try:
             self._scales, self._found = Scales(channel, objectives), {}
         except NonFiniteError:  # the numbers are too large
             return False
-        self._silent = proof.silent
+        self._silent, self._trials = proof.silent, proof.trials
         if objectives.per_sample > 1:
             # The next pass has several cotangents, so that a pass with one is compared instead.
             equal = torch.ones(objectives.samples, device="cpu")
@@ -227,7 +259,7 @@ class Search:
             except UnknownLayoutError as unknown:
                 self.run(unknown.use)
             else:
-                self._scales, self._silent, self._heard = None, (), []
+                self._scales, self._silent, self._trials, self._heard = None, (), (), []
         return True
 
     def _search_by_zeros(self, wanted: Use | None) -> None:
@@ -243,8 +275,12 @@ class Search:
         if self._objectives.are_finite:  # if not, the layouts are for this call alone
             fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
             proof = prover.proof(fitting, self._found)
-            whatever_sizes, these = self._proof_keys
-            self._remembered.proofs[whatever_sizes if proof.is_for_one_call else these] = proof
+            whatever_sizes, pattern, these = self._proof_keys
+            proofs = self._remembered.proofs
+            if not proof.is_for_sizes:
+                proofs[whatever_sizes if proof.is_for_one_call else pattern] = proof
+            elif proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES:
+                proofs[whatever_sizes], proofs[these] = _OF_SIZES, proof
             self._remember(self._found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:
@@ -258,10 +294,7 @@ class Search:
 
     def _fit(self, use: Use, owners: Owners) -> tuple[Placement, ...]:
         """The layouts that fit the owners of a use's places."""
-        layouts = fitting_layouts(use, owners, self._objectives.is_finite)
-        regular = {layout.dim for layout in layouts if isinstance(layout, Folded)}
-        self._has_gaps |= any(bool((owners[dim] < 0).any()) for dim in regular & owners.keys())
-        return layouts
+        return fitting_layouts(use, owners, self._objectives.is_finite)
 
     def _regular(self, spot: Spot, owners: Owners) -> tuple[Folded, ...] | None:
         """The regular layouts that samples may have, or ``None`` without a cotangent."""
@@ -276,22 +309,17 @@ class Search:
             return
         if not proof.is_about(dims_of(survey, found)):
             return
-        if self._has_gaps and not all(constant.is_in_order for constant in proof.constants):
-            return  # constants that move samples may give the gaps to other samples
-        if proof.silent and self._objectives.per_sample > 1:
+        samples = self._objectives.samples
+        if not all(keeps_places(survey, trial, samples) for trial in proof.moving):
+            return
+        if (proof.silent or proof.trials) and self._objectives.per_sample > 1:
             return  # a batched pass cannot read whether a silent spot has a cotangent now
         in_order = tuple(found.get(use, ()) for use in survey.uses)
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
-        is_regular = all(isinstance(x, Folded) for some in found.values() for x in some)
-        shown = self._remembered.shown.get(self._key)
-        if shown is not None or not is_regular:
-            if shown is None or Flag(changes(shown.constants, survey)).read():
-                shown = self._remembered.shown[self._key] = Shown(constants)
-            together = shown.add(in_order)
-            if together is None:
-                return
-            in_order = together
-        self._remembered.layouts[self._key] = Known(in_order, constants, proof.silent)
+        layouts = self._remembered.together(self._key, in_order, constants)
+        if layouts is not None:
+            known = Known(layouts, constants, proof.silent, proof.trials)
+            self._remembered.layouts[self._key] = known
 
     @property
     def _known(self) -> Known | None:
@@ -301,16 +329,17 @@ class Search:
     @property
     def _proof(self) -> Proof | None:
         """What the layouts depend on, if a graph of this structure was looked at."""
-        whatever_sizes, these = (self._remembered.proofs.get(key) for key in self._proof_keys)
-        return whatever_sizes or these
+        whatever_sizes, *others = (self._remembered.proofs.get(key) for key in self._proof_keys)
+        pattern, these = others
+        return these or whatever_sizes or pattern
 
     @cached_property
     def _proof_keys(self) -> tuple[tuple[bytes, int | None, bytes], ...]:
-        """Keys of a proof: the first key if the proof is for one call, and else the second.
+        """Keys of a proof: the first key if the proof is for one call, and else the others.
 
         The second key has a pattern of sizes: at other sizes, samples may lie along other
-        dimensions, which nodes may not carry.
+        dimensions, which nodes may not carry. The third key has all sizes.
         """
         pattern = self._survey.pattern(self._objectives.samples)
         key = self._survey.structure, self._objectives.batch_dim
-        return (*key, b""), (*key, pattern)
+        return (*key, b""), (*key, pattern), (*key, self._survey.key)

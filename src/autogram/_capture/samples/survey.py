@@ -3,7 +3,7 @@
 Autograd's graph determines a backward pass: its nodes, how they lead to one another, and what each
 of them saved. So two vectors of losses with equal surveys have their samples in the same places,
 unless the values of saved tensors move samples. A
-:mod:`proof <autogram._capture.samples.proof>` says which of these values decide.
+:mod:`proof <autogram._capture.samples.proofs.proof>` says which of these values decide.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.graph import calls_of, kind_of_node, use_of
+from autogram._capture.autograd.graph import VIEWS, calls_of, kind_of_node, use_of
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.recording import Channel
-from autogram._capture.samples.carrying import VIEWS
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed

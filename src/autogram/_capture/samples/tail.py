@@ -27,7 +27,7 @@ from autogram._capture.autograd.cotangents import vjps_of_node
 from autogram._capture.autograd.graph import in_dense, is_tap_of, nodes_from, nodes_leading_to
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.samples.carrying import Edge, moves_nothing
+from autogram._capture.samples.proofs.carrying import Edge, moves_nothing
 from autogram._capture.tracked import Tracked, track_parameter
 from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
 from autogram.rules import find_rule

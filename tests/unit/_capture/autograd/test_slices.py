@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.slices import ChangedSlice, Geometry, kept_dims
+from autogram._capture.autograd.slices import ChangedSlice, Geometry, kept_by_slice
 
 SHAPE = (3, 4, 4)
 SLICES = (..., 0, 2, slice(1, None), slice(None, None, 2), slice(0, 1))
@@ -14,7 +14,7 @@ ORDERS = list(permutations(range(3)))
 
 
 def kept_by_elements(whole: Tensor, part: Tensor, numbers: Tensor) -> list[int]:
-    """As `kept_dims`, by looking at each element. The numbers are those of the whole's elements."""
+    """As `kept_by_slice`, by each element. The numbers are those of the whole's elements."""
     kept = []
     elements = numbers.as_strided(part.shape, part.stride(), part.storage_offset()).long()
     indices = torch.unravel_index(elements, whole.shape)
@@ -42,7 +42,7 @@ def test_every_basic_slice(order: tuple[int, ...]) -> None:
         part = whole[index]
         for dims in permutations(range(part.dim())):
             moved = part.permute(dims)
-            found = kept_dims(ChangedSlice(Geometry.of(whole), Geometry.of(moved)))
+            found = kept_by_slice(ChangedSlice(Geometry.of(whole), Geometry.of(moved)))
             assert list(found) == kept_by_elements(whole, moved, numbers.flatten()), index
             seen.add(found)
     assert len(seen) > 20
@@ -56,7 +56,7 @@ def test_strides_that_are_none_of_the_whole_tensor() -> None:
         for *strides, start in product(range(13), range(13), range(4)):
             if start + sum((n - 1) * by for n, by in zip(sizes, strides, strict=True)) < 24:
                 part = numbers.as_strided(sizes, strides, start)
-                found = kept_dims(ChangedSlice(Geometry.of(whole), Geometry.of(part)))
+                found = kept_by_slice(ChangedSlice(Geometry.of(whole), Geometry.of(part)))
                 expected = kept_by_elements(whole, part, numbers)
                 assert all(of in (-1, by) for of, by in zip(found, expected, strict=True))
                 claims += sum(of >= 0 for of in found)
@@ -65,5 +65,5 @@ def test_strides_that_are_none_of_the_whole_tensor() -> None:
 
 def test_nothing_is_known_of_slices_of_tensors_with_gaps() -> None:
     whole = torch.zeros(3, 8)[:, :4]
-    assert kept_dims(ChangedSlice(Geometry.of(whole), Geometry.of(whole[:, 1]))) == ()
-    assert kept_dims(None) == ()
+    assert kept_by_slice(ChangedSlice(Geometry.of(whole), Geometry.of(whole[:, 1]))) == ()
+    assert kept_by_slice(None) == ()

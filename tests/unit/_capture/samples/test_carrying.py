@@ -15,7 +15,12 @@ from autogram._capture.autograd.graph import kind_of_node, nodes_behind
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.forward.calls import kind_of
 from autogram._capture.forward.changes import run_and_note
-from autogram._capture.samples.carrying import Edge, carried, moves_nothing, stays_regular
+from autogram._capture.samples.proofs.carrying import (
+    Edge,
+    carried,
+    moves_nothing,
+    stays_regular,
+)
 from tests.hunt.samples import OpInfo, operators, samples_of
 
 # How many samples of arguments to try for each operator.

@@ -11,7 +11,7 @@ from autogram import Engine
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import Owners, Scales, owners_by_zeros, show_uses
-from autogram._capture.samples.proof import Prover
+from autogram._capture.samples.proofs.proof import Prover
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from tests.unit.engines import batch

@@ -96,6 +96,45 @@ def test_new_tokens_move_no_samples(
     assert calls_that_sought == [0]
 
 
+class Chunks(nn.Module):
+    """Windows of four tokens that overlap, by strides, of whatever strides the tokens have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(batch(4))
+
+    def forward(self, x: Tensor, strides: tuple[int, ...]) -> Tensor:
+        y = self.first(x).tanh() if len(strides) == 4 else x * self.scale
+        size = (len(x), 3, 4, 4) if len(strides) == 4 else (len(x), 4, 4)
+        return self.last(y.as_strided(size, strides)).tanh()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_overlapping_chunks_move_no_samples(seed: int, calls_that_sought: list[int]) -> None:
+    """The samples are searched for at the first call alone, whatever the values are."""
+    model = Chunks()
+    engine = Engine(model, verify="never")
+    torch.manual_seed(seed)
+    for _ in range(4):
+        x = torch.randn(5, 8, 3) * (torch.rand(5, 8, 1) < 0.5)
+        assert_exact(engine, per_sample(model(x, (32, 8, 4, 1))), model)
+    assert calls_that_sought == [0]
+
+
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_views_with_equal_strides_of_tensors_with_others(is_reversed: bool) -> None:
+    """The graphs differ in the strides of the tensor that is viewed, which no node tells."""
+    model = Chunks()
+    engine = Engine(model, verify="never")
+    x = batch(4, 4, 4)
+    inputs = [x, x.transpose(0, 1).contiguous().transpose(0, 1)]
+    for number in (0, 0, 1, 0, 1, 1, 0):
+        x = inputs[number != is_reversed]
+        assert_exact(engine, per_sample(model(x, (16, 4, 1))), model)
+
+
 def test_new_constants_and_cotangents_that_are_not_finite() -> None:
     """What was found with other constants does not tell where the samples are now."""
     model = nn.Linear(3, 2, bias=False)

@@ -21,15 +21,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import kind_of_node
-from autogram._capture.autograd.slices import (
-    changed_slice,
-    is_pointwise,
-    kept_dims,
-    slice_behind,
-)
+from autogram._capture.autograd.slices import changed_slice, is_pointwise, kept_by_slice
+from autogram._capture.autograd.strides import kept_dims
 
 Shape = tuple[int, ...]
 
@@ -49,9 +46,6 @@ class Edge(NamedTuple):
     result: Shape
     given: Shape
 
-
-VIEWS = ("View", "UnsafeView", "ReshapeAlias")
-"""Operations that read the elements of a tensor, in order, as a tensor of another shape."""
 
 # Gives the dimensions of the result that a node carries to the input, for an edge.
 Carries = Callable[[Edge], Iterable[int]]
@@ -191,14 +185,14 @@ def _in_front(node: Any) -> int:
 
 
 def _restrided(edge: Edge) -> Iterable[int]:
-    """All dimensions for ``as_strided_``, by which pooling of images sets strides.
+    """The dimensions that a view by ``as_strided`` keeps.
 
-    The node of ``as_strided`` does not tell the strides of the tensor that the view is of. Where
-    that was changed in place, a recording may have noted them.
+    All dimensions for ``as_strided_``, by which pooling of images sets strides.
     """
-    if type(edge.node).__name__ == "AsStridedBackward1":
-        return _all(edge) if edge.result == edge.given else ()
-    return [d for d in kept_dims(slice_behind(edge.node)) if d >= 0]
+    is_in_place = type(edge.node).__name__ == "AsStridedBackward1"
+    if is_in_place and edge.result == edge.given:
+        return _all(edge)
+    return [dim for dim, _ in kept_dims(edge.node)]
 
 
 def _changed(edge: Edge) -> Iterable[int]:
@@ -213,7 +207,7 @@ def _changed(edge: Edge) -> Iterable[int]:
         return _all(edge)
     sizes = found.part.sizes
     missing = len(sizes) - len(edge.given)
-    kept = [(d, of) for d, of in enumerate(kept_dims(found)) if of >= max(missing, 0)]
+    kept = [(d, of) for d, of in enumerate(kept_by_slice(found)) if of >= max(missing, 0)]
     return [d for d, of in kept if edge.given[of - missing] == sizes[of]]
 
 
@@ -305,3 +299,24 @@ def _find(operation: str) -> Carries | None:
     if differentiated != operation and _find(differentiated) is _aligned:
         return _aligned  # the derivative of an element-wise function is one
     return next((find for family, find in _FAMILIES if family.fullmatch(operation)), None)
+
+
+def runs_through(indices: tuple[Tensor | None, ...], size: int) -> bool:
+    """Whether the first of several indices keeps rows in order.
+
+    As in ``x[arange, y]``, or in ``x[arange.unsqueeze(1), y]`` with several positions for each row.
+    """
+    first, *others = indices
+    if first is None or first.is_floating_point() or first.dtype == torch.bool:
+        return False
+    # The rows stay in front if no other index has more dimensions, and a mask has its own.
+    if first.numel() != size or first.shape[:1] != (size,):
+        return False
+    if any(x is not None and _rank(x) > first.dim() for x in others):
+        return False
+    return torch.equal(first.flatten().long(), torch.arange(size, device=first.device))
+
+
+def _rank(index: Tensor) -> int:
+    """How many dimensions an index has beside others, to which it is broadcast."""
+    return 1 if index.dtype == torch.bool else index.dim()

@@ -13,16 +13,15 @@ to the taps, node by node. It holds if
   diagonal of ones can make a dimension fit by accident.
 
 Where a node does not carry the dimension, the values that it saved decide. If they are constants,
-they are compared at each call; if not, each call searches for the samples. A cotangent that is
-zero shows no owners, and moves nothing as long as it is zero, which is watched in each call.
+they are compared at each call. If not, each call tries the node alone (see :mod:`.trials`) where
+samples have regular places on both sides of it, and else searches for the samples. A cotangent that
+is zero shows no owners, and moves nothing as long as it is zero, which is watched in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,42 +29,29 @@ from torch import Tensor
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import (
-    in_dense,
+    VIEWS,
     kind_of_node,
     nodes_leading_to,
     shown_by,
     use_of,
 )
-from autogram._capture.autograd.passes import running_pass
 from autogram._capture.autograd.slices import CHANGE
-from autogram._capture.samples.carrying import (
-    VIEWS,
+from autogram._capture.samples.proofs.carrying import (
     Edge,
     Shape,
     carried,
     is_packed,
     moves_nothing,
+    runs_through,
     stays_regular,
 )
+from autogram._capture.samples.proofs.spots import Spot
+from autogram._capture.samples.proofs.trials import RegularPlace, Trial, can_try
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
 # Constants of at most this many elements are compared. Larger ones count as changing in each call.
 _LARGEST = 2**22
-
-
-class Spot(NamedTuple):
-    """A result or an input of a node, whose cotangent a pass shows. Nodes are known by number."""
-
-    node: int
-    position: int
-    is_input: bool
-    shape: Shape
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The dimensions in which samples may lie."""
-        return tuple(range(len(self.shape)))
 
 
 class Constant(NamedTuple):
@@ -102,12 +88,17 @@ class Proof:
     Attributes:
         constants: The constants that decide.
         silent: The spots whose cotangent was zero.
-        is_for_one_call: Whether values decide that are no constants.
+        trials: The nodes that are tried in each call.
+        moving: The nodes whose constants decide. It is not known to whom places without a cotangent
+            belong, so that these nodes are tried before anything is remembered.
+        is_for_one_call: Whether values decide that are neither constants nor seen by trials.
         dims: Where samples were found. Of samples in other dimensions, a proof says nothing.
     """
 
     constants: tuple[Constant, ...] = ()
     silent: tuple[Spot, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    moving: tuple[Trial, ...] = ()
     is_for_one_call: bool = False
     dims: Dims = ()
 
@@ -115,26 +106,10 @@ class Proof:
         """Whether samples that lie in some dimensions of the uses are where they were found."""
         return all(now <= then for now, then in zip(dims, self.dims, strict=True))
 
-
-@contextmanager
-def shown(
-    survey: Survey, spots: Iterable[Spot], observe: Callable[[Spot, Tensor], None]
-) -> Iterator[None]:
-    """Shows the cotangents of some spots in the passes of an engine inside of a block."""
-
-    def show(spot: Spot, *cotangents: tuple[Tensor | None, ...]) -> None:
-        current = running_pass()
-        if current is None or current.is_blocked:
-            return  # only passes from the losses to the taps show where samples are
-        cotangent = cotangents[not spot.is_input][spot.position]
-        if cotangent is not None and cotangent.numel():
-            current.tell(partial(observe, spot), in_dense(cotangent))
-
-    with ExitStack() as stack:
-        for spot in spots:
-            handle = survey.nodes[spot.node].register_hook(partial(show, spot))
-            stack.callback(handle.remove)
-        yield
+    @property
+    def is_for_sizes(self) -> bool:
+        """Whether the proof is for one graph, of the same sizes."""
+        return any(trial.is_for_sizes for trial in (*self.trials, *self.moving))
 
 
 class _Way(NamedTuple):
@@ -182,6 +157,8 @@ class Prover:
         """
         fitting = {s: None if of is None else {x.dim for x in of} for s, of in regular.items()}
         constants: dict[Constant, None] = {}
+        trials: list[Trial] = []
+        moving: list[Trial] = []
         for number in sorted({spot.node for spot in fitting}):
             call = self._call(number)
             if call is not None and not self._is_carried(call, number, regular, uses):
@@ -189,11 +166,37 @@ class Prover:
         for spot, layouts in regular.items():
             if not spot.is_input and layouts is not None:
                 decided_by = self._deciding(spot, layouts, fitting)
-                if decided_by is None:
+                is_in_order = decided_by is not None and all(x.is_in_order for x in decided_by)
+                constants.update(dict.fromkeys(decided_by or ()))
+                if is_in_order:
+                    continue
+                if (trial := self._trial(spot, regular)) is None:
                     return Proof(is_for_one_call=True)
-                constants.update(dict.fromkeys(decided_by))
+                (trials if decided_by is None else moving).append(trial)
         silent = tuple(spot for spot, dims in fitting.items() if dims is None)
-        return Proof(tuple(constants), silent, dims=dims_of(self.survey, uses))
+        found = dims_of(self.survey, uses)
+        return Proof(tuple(constants), silent, tuple(trials), tuple(moving), dims=found)
+
+    def _trial(self, spot: Spot, regular: Mapping[Spot, tuple[Folded, ...] | None]) -> Trial | None:
+        """How to try a node, if one layout fits its result and one fits each of its inputs."""
+        place = _place(regular[spot])
+        inputs: list[tuple[int, RegularPlace]] = []
+        silent: list[int] = []
+        for arrival, target, stays in self._ways[spot.node]:
+            arrived, total = regular.get(arrival), regular.get(target)
+            if stays:
+                continue
+            if arrived is None:
+                silent.append(arrival.position)
+                continue
+            given = _place(arrived)
+            if given is None or (total is not None and _place(total) != given):
+                return None
+            inputs.append((arrival.position, given))
+        node = self.survey.nodes[spot.node]
+        if place is None or self.survey.may_hide_taps or not can_try(node):
+            return None  # what was changed in place may be shown by a tap inside of the node
+        return Trial(spot.node, place, tuple(inputs), tuple(silent))
 
     def _call(self, number: int) -> Any | None:
         """What this engine, or else another one, is shown of a call of a compiled part."""
@@ -287,7 +290,7 @@ class Prover:
             if isinstance(found, Tensor):
                 constants.append(Constant(number, field))
             elif found is not None:
-                if dims == {0} and _runs_through(found, given[0]):
+                if dims == {0} and runs_through(found, given[0]):
                     constants.append(Constant(number, field, 0, is_in_order=True))  # decides alone
                     continue
                 entries = [Constant(number, field, i) for i, x in enumerate(found) if x is not None]
@@ -309,22 +312,8 @@ def dims_of(survey: Survey, found: Mapping[Use, tuple[Placement, ...]]) -> Dims:
     )
 
 
-def _runs_through(indices: tuple[Tensor | None, ...], size: int) -> bool:
-    """Whether the first of several indices keeps rows in order.
-
-    As in ``x[arange, y]``, or in ``x[arange.unsqueeze(1), y]`` with several positions for each row.
-    """
-    first, *others = indices
-    if first is None or first.is_floating_point() or first.dtype == torch.bool:
-        return False
-    # The rows stay in front if no other index has more dimensions, and a mask has its own.
-    if first.numel() != size or first.shape[:1] != (size,):
-        return False
-    if any(x is not None and _rank(x) > first.dim() for x in others):
-        return False
-    return torch.equal(first.flatten().long(), torch.arange(size, device=first.device))
-
-
-def _rank(index: Tensor) -> int:
-    """How many dimensions an index has beside others, to which it is broadcast."""
-    return 1 if index.dtype == torch.bool else index.dim()
+def _place(layouts: tuple[Folded, ...] | None) -> RegularPlace | None:
+    """The only layout that fits, if there is one."""
+    if not layouts or len(layouts) > 1:
+        return None
+    return RegularPlace(layouts[0].dim, layouts[0].before, layouts[0].after)

@@ -1,0 +1,1 @@
+"""Proofs: what the places of samples depend on, beside the graph."""

@@ -1,0 +1,185 @@
+"""Trials: nodes that are carried out once more in each pass, to see whether they move samples.
+
+Nobody knows what an autograd Function in Python does, nor what a change in place does. Where a
+search has shown regular places of the samples in front of such a node and behind it, a pass
+over the whole model need not show that again: in each call, the node is given its own cotangent
+with every sample multiplied by a power of two of its own. If all samples stay where they were, each
+element of what the node returns is multiplied by the same power of two, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from autogram._blocks import Folded
+from autogram._capture.autograd.graph import in_dense, kind_of_node
+from autogram._capture.autograd.passes import running_pass
+from autogram._capture.samples.proofs.carrying import is_packed
+from autogram._capture.samples.survey import Survey
+
+# Powers of two, by which samples are told apart. They are shuffled, because sums such as
+# y[b] + 2 y[b - 2] have powers of two of their own.
+EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
+
+
+class RegularPlace(NamedTuple):
+    """A regular layout, for any number of samples."""
+
+    dim: int
+    before: int
+    after: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is folded with the samples, so that it is a place at other sizes, too."""
+        return self.before == self.after == 1
+
+    def factors(self, of_samples: Tensor, like: Tensor) -> Tensor:
+        """A factor for each place of a tensor, from those of the samples."""
+        layout = Folded(self.dim, self.before, len(of_samples), self.after)
+        return of_samples.to(like.device, like.real.dtype)[layout.owners(like)]
+
+
+class Trial(NamedTuple):
+    """A node that must take samples from the places in its result to those in its inputs.
+
+    Attributes:
+        node: The number of the node in the survey. It has one result.
+        place: Where samples are in its result.
+        inputs: The numbers of some inputs, each with where the samples are.
+        silent: The numbers of inputs that had no cotangent.
+    """
+
+    node: int
+    place: RegularPlace
+    inputs: tuple[tuple[int, RegularPlace], ...]
+    silent: tuple[int, ...]
+
+    @property
+    def is_for_sizes(self) -> bool:
+        """Whether samples may lie otherwise at other sizes."""
+        return not all(place.is_whole for place in (self.place, *[x for _, x in self.inputs]))
+
+
+def can_try(node: Any) -> bool:
+    """Whether a node can be carried out once more."""
+    fields = "_raw_saved_tensors", *[f"_raw{x}" for x in kind_of_node(node.__class__).tensors]
+    is_free = not any(is_packed(getattr(node, field, ())) for field in fields)
+    return len(node._input_metadata) == 1 and is_free
+
+
+def keeps_places(survey: Survey, trial: Trial, samples: int) -> bool:
+    """Whether a node of PyTorch's keeps samples in their places, whatever its cotangent is.
+
+    Every place of its result has a cotangent, for some of the samples in turn: any two samples
+    differ in a binary digit of their numbers.
+    """
+    node = survey.nodes[trial.node]
+    if isinstance(node, BackwardCFunction) or not can_try(node):
+        return False
+    (result,) = node._input_metadata
+    dense = torch.arange(1, prod(result.shape) + 1, dtype=torch.double, device=result.device)
+    dense = (dense.sin() + 2).to(result.dtype).view(result.shape)
+    numbers = torch.arange(samples, device="cpu")
+    for digit in range((samples - 1).bit_length()):
+        for bit in (0, 1):
+            chosen = numbers >> digit & 1 == bit
+            found = _carry_out(node, dense * trial.place.factors(chosen, dense), ())
+            for position, place in trial.inputs:
+                x = found[position]
+                if x is not None and bool((x * place.factors(~chosen, x) != 0).any()):
+                    return False
+    return True
+
+
+@contextmanager
+def tried(
+    survey: Survey, trials: Iterable[Trial], samples: int, tell: Callable[[Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Tries some nodes in the passes of an engine inside of a block.
+
+    Args:
+        survey: The graph.
+        trials: The nodes.
+        samples: How many samples there are.
+        tell: Is given, for each node, whether it moves samples, and whether it has shown that it
+            does not.
+    """
+
+    def show(trial: Trial, given: tuple[Tensor | None, ...], cotangents: Any) -> None:
+        current = running_pass()
+        if current is None or current.is_blocked or cotangents[0] is None:
+            return
+        others = [x for x in given if x is not None]
+        current.tell(partial(_try, survey, trial, samples, given, tell), cotangents[0], others)
+
+    with ExitStack() as stack:
+        for trial in trials:
+            handle = survey.nodes[trial.node].register_hook(partial(show, trial))
+            stack.callback(handle.remove)
+        yield
+
+
+def _try(
+    survey: Survey,
+    trial: Trial,
+    samples: int,
+    given: tuple[Tensor | None, ...],
+    tell: Callable[[Tensor, Tensor], None],
+    cotangent: Tensor,
+) -> None:
+    """Carries out one node once more, or twice for more samples than there are exponents."""
+    node = survey.nodes[trial.node]
+    yes, no = torch.tensor([True, False], device="cpu")
+    new = [given[position] for position in trial.silent]
+    if not can_try(node) or any(x is not None and (in_dense(x) != 0).any() for x in new):
+        tell(no, no)
+        return
+    if cotangent.layout != torch.strided:
+        tell(yes, no)
+        return
+    numbers, unit = torch.arange(samples, device="cpu"), 1
+    while unit < samples:
+        powers = EXPONENTS[numbers // unit % len(EXPONENTS)].double().exp2()
+        try:
+            found = _carry_out(node, cotangent * trial.place.factors(powers, cotangent), given)
+        except RuntimeError:
+            tell(yes, no)  # under checkpointing, what was saved is read once
+            return
+        for position, place in trial.inputs:
+            plain, other = given[position], found[position]
+            if plain is None and other is None:
+                continue
+            both = [x for x in (plain, other) if x is not None and x.layout == torch.strided]
+            if plain is None or other is None or len(both) < 2 or plain.shape != other.shape:
+                tell(yes, no)
+                continue
+            stays = (other == plain * place.factors(powers, plain)).all()
+            tell(~stays & plain.sum().isfinite(), stays)
+        unit *= len(EXPONENTS)
+
+
+def _carry_out(
+    node: Any, cotangent: Tensor, given: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """What a node returns for a cotangent, for each input; nothing where that is not clear.
+
+    The node alone, as a pass to its inputs would also take ways from one input to another.
+    """
+    if not isinstance(node, BackwardCFunction):
+        found = node(cotangent)
+        return found if isinstance(found, tuple) else (found,)
+    found = node.apply(cotangent)
+    # For each argument of a Function, tensor or not, where a pass has a gradient for each tensor.
+    found = iter([x for x in (found if isinstance(found, tuple) else (found,)) if x is not None])
+    in_order = [None if x is None else next(found, None) for x in given]
+    return in_order if next(found, None) is None else [None] * len(given)
