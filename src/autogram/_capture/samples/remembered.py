@@ -68,7 +68,9 @@ class Shown:
     uses: dict[int, tuple[tuple[Folded, ...], frozenset[int]]] = field(default_factory=dict)
 
     def is_of_others(self, constants: Constants) -> bool:
-        """Whether some constants have other values."""
+        """Whether other constants decide, as a later proof may say, or they have other values."""
+        if [constant for constant, _ in constants] != [constant for constant, _ in self.constants]:
+            return True
         pairs = zip(constants, self.constants, strict=True)
         return any(bool(_differ(new, old)) for (_, new), (_, old) in pairs)
 

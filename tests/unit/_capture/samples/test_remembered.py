@@ -1,10 +1,13 @@
-"""What is remembered of layouts is bounded."""
+"""What is remembered of layouts: how much, and when."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autogram import Engine
+from autogram._blocks import Folded, Partial, Subset
+from autogram._capture.samples.proofs.proof import Constant
+from autogram._capture.samples.remembered import Shown
 from autogram._containers import Latest
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
@@ -18,3 +21,34 @@ def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.Monkey
     losses = torch.stack(parts).sum(0)
     jacobian = reference_jacobian(losses, model.parameters())
     assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+def shown(*constants: Tensor) -> Shown:
+    return Shown(tuple((Constant(n, "index"), x) for n, x in enumerate(constants)))
+
+
+def test_constants_of_what_calls_have_shown() -> None:
+    """A later proof of the same graph may depend on more constants."""
+    first, second = torch.arange(3), torch.tensor([2, 1, 0])
+    assert not shown(first).is_of_others(shown(first.clone()).constants)
+    assert shown(first).is_of_others(shown(second).constants)
+    assert shown(first).is_of_others(shown(first, second).constants)
+    assert shown(first).is_of_others(shown().constants)
+
+
+def test_what_calls_show_together() -> None:
+    regular, other = Folded(0, 1, 5, 1), Folded(1, 1, 5, 1)
+
+    def few(*samples: int) -> Partial:
+        return Partial(Subset(samples, 5), None)
+
+    calls = shown()
+    first = ((regular, other, few(0)), ())
+    assert calls.add(first) is None  # one of five samples, and nothing of the other use
+    assert calls.add(first) == first  # as long as nothing else is shown
+    assert calls.add(((regular, few(1)), (regular, few(2, 3)))) is None
+    # Three of five have shown the first use. `other` has not fitted each time.
+    assert calls.add(((regular, other, few(4)), (regular,))) == ((regular,), (regular,))
+    assert calls.add(((), ())) == ((regular,), (regular,))
+    assert calls.add(((other, few(0)), (regular,))) is None
+    assert shown().add(((few(0),), (regular,))) is None
