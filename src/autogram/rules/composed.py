@@ -27,17 +27,20 @@ def _gates(input: Tensor, hx: Tensor, *weights: _Weights) -> tuple[Tensor, Tenso
     return F.linear(input, w_ih, b_ih), v
 
 
-def _tanh_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+def tanh_step(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+    """One step of ``nn.RNNCell``."""
     u, v = _gates(input, hx, *weights)
     return v.add_(u).tanh()
 
 
-def _relu_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+def relu_step(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+    """One step of ``nn.RNNCell`` with ``nonlinearity="relu"``."""
     u, v = _gates(input, hx, *weights)
     return v.add_(u).relu()
 
 
-def _lstm_cell(input: Tensor, hx: Sequence[Tensor], *weights: _Weights) -> tuple[Tensor, Tensor]:
+def lstm_step(input: Tensor, hx: Sequence[Tensor], *weights: _Weights) -> tuple[Tensor, Tensor]:
+    """One step of ``nn.LSTMCell``."""
     h, c = hx
     u, v = _gates(input, h, *weights)
     i, f, g, o = torch.unsafe_chunk(v.add_(u), 4, 1)
@@ -46,7 +49,8 @@ def _lstm_cell(input: Tensor, hx: Sequence[Tensor], *weights: _Weights) -> tuple
     return o * c.tanh(), c
 
 
-def _gru_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+def gru_step(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+    """One step of ``nn.GRUCell``."""
     u, v = _gates(input, hx, *weights)
     u_r, u_z, u_n = torch.unsafe_chunk(u, 3, 1)
     v_r, v_z, v_n = torch.unsafe_chunk(v, 3, 1)
@@ -55,20 +59,15 @@ def _gru_cell(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
     return (hx - n).mul_(z).add_(n)
 
 
-COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.rnn_tanh_cell: _tanh_cell,
-    torch.rnn_relu_cell: _relu_cell,
-    torch.lstm_cell: _lstm_cell,
-    torch.gru_cell: _gru_cell,
-}
-"""Functions that PyTorch may compose of other calls, with a function that makes these calls."""
+COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""For the rules of some functions, what makes the calls of which PyTorch may compose these."""
 
 
-def composed(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """A function that makes the calls of which PyTorch composes another one.
+def composed(rule: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What makes the calls of which PyTorch composes the function of a rule.
 
     ``None`` if PyTorch has a kernel for all of it, or autocast rounds its arguments.
     """
     is_rounded = torch._C._is_any_autocast_enabled()
     is_composed = bool(args) and args[0].device.type == "cpu" and not is_rounded
-    return COMPOSED[function] if is_composed else None
+    return COMPOSED[rule] if is_composed else None

@@ -27,6 +27,7 @@ from torch import Tensor
 from autogram._blocks import Block, Layout, Routed, block_of_equation
 from autogram._errors import MixedSamplesError
 from autogram.rules import _recurrence as recurrence
+from autogram.rules import composed
 from autogram.rules._recipe import Formula, Recipe, promoted
 from autogram.rules._recurrence import Cell, LayerDirection, cotangents
 from autogram.rules._registry import register_rule
@@ -34,7 +35,12 @@ from autogram.rules._registry import register_rule
 States = Tensor | Sequence[Tensor]
 
 
-def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., Any]) -> None:
+def _register(
+    cell: Cell,
+    of_layers: Callable[..., Any],
+    of_cell: Callable[..., Any],
+    by_calls: Callable[..., Any],
+) -> None:
     """Registers the rules of the layers and of the single step of one kind of cell."""
 
     @register_rule(of_layers)
@@ -45,14 +51,15 @@ def _register(cell: Cell, of_layers: Callable[..., Any], of_cell: Callable[..., 
     def one_step(input: Tensor, hx: States, *params: Tensor | None) -> list[Recipe]:
         return _one_step(cell, input, hx, params)
 
+    composed.COMPOSED[one_step] = by_calls
     # Reports show rules by these names.
     layers.__qualname__, one_step.__qualname__ = of_layers.__name__, of_cell.__name__
 
 
-_register(recurrence.tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell)
-_register(recurrence.relu_cell, torch.rnn_relu, torch.rnn_relu_cell)
-_register(recurrence.lstm_cell, torch.lstm, torch.lstm_cell)
-_register(recurrence.gru_cell, torch.gru, torch.gru_cell)
+_register(recurrence.tanh_cell, torch.rnn_tanh, torch.rnn_tanh_cell, composed.tanh_step)
+_register(recurrence.relu_cell, torch.rnn_relu, torch.rnn_relu_cell, composed.relu_step)
+_register(recurrence.lstm_cell, torch.lstm, torch.lstm_cell, composed.lstm_step)
+_register(recurrence.gru_cell, torch.gru, torch.gru_cell, composed.gru_step)
 
 
 def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:

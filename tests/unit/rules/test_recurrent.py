@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
 from autogram._capture.uses import FallbackUse
 from autogram.rules import Recipe, _registry, find_rule
-from autogram.rules.composed import COMPOSED
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
@@ -606,14 +605,6 @@ def test_samples_in_one_packed_sequence() -> None:
                 engine.compute_gramian(losses)
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where PyTorch has a kernel for each cell, and composes it of no other calls."""
-    for function in list(COMPOSED):
-        monkeypatch.delitem(COMPOSED, function)
-
-
-@pytest.mark.usefixtures("kernels")
 def test_rule_that_leaves_out_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = find_rule(torch.lstm_cell)
     monkeypatch.setitem(_registry._RULES, torch.lstm_cell, lambda *args: rule(*args)[:1])
@@ -625,7 +616,6 @@ def test_rule_that_leaves_out_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact(engine, per_sample(model(batch(B, WIDTH))[0]), model)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_rule_that_leaves_out_an_operand_goes_to_the_fallback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,6 +19,7 @@ from autogram.testing import check_rule
 from tests.unit.rules.examples import examples_of
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("function", registered_functions(), ids=resolve_name)
 def test_every_rule_agrees_with_autograd(function: Callable[..., Any]) -> None:
     examples = examples_of(function)

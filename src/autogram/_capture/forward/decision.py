@@ -159,8 +159,8 @@ def decide(
     ):
         return UseExpanded(expansions)
     body = inlined(kind.function) if rule is None else None
-    if rule is not None and kind.function in COMPOSED:
-        body = composed(kind.function, args)
+    if rule in COMPOSED:
+        body = composed(rule, args)
     if body is not None:
         return RunBody(body)
     if rule is None:
