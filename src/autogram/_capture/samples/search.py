@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -143,13 +143,18 @@ class Search:
         is_certain = self._has_changed is None or self._has_changed.is_ready
         return is_certain and all(map(self.known, self._survey.uses))
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Watches, in the pass inside of a block, what the proof is about.
 
         Spots whose cotangent was zero, and nodes that are to be tried.
         """
-        self._heard, self._moved = heard, moved = [], []
+        self._heard, self._moved = [], []
+        return self._watching() if self._silent or self._trials else nullcontext()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watches both."""
+        heard, moved = self._heard, self._moved
 
         def hear(_: Spot, cotangent: Tensor) -> None:
             heard.append((cotangent != 0).any())
