@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
+from autogram.testing import reference_jacobian
 from tests.unit.checks import irregular
-from tests.unit.engines import assert_exact
+from tests.unit.engines import assert_exact, counted_passes
 from tests.unit.series import CALLS, MAY_BE_COUPLED, assert_series_is_exact
 
 pytestmark = MAY_BE_COUPLED
@@ -264,3 +265,24 @@ def test_equal_masks_cost_no_search() -> None:
         assert_exact(engine, losses, model)
         found.append(has_searched(engine))
     assert found == [True, False, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("samples", [4, 40])
+def test_numbers_of_half_the_width(dtype: torch.dtype, samples: int) -> None:
+    """Of which the largest powers of two are infinite in float16."""
+    model = Model(Taken.apply).to(dtype)
+    model.operator = Taken.apply
+    engine = Engine(model, verify="never")
+    order = list(range(samples))
+    swapped = [1, 0, *order[2:]]
+    counts = []
+    for now in (order, order, order, swapped, order, swapped):
+        losses = model(irregular(samples, 3).to(dtype), now).square().sum(1)
+        with counted_passes(losses) as passes:
+            gramian = engine.compute_gramian(losses).double()
+        counts.append(len(passes))
+        jacobian = reference_jacobian(losses, model.parameters()).double()
+        expected = jacobian @ jacobian.T
+        assert (gramian - expected).abs().max() < 0.05 * expected.abs().max()
+    assert counts[1:3] == [1, 1]

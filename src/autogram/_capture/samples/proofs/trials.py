@@ -137,7 +137,7 @@ def _try(
     tell: Callable[[Tensor, Tensor], None],
     cotangent: Tensor,
 ) -> None:
-    """Carries out one node once more, or twice for more samples than there are exponents."""
+    """Carries out one node once more, or more often for more samples than exponents."""
     node = survey.nodes[trial.node]
     yes, no = torch.tensor([True, False], device="cpu")
     new = [given[position] for position in trial.silent]
@@ -148,8 +148,10 @@ def _try(
         tell(yes, no)
         return
     numbers, unit = torch.arange(samples, device="cpu"), 1
+    is_wide = torch.finfo(cotangent.dtype).max > 2.0**64
+    exponents = EXPONENTS if is_wide else EXPONENTS[EXPONENTS < 8]  # float16 ends at 2**16
     while unit < samples:
-        powers = EXPONENTS[numbers // unit % len(EXPONENTS)].double().exp2()
+        powers = exponents[numbers // unit % len(exponents)].double().exp2()
         try:
             found = _carry_out(node, cotangent * trial.place.factors(powers, cotangent), given)
         except RuntimeError:
@@ -163,9 +165,10 @@ def _try(
             if plain is None or other is None or len(both) < 2 or plain.shape != other.shape:
                 tell(yes, no)
                 continue
-            stays = (other == plain * place.factors(powers, plain)).all()
+            expected = plain * place.factors(powers, plain)
+            stays = ((other == expected) & expected.isfinite()).all()  # all infinities are equal
             tell(~stays & plain.sum().isfinite(), stays)
-        unit *= len(EXPONENTS)
+        unit *= len(exponents)
 
 
 def _carry_out(
