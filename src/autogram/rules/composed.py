@@ -14,44 +14,50 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The weights for inputs and for states, and a bias for each.
-_Weights = Tensor | None
 
+def _gates(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the inputs and the hidden states contribute to the gates.
 
-def _gates(input: Tensor, hx: Tensor, *weights: _Weights) -> tuple[Tensor, Tensor]:
-    """What the inputs and the hidden states contribute to the gates."""
-    w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
-    assert w_ih is not None
-    assert w_hh is not None
+    There are weights for inputs and for states, and a bias for each. Calls may name them.
+    """
     v = F.linear(hx, w_hh, b_hh)
     return F.linear(input, w_ih, b_ih), v
 
 
-def tanh_step(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+def tanh_step(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
     """One step of ``nn.RNNCell``."""
-    u, v = _gates(input, hx, *weights)
+    u, v = _gates(input, hx, *weights, **named)
     return v.add_(u).tanh()
 
 
-def relu_step(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+def relu_step(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
     """One step of ``nn.RNNCell`` with ``nonlinearity="relu"``."""
-    u, v = _gates(input, hx, *weights)
+    u, v = _gates(input, hx, *weights, **named)
     return v.add_(u).relu()
 
 
-def lstm_step(input: Tensor, hx: Sequence[Tensor], *weights: _Weights) -> tuple[Tensor, Tensor]:
+def lstm_step(
+    input: Tensor, hx: Sequence[Tensor], *weights: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
     """One step of ``nn.LSTMCell``."""
     h, c = hx
-    u, v = _gates(input, h, *weights)
+    u, v = _gates(input, h, *weights, **named)
     i, f, g, o = torch.unsafe_chunk(v.add_(u), 4, 1)
     i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
     c = (f * c).add_(i * g)
     return o * c.tanh(), c
 
 
-def gru_step(input: Tensor, hx: Tensor, *weights: _Weights) -> Tensor:
+def gru_step(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
     """One step of ``nn.GRUCell``."""
-    u, v = _gates(input, hx, *weights)
+    u, v = _gates(input, hx, *weights, **named)
     u_r, u_z, u_n = torch.unsafe_chunk(u, 3, 1)
     v_r, v_z, v_n = torch.unsafe_chunk(v, 3, 1)
     r, z = v_r.add_(u_r).sigmoid_(), v_z.add_(u_z).sigmoid_()

@@ -605,6 +605,37 @@ def test_samples_in_one_packed_sequence() -> None:
                 engine.compute_gramian(losses)
 
 
+class NamedWeights(nn.Module):
+    """A cell whose weights are given by name."""
+
+    def __init__(self, function: Callable[..., Any], cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.function, self.cell = function, cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        cell, h = self.cell, torch.zeros(len(x), UNITS)
+        hx = (h, h) if isinstance(cell, nn.LSTMCell) else h
+        biases: dict[str, Any] = {"b_ih": cell.bias_ih, "b_hh": cell.bias_hh}
+        found = self.function(x, hx, w_ih=cell.weight_ih, w_hh=cell.weight_hh, **biases)
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output
+
+
+@pytest.mark.parametrize(
+    ("function", "make"),
+    [
+        (torch.lstm_cell, nn.LSTMCell),
+        (torch.gru_cell, nn.GRUCell),
+        (torch.rnn_tanh_cell, nn.RNNCell),
+        (torch.rnn_relu_cell, nn.RNNCell),
+    ],
+)
+def test_cells_whose_weights_have_names(function: Any, make: Any) -> None:
+    model = NamedWeights(function, make(WIDTH, UNITS))
+    engine = Engine(model)
+    assert_exact(engine, per_sample(model(batch(B, WIDTH))), model)
+
+
 def test_rule_that_leaves_out_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = find_rule(torch.lstm_cell)
     monkeypatch.setitem(_registry._RULES, torch.lstm_cell, lambda *args: rule(*args)[:1])
