@@ -80,6 +80,45 @@ def stays_regular(layout: Folded, result: Shape, given: Shape) -> bool:
     )
 
 
+def stays_at_all_sizes(layout: Folded, result: Shape, given: Shape) -> bool:
+    """Whether samples that stay regular in a viewed tensor do so at all sizes of one pattern.
+
+    So they do if they are outermost or innermost of the dimensions that the view puts together, or
+    if there is one such dimension in the viewed tensor.
+    """
+    stride = layout.after * prod(result[layout.dim + 1 :])
+    ours, theirs = ({prod(x[dim:]) for dim in range(len(x) + 1)} for x in (result, given))
+    above = min(n for n in ours & theirs if n >= prod(result[layout.dim :]))
+    below = max(n for n in ours & theirs if n <= prod(result[layout.dim + 1 :]))
+    is_at_end = stride * layout.batch == above or stride == below
+    return is_at_end or not any(below < n < above for n in theirs)
+
+
+def may_shift(node: Any, layouts: Iterable[Folded], pieces: Iterable[Shape] | None) -> bool:
+    """Whether a node moves samples along their dimension by a number that may be any.
+
+    Regular places become other ones then, or irregular ones, if more than samples are in this
+    dimension.
+
+    Args:
+        node: The node.
+        layouts: Where samples are in its result and in its inputs.
+        pieces: The shapes of all that is put together, or that a tensor is split into, if known.
+    """
+    operation = kind_of_node(node.__class__).operation
+    folded = [x for x in layouts if x.before * x.after > 1]
+    rank = len(node._input_metadata[0].shape)
+    if operation == "ConstantPadNd":
+        return any(x.dim >= rank - len(node._saved_pad) // 2 for x in folded)
+    if operation not in _SHIFTING:
+        return operation == "Diagonal" and bool(folded)
+    moved = [x for x in folded if x.dim == _wrapped(node._saved_dim, rank)]
+    is_even = pieces is not None and all(
+        x.after == 1 and not any(shape[x.dim] % x.batch for shape in pieces) for x in moved
+    )
+    return bool(moved) and not is_even
+
+
 def is_packed(saved: Any) -> bool:
     """Whether reading a raw field runs a hook, which may compute a part of the model again."""
     entries = saved if isinstance(saved, (tuple, list)) else (saved,)
@@ -279,6 +318,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
 ]
+_SHIFTING = "Slice", "Cat", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"
 _TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}
 _FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
     (re.compile(r"ScaledDotProduct.*"), _leading(2)),

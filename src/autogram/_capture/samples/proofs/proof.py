@@ -12,6 +12,10 @@ to the taps, node by node. It holds if
 - no more dimensions fit the cotangent of an input than that of the result, since values such as a
   diagonal of ones can make a dimension fit by accident.
 
+Along a dimension with several places for each sample, a node may also move them by a number, as
+the start of a slice: it is carried out with a cotangent in all places before anything is
+remembered, and the proof is for these sizes.
+
 Where a node does not carry the dimension, the values that it saved decide. If they are constants,
 they are compared at each call. If not, each call tries the node alone (see :mod:`.trials`) where
 samples have regular places on both sides of it, and else searches for the samples. A cotangent that
@@ -41,8 +45,10 @@ from autogram._capture.samples.proofs.carrying import (
     Shape,
     carried,
     is_packed,
+    may_shift,
     moves_nothing,
     runs_through,
+    stays_at_all_sizes,
     stays_regular,
 )
 from autogram._capture.samples.proofs.spots import Spot
@@ -167,6 +173,7 @@ class Prover:
             if not spot.is_input and layouts is not None:
                 decided_by = self._deciding(spot, layouts, fitting)
                 is_in_order = decided_by is not None and all(x.is_in_order for x in decided_by)
+                is_in_order = is_in_order and not self._may_shift(spot, layouts, regular)
                 constants.update(dict.fromkeys(decided_by or ()))
                 if is_in_order:
                     continue
@@ -176,6 +183,29 @@ class Prover:
         silent = tuple(spot for spot, dims in fitting.items() if dims is None)
         found = dims_of(self.survey, uses)
         return Proof(tuple(constants), silent, tuple(trials), tuple(moving), dims=found)
+
+    def _may_shift(
+        self,
+        spot: Spot,
+        layouts: tuple[Folded, ...],
+        regular: Mapping[Spot, tuple[Folded, ...] | None],
+    ) -> bool:
+        """Whether numbers of a node, as the start of a slice, decide where samples are."""
+        if self._call(spot.node) is not None:
+            return False
+        node, ways = self.survey.nodes[spot.node], self._ways[spot.node]
+        operation = kind_of_node(node.__class__).operation
+        if operation in VIEWS:
+            shape = ways[0].target.shape
+            return not all(stays_at_all_sizes(x, spot.shape, shape) for x in layouts)
+        arrived = [x for way in ways for x in regular.get(way.arrival) or ()]
+        pieces: list[Shape] | None = None
+        if operation == "Cat":
+            is_known = len(ways) == len(node.next_functions)
+            pieces = [way.target.shape for way in ways] if is_known else None
+        elif operation != "Slice":
+            pieces = [result.shape for result in self._results(node)]
+        return may_shift(node, [*layouts, *arrived], pieces)
 
     def _trial(self, spot: Spot, regular: Mapping[Spot, tuple[Folded, ...] | None]) -> Trial | None:
         """How to try a node, if one layout fits its result and one fits each of its inputs."""
