@@ -19,8 +19,8 @@ from autogram._capture.samples.proofs.carrying import (
     Edge,
     carried,
     moves_nothing,
-    stays_regular,
 )
+from autogram._capture.samples.proofs.regular import stays_regular
 from tests.hunt.samples import OpInfo, operators, samples_of
 
 # How many samples of arguments to try for each operator.

@@ -17,13 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Folded
 from autogram._capture.autograd.graph import kind_of_node
 from autogram._capture.autograd.slices import changed_slice, is_pointwise, kept_by_slice
 from autogram._capture.autograd.strides import kept_dims
@@ -64,59 +62,6 @@ def moves_nothing(edge: Edge) -> bool:
     """Whether each element of an input gets zero, or a multiple of the cotangent in its place."""
     is_alike = edge.result == edge.given
     return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
-
-
-def stays_regular(layout: Folded, result: Shape, given: Shape) -> bool:
-    """Whether samples in regular places of a view's result are so in the tensor that is viewed.
-
-    With strides that count elements, the sample of element i is ``i // stride % batch``. So one
-    dimension of the tensor must hold all steps of this stride.
-    """
-    stride = layout.after * prod(result[layout.dim + 1 :])
-    own = [prod(given[dim:]) for dim in range(len(given) + 1)]
-    return any(
-        own[dim] % (stride * layout.batch) == 0 and stride % max(own[dim + 1], 1) == 0
-        for dim in range(len(given))
-    )
-
-
-def stays_at_all_sizes(layout: Folded, result: Shape, given: Shape) -> bool:
-    """Whether samples that stay regular in a viewed tensor do so at all sizes of one pattern.
-
-    So they do if they are outermost or innermost of the dimensions that the view puts together, or
-    if there is one such dimension in the viewed tensor.
-    """
-    stride = layout.after * prod(result[layout.dim + 1 :])
-    ours, theirs = ({prod(x[dim:]) for dim in range(len(x) + 1)} for x in (result, given))
-    above = min(n for n in ours & theirs if n >= prod(result[layout.dim :]))
-    below = max(n for n in ours & theirs if n <= prod(result[layout.dim + 1 :]))
-    is_at_end = stride * layout.batch == above or stride == below
-    return is_at_end or not any(below < n < above for n in theirs)
-
-
-def may_shift(node: Any, layouts: Iterable[Folded], pieces: Iterable[Shape] | None) -> bool:
-    """Whether a node moves samples along their dimension by a number that may be any.
-
-    Regular places become other ones then, or irregular ones, if more than samples are in this
-    dimension.
-
-    Args:
-        node: The node.
-        layouts: Where samples are in its result and in its inputs.
-        pieces: The shapes of all that is put together, or that a tensor is split into, if known.
-    """
-    operation = kind_of_node(node.__class__).operation
-    folded = [x for x in layouts if x.before * x.after > 1]
-    rank = len(node._input_metadata[0].shape)
-    if operation == "ConstantPadNd":
-        return any(x.dim >= rank - len(node._saved_pad) // 2 for x in folded)
-    if operation not in _SHIFTING:
-        return operation == "Diagonal" and bool(folded)
-    moved = [x for x in folded if x.dim == _wrapped(node._saved_dim, rank)]
-    is_even = pieces is not None and all(
-        x.after == 1 and not any(shape[x.dim] % x.batch for shape in pieces) for x in moved
-    )
-    return bool(moved) and not is_even
 
 
 def is_packed(saved: Any) -> bool:
@@ -168,7 +113,7 @@ def _but_own(edge: Edge) -> Iterable[int]:
     """All dimensions but the ``dim`` or ``dims`` of the call."""
     node, rank = edge.node, len(edge.given)
     dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
-    own = {_wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    own = {wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 
@@ -184,7 +129,7 @@ def _joined(edge: Edge) -> Iterable[int]:
 def _windows(edge: Edge) -> Iterable[int]:
     """All dimensions but the one that was unfolded, and the new last one."""
     rank = len(edge.result) - 1
-    return {*range(rank)} - {_wrapped(edge.node._saved_dimension, rank)}
+    return {*range(rank)} - {wrapped(edge.node._saved_dimension, rank)}
 
 
 def _matrices(first: int) -> Carries:
@@ -256,7 +201,7 @@ def _trilinear(edge: Edge) -> Iterable[int]:
     return () if 0 in (*expanded, *edge.node._saved_sumdim) else (0,)
 
 
-def _wrapped(dim: int, rank: int) -> int:
+def wrapped(dim: int, rank: int) -> int:
     """A dimension that may be negative, also where it was saved as an unsigned number."""
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(rank, 1)
 
@@ -318,7 +263,6 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
 ]
-_SHIFTING = "Slice", "Cat", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"
 _TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}
 _FAMILIES: list[tuple[re.Pattern[str], Carries]] = [
     (re.compile(r"ScaledDotProduct.*"), _leading(2)),

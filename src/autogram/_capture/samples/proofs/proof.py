@@ -45,12 +45,10 @@ from autogram._capture.samples.proofs.carrying import (
     Shape,
     carried,
     is_packed,
-    may_shift,
     moves_nothing,
     runs_through,
-    stays_at_all_sizes,
-    stays_regular,
 )
+from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes, stays_regular
 from autogram._capture.samples.proofs.spots import Spot
 from autogram._capture.samples.proofs.trials import RegularPlace, Trial, can_try
 from autogram._capture.samples.survey import Survey
