@@ -93,8 +93,8 @@ class Proof:
         constants: The constants that decide.
         silent: The spots whose cotangent was zero.
         trials: The nodes that are tried in each call.
-        moving: The nodes whose constants decide. It is not known to whom places without a cotangent
-            belong, so that these nodes are tried before anything is remembered.
+        moving: The nodes whose constants or numbers decide. It is not known to whom places without
+            a cotangent belong, so that these nodes are tried before anything is remembered.
         is_for_one_call: Whether values decide that are neither constants nor seen by trials.
         dims: Where samples were found. Of samples in other dimensions, a proof says nothing.
     """
@@ -170,10 +170,9 @@ class Prover:
         for spot, layouts in regular.items():
             if not spot.is_input and layouts is not None:
                 decided_by = self._deciding(spot, layouts, fitting)
-                is_in_order = decided_by is not None and all(x.is_in_order for x in decided_by)
-                is_in_order = is_in_order and not self._may_shift(spot, layouts, regular)
                 constants.update(dict.fromkeys(decided_by or ()))
-                if is_in_order:
+                keeps_order = decided_by is not None and all(x.is_in_order for x in decided_by)
+                if keeps_order and not self._may_shift(spot, layouts, regular):
                     continue
                 if (trial := self._trial(spot, regular)) is None:
                     return Proof(is_for_one_call=True)
@@ -293,9 +292,11 @@ class Prover:
                 return None
             if stays:
                 continue
-            is_carried = dims <= carried(Edge(node, arrival.position, spot.shape, target.shape))
             if kind.operation in VIEWS:
                 is_carried = all(stays_regular(x, spot.shape, target.shape) for x in layouts)
+            else:
+                edge = Edge(node, arrival.position, spot.shape, target.shape)
+                is_carried = dims <= carried(edge)
             # Where more dimensions fit the input, values may hide which of them is right.
             is_clear = arrived is None or len(arrived) <= len(dims)
             if is_carried and (is_clear or not saves_values):
