@@ -19,6 +19,7 @@ from opt_einsum.parser import parse_einsum_input
 from torch import Tensor
 from torch.nn import functional as F
 
+from autogram._blocks import Block, Layout, Routed
 from autogram.rules._recipe import (
     Formula,
     Recipe,
@@ -93,13 +94,13 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe] | None:
-    """A matrix for each range of rows: dW[e, i, o] = sum_t [t in e] g[t, o] x[t, i].
+    """A matrix for each range of rows: dW[e, i, o] = sum of g[t, o] x[t, i] over t in range e.
 
     ``torch.nn.functional.grouped_mm`` calls it with the weights of several experts in one tensor.
     """
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
         return None
-    return [product(mat2, "to,ti,te->eio", input, offs, prepare=_by_group)]
+    return [Recipe((mat2,), Formula("t-", _by_group), (input, offs))]
 
 
 @register_rule(torch.einsum)
@@ -115,12 +116,21 @@ def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
     return multilinear(output, *zip(tensors, terms, strict=True))
 
 
-def _by_group(cotangent: Tensor, input: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangent, the input, and ones where a row is of a group: ``(t, e)``."""
-    groups = torch.arange(len(offs), device=offs.device)
-    rows = torch.arange(len(input), device=offs.device)
-    is_of_group = torch.searchsorted(offs, rows.to(offs.dtype), right=True).unsqueeze(1) == groups
-    return cotangent, input, is_of_group.to(cotangent.dtype)
+def _by_group(
+    layout: Layout | None, cotangent: Tensor, input: Tensor, offs: Tensor
+) -> tuple[Block]:
+    """The block of a stack of matrices, from rows gathered by sample and by matrix."""
+    groups = len(offs)
+    samples = 1 if layout is None else layout.batch
+    rows = torch.arange(len(input), dtype=offs.dtype, device=offs.device)
+    group = torch.searchsorted(offs, rows, right=True)
+    owners = torch.zeros_like(group) if layout is None else layout.owners(input).view(-1)
+    is_of_one = (owners >= 0) & (group < groups)
+    places = torch.where(is_of_one, owners * groups + group, -1).cpu()
+    gathered = Routed(0, samples * groups, places)
+    of_input = gathered.split(input, 0).unflatten(0, (samples, groups))
+    of_cotangent = gathered.split(cotangent, 1).unflatten(1, (samples, groups))
+    return (Block("kbeto,beti->kbeio", (of_cotangent, of_input)),)
 
 
 @lru_cache

@@ -68,6 +68,24 @@ def regular_layouts(
     return tuple(found)
 
 
+def layouts_of_owners(use: Use, owners: Tensor, samples: int) -> tuple[Placement, ...]:
+    """The layout of a use, where the owners of all places along its first dimension are known.
+
+    Args:
+        use: The use.
+        owners: As in :mod:`.moves`, on the CPU.
+        samples: The number of samples.
+
+    Returns:
+        One layout, or nothing where no place is of any sample.
+    """
+    if not owners.dim():
+        sample = int(owners)
+        return () if sample < 0 else (Partial(Subset((sample,), samples), None),)
+    is_finite = torch.ones(samples, dtype=torch.bool, device="cpu")
+    return fitting_layouts(use, {0: owners}, is_finite)[:1]
+
+
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
     """The owners along each dimension along which the owners of elements agree."""
     found = {}

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.recording import Channel
-from autogram._capture.samples.layouts import Layouts
-from autogram._capture.samples.proofs.proof import Constant, Proof
+from autogram._capture.samples.layouts import Layouts, layouts_of_owners
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
+from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot
-from autogram._capture.samples.proofs.trials import Trial
+from autogram._capture.samples.proofs.trials import Trial, keeps_places
 from autogram._capture.samples.survey import Survey
 from autogram._containers import Latest
+
+_Key = tuple[bytes, int | None]
+# In the place of proofs that are for graphs of the same sizes: at others, values decide.
+_OF_SIZES = Proof(is_for_one_call=True)
+_FEW = 4  # sizes that are new so often may be new each time
 
 InOrder = tuple[tuple[Placement, ...], ...]
 """The layouts that fit each use, in the order of a survey; none without a cotangent."""
@@ -32,6 +40,7 @@ class Known:
         constants: The constants that the layouts depend on.
         silent: The spots whose cotangent was zero.
         trials: The nodes to try.
+        routes: Where values take samples to irregular places, if they do.
         is_doubted: Whether to search for the samples again before the layouts are used.
     """
 
@@ -39,15 +48,35 @@ class Known:
     constants: Constants
     silent: tuple[Spot, ...]
     trials: tuple[Trial, ...]
+    routes: Routes | None
     is_doubted: bool = False
 
-    def changes(self, survey: Survey) -> list[Tensor]:
-        """For each constant, whether it has other values now."""
-        return [_differ(constant.value(survey), old) for constant, old in self.constants]
+    def recall(self, survey: Survey, samples: int) -> tuple[Layouts, list[Tensor]] | None:
+        """The layouts, by use, and comparisons: booleans, none of which may be true.
 
-    def of_uses(self, survey: Survey) -> Layouts:
-        """The layouts, by use."""
-        return dict(zip(survey.uses, self.layouts, strict=True))
+        ``None`` where it is not known where values take samples now.
+        """
+        found = dict(zip(survey.uses, self.layouts, strict=True))
+        changes = [_differ(constant.value(survey), old) for constant, old in self.constants]
+        if self.routes is None:
+            return found, changes
+        if (routed := self.routes.owners(survey)) is None:
+            return None
+        owners, clashes = routed
+        several: dict[int, list[tuple[Tensor, tuple[Placement, ...]]]] = {}  # by how many places
+        for use, number in survey.uses.items():
+            if number in owners:
+                own = owners[number].cpu()
+                if own.dim() and 0 not in use.dims:
+                    return None
+                # Most uses have the owners of another one, and share its layout.
+                known = several.setdefault(own.numel(), [])
+                layouts = next((x for other, x in known if torch.equal(own, other)), None)
+                if layouts is None:
+                    layouts = layouts_of_owners(use, own, samples)
+                    known.append((own, layouts))
+                found[use] = layouts
+        return found, [*changes, *clashes]
 
 
 @dataclass
@@ -106,30 +135,155 @@ class Remembered:
 
     Layouts, what calls have shown of them, and reasons why samples count as mixed (refusals), are
     kept by a survey's key and the dimension of the losses. Proofs are kept by the structure of a
-    graph and, where it matters, a pattern of sizes, or all sizes (`Search._proof_keys`).
+    graph and, where it matters, a pattern of sizes, or all sizes.
     """
 
     channel: Channel
-    layouts: Latest[tuple[bytes, int | None], Known] = field(default_factory=Latest)
-    shown: Latest[tuple[bytes, int | None], Shown] = field(default_factory=Latest)
-    refusals: Latest[tuple[bytes, int | None], str] = field(default_factory=Latest)
-    proofs: Latest[tuple[bytes, int | None, bytes], Proof] = field(default_factory=Latest)
-    unproven: Latest[tuple[bytes, int | None], None] = field(default_factory=Latest)
+    layouts: Latest[_Key, Known] = field(default_factory=Latest)
+    shown: Latest[_Key, Shown] = field(default_factory=Latest)
+    refusals: Latest[_Key, str] = field(default_factory=Latest)
+    proofs: Latest[tuple[*_Key, bytes], Proof] = field(default_factory=Latest)
+    unproven: Latest[_Key, None] = field(default_factory=Latest)
     """Graphs that were seen, of a structure with proofs for graphs of the same sizes."""
+    free: Latest[_Key, bytes] = field(default_factory=Latest)
+    """By structure, the nodes whose sizes are in no key, where there are routes."""
+    news: Latest[_Key, int] = field(default_factory=Latest)
+    """By structure, how often sizes were new, where there are routes."""
 
-    def together(
-        self, key: tuple[bytes, int | None], found: InOrder, constants: Constants
-    ) -> InOrder | None:
-        """The layouts of a graph to remember, by what a call has shown, and others before.
+
+class RememberedGraph:
+    """What an engine remembers of the graph of one call.
+
+    Args:
+        remembered: What it remembers of all graphs.
+        survey: The graph.
+        objectives: The objectives of the call.
+    """
+
+    def __init__(self, remembered: Remembered, survey: Survey, objectives: Objectives) -> None:
+        self._all, self._survey, self._objectives = remembered, survey, objectives
+        self._structure: _Key = survey.structure, objectives.batch_dim
+        self._find_key()
+
+    def _find_key(self) -> None:
+        """Finds the key of the graph, which has no sizes of nodes on a route."""
+        free = self._all.free.get(self._structure)
+        key = self._survey.key if free is None else self._survey.key_without(free)
+        self._key: _Key = key, self._objectives.batch_dim
+
+    @property
+    def known(self) -> Known | None:
+        """The layouts."""
+        return self._all.layouts.get(self._key)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why samples count as mixed, if they do."""
+        return self._all.refusals.get(self._key)
+
+    def refuse(self, reason: str) -> None:
+        """Remembers that the samples are mixed."""
+        self._all.refusals[self._key] = reason
+
+    def forget_layouts(self, *, and_what_was_shown: bool = True) -> None:
+        """Forgets the layouts, as they were wrong."""
+        self._all.layouts.pop(self._key, None)
+        if and_what_was_shown:
+            self._all.shown.pop(self._key, None)
+
+    @property
+    def proof(self) -> Proof | None:
+        """What the layouts depend on, if a graph of this structure was looked at."""
+        whatever_sizes, pattern, these = (self._all.proofs.get(x) for x in self._proof_keys)
+        return these or whatever_sizes or pattern
+
+    def keep_proof(self, proof: Proof) -> None:
+        """Remembers a proof, for graphs of those sizes that it is for."""
+        if proof.routes is not None:
+            self._all.free[self._structure] = proof.routes.free
+            self._find_key()
+        proofs, (whatever_sizes, pattern, these) = self._all.proofs, self._proof_keys
+        has_others = proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES
+        if proof.is_for_sizes or (proof.is_for_one_call and self._structure in self._all.free):
+            if has_others:
+                proofs[whatever_sizes], proofs[these] = _OF_SIZES, proof
+        else:
+            proofs[whatever_sizes if proof.is_for_one_call else pattern] = proof
+
+    def forget_proof(self, *, for_good: bool) -> None:
+        """Forgets what the layouts depend on; for good where a new proof would be no better."""
+        for key in self._proof_keys:
+            self._all.proofs.pop(key, None)
+        if for_good:
+            self._all.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
+
+    def is_worth_a_proof(self) -> bool:
+        """Whether to prove what a graph depends on whose structure has proofs for some sizes.
+
+        So it is where the same sizes come again. Where sizes are new time and again, the routes may
+        be found better by now: samples may have had regular places by accident then.
+        """
+        if self.proof is not _OF_SIZES:
+            return False
+        if self._key in self._all.unproven:
+            return True
+        self._all.unproven[self._key] = None
+        if self._structure not in self._all.free:
+            return False
+        count = self._all.news[self._structure] = self._all.news.get(self._structure, 0) + 1
+        return count >= _FEW and count & (count - 1) == 0
+
+    def keep_layouts(self, found: Layouts) -> None:
+        """Keeps layouts for the next call, if all that can change them is noticed."""
+        proof, survey = self.proof, self._survey
+        if proof is None or proof.is_for_one_call or survey.may_hide_taps:
+            return
+        if proof.routes is not None:
+            found = proof.routes.others(survey, found)
+        if not proof.is_about(dims_of(survey, found)):
+            return
+        samples = self._objectives.samples
+        if not all(keeps_places(survey, trial, samples) for trial in proof.moving):
+            return
+        if (proof.silent or proof.trials) and self._objectives.per_sample > 1:
+            return  # a batched pass cannot read whether a silent spot has a cotangent now
+        in_order = tuple(found.get(use, ()) for use in survey.uses)
+        constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
+        layouts = self._together(in_order, constants)
+        if layouts is not None:
+            known = Known(layouts, constants, proof.silent, proof.trials, proof.routes)
+            self._all.layouts[self._key] = known
+
+    def _together(self, found: InOrder, constants: Constants) -> InOrder | None:
+        """The layouts to remember, by what a call has shown, and others before.
 
         ``None`` as long as that is not enough.
         """
-        shown = self.shown.get(key)
+        shown = self._all.shown.get(self._key)
         if shown is None and all(isinstance(x, Folded) for some in found for x in some):
             return found
         if shown is None or shown.is_of_others(constants):
-            shown = self.shown[key] = Shown(constants)
+            shown = self._all.shown[self._key] = Shown(constants)
         return shown.add(found)
+
+    @cached_property
+    def _pattern(self) -> bytes:
+        """The pattern of sizes."""
+        return self._survey.pattern(self._objectives.samples)
+
+    @property
+    def _proof_keys(self) -> tuple[tuple[*_Key, bytes], ...]:
+        """Keys of a proof: the first key if the proof is for one call, and else the others.
+
+        The second key has a pattern of sizes: at other sizes, samples may lie along other
+        dimensions, which nodes may not carry. The third key has all sizes.
+        """
+        pattern = self._survey.pattern(self._objectives.samples)
+        return (
+            (*self._structure, b""),
+            (*self._structure, pattern),
+            (*self._structure, self._key[0]),
+        )
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

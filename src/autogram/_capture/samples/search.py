@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,17 +18,15 @@ from autogram._capture.samples.owners import (
     owners_by_zeros,
     show_uses,
 )
-from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
+from autogram._capture.samples.proofs.proof import Prover
+from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot, shown
-from autogram._capture.samples.proofs.trials import Trial, keeps_places, tried
-from autogram._capture.samples.remembered import Known, Remembered
+from autogram._capture.samples.proofs.trials import Trial, tried
+from autogram._capture.samples.remembered import Known, Remembered, RememberedGraph
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
 from autogram._errors import MixedSamplesError, NonFiniteError, UnsupportedError
-
-# In the place of proofs that are for graphs of the same sizes: at others, values decide.
-_OF_SIZES = Proof(is_for_one_call=True)
 
 
 class UnknownLayoutError(Exception):
@@ -70,11 +67,11 @@ class Search:
         survey: Survey,
         replays: Replays | None,
     ) -> None:
-        self._remembered = remembered
+        self._channel = remembered.channel
+        self._graph = RememberedGraph(remembered, survey, objectives)
         self._replays = replays
         self._objectives = objectives
         self._survey = survey
-        self._key = survey.key, objectives.batch_dim
         self._needed: set[Use] = set()
         self._forget()
         self.has_searched = False
@@ -85,26 +82,33 @@ class Search:
         self._has_changed: Flag | None = None  # without constants, nothing can
         self._silent: tuple[Spot, ...] = ()
         self._trials: tuple[Trial, ...] = ()
+        self._routes: Routes | None = None
         self._heard: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._scales: Scales | None = None
 
     def begin(self) -> None:
         """Recalls where the samples were, or searches for them."""
-        reason = self._remembered.refusals.get(self._key)
-        if reason is not None:
+        if (reason := self._graph.refusal) is not None:
             raise MixedSamplesError(reason)
-        known = self._known
-        if known is not None and known.trials and self._replays is not None:
-            known = None  # what a trial finds, the host has to read
+        known = self._graph.known
+        if known is not None and (known.trials or known.routes) and self._replays is not None:
+            known = None  # what a trial finds, and where routes lead, the host has to read
         if known is not None and not (known.is_doubted and self._replays is None):
-            changed = self._flag(known.changes(self._survey)) if known.constants else None
-            self._has_changed = changed
-            if changed is None or not (changed.is_ready and changed.read()):
-                self._found = known.of_uses(self._survey)
-                self._silent, self._trials = known.silent, known.trials
+            self._recall(known)
         if self._found is None and self._survey.uses:
             self.run()
+
+    def _recall(self, known: Known) -> None:
+        """Takes the layouts that are remembered, unless values have changed."""
+        recalled = known.recall(self._survey, self._objectives.samples)
+        if recalled is None:
+            return
+        found, changes = recalled
+        changed = self._has_changed = self._flag(changes) if changes else None
+        if changed is None or not (changed.is_ready and changed.read()):
+            self._found = found
+            self._silent, self._trials, self._routes = known.silent, known.trials, known.routes
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero."""
@@ -113,7 +117,7 @@ class Search:
         if self._scales is not None and use not in self._found:
             self._measure(use, cotangent[0])
         layouts = self._found.get(use, ())
-        if len(layouts) == 1 and isinstance(layouts[0], Folded):
+        if self._is_certain(use):
             return layouts[0]
         if self._replays is not None:
             raise UnknownLayoutError(use)  # each replay may have another cotangent
@@ -134,6 +138,12 @@ class Search:
         only = layouts[0] if len(layouts) == 1 else None
         return only if isinstance(only, Folded) else None
 
+    def _is_certain(self, use: Use) -> bool:
+        """Whether a use has the layout that was found, whatever its cotangent is."""
+        layouts = self._found.get(use, ()) if self._found else ()
+        is_routed = self._routes is not None and self._survey.uses[use] in self._routes.taps
+        return len(layouts) == 1 and (is_routed or isinstance(layouts[0], Folded))
+
     @property
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
@@ -141,7 +151,8 @@ class Search:
         if self._found is None or is_watched or self._survey.may_hide_taps:
             return False
         is_certain = self._has_changed is None or self._has_changed.is_ready
-        return is_certain and all(map(self.known, self._survey.uses))
+        is_measured = self._scales is not None
+        return is_certain and not is_measured and all(map(self._is_certain, self._survey.uses))
 
     def watched(self) -> AbstractContextManager[None]:
         """Watches, in the pass inside of a block, what the proof is about.
@@ -181,36 +192,34 @@ class Search:
             raise UnknownLayoutError
         if self._heard and self._flag(self._heard).read():
             self.forget()
-            for key in self._proof_keys:
-                self._remembered.proofs.pop(key, None)
-            if self._moved and self._flag(self._moved).read():  # it may do so again
-                self._remembered.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
+            # What has moved samples may do so again.
+            has_moved = bool(self._moved) and self._flag(self._moved).read()
+            self._graph.forget_proof(for_good=has_moved)
             if not self.has_searched:
                 raise UnknownLayoutError
         if self._scales is not None and self._found is not None:
             for use in self._scales.uses:
                 if use not in self._found:
                     raise UnknownLayoutError(use)  # the cotangents of all samples add up to zero
-            self._remember(self._found)
+            self._graph.keep_layouts(self._found)
 
     def refuse(self, reason: str) -> None:
         """Remembers that the samples are mixed in this graph."""
-        self._remembered.refusals[self._key] = reason
+        self._graph.refuse(reason)
 
     @property
     def is_remembered(self) -> bool:
         """Whether an equal call needs no search."""
-        return self._known is not None or not self._survey.uses
+        return self._graph.known is not None or not self._survey.uses
 
     def forget(self) -> None:
         """Forgets the layouts of this graph, as they were wrong."""
-        self._remembered.layouts.pop(self._key, None)
-        self._remembered.shown.pop(self._key, None)
+        self._graph.forget_layouts()
 
     def doubt(self) -> None:
         """Lets the next call for this graph look again."""
-        if self._known is not None:
-            self._known.is_doubted = True
+        if (known := self._graph.known) is not None:
+            known.is_doubted = True
 
     def run(self, use: Use | None = None) -> None:
         """Searches for the samples by passes of its own, for a use that needs a layout if given."""
@@ -230,25 +239,21 @@ class Search:
             )
         if use is not None:
             self._needed.add(use)
-            self._remembered.layouts.pop(self._key, None)
+            self._graph.forget_layouts(and_what_was_shown=False)
         try:
             if use is not None or not self._search_by_scales():
                 self._search_by_zeros(use)
         except NonFiniteError:
-            known = self._known
-            if known is None or Flag(known.changes(self._survey)).read():
+            if (known := self._graph.known) is not None:
+                self._recall(known)
+            if self._found is None:
                 raise
-            self._found = known.of_uses(self._survey)
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
-        channel, objectives, proof = self._remembered.channel, self._objectives, self._proof
-        if proof is None or not objectives.are_finite:
+        channel, objectives, proof = self._channel, self._objectives, self._graph.proof
+        if proof is None or not objectives.are_finite or self._graph.is_worth_a_proof():
             return False
-        if proof is _OF_SIZES:
-            if self._key in self._remembered.unproven:
-                return False  # these sizes come again, so that a proof is worth its passes
-            self._remembered.unproven[self._key] = None
         try:
             self._scales, self._found = Scales(channel, objectives), {}
         except NonFiniteError:  # the numbers are too large
@@ -270,7 +275,7 @@ class Search:
     def _search_by_zeros(self, wanted: Use | None) -> None:
         """Finds the layouts of all uses, and a proof of what the layouts depend on."""
         prover = Prover(self._survey)
-        uses, spots = owners_by_zeros(self._remembered.channel, self._objectives, prover)
+        uses, spots = owners_by_zeros(self._channel, self._objectives, prover)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             raise MixedSamplesError(
                 f"{describe(wanted)} has a cotangent for all samples together and none for parts "
@@ -279,14 +284,8 @@ class Search:
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
         if self._objectives.are_finite:  # if not, the layouts are for this call alone
             fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
-            proof = prover.proof(fitting, self._found)
-            whatever_sizes, pattern, these = self._proof_keys
-            proofs = self._remembered.proofs
-            if not proof.is_for_sizes:
-                proofs[whatever_sizes if proof.is_for_one_call else pattern] = proof
-            elif proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES:
-                proofs[whatever_sizes], proofs[these] = _OF_SIZES, proof
-            self._remember(self._found)
+            self._graph.keep_proof(prover.proof(fitting, self._found))
+            self._graph.keep_layouts(self._found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:
         """Finds the layouts of a use that this pass and those by scales show together."""
@@ -306,45 +305,3 @@ class Search:
         if are_none(owners):
             return None
         return regular_layouts(spot.shape, owners, self._objectives.is_finite)
-
-    def _remember(self, found: Layouts) -> None:
-        """Keeps layouts for the next call, if all that can change them is noticed."""
-        proof, survey = self._proof, self._survey
-        if proof is None or proof.is_for_one_call or survey.may_hide_taps:
-            return
-        if not proof.is_about(dims_of(survey, found)):
-            return
-        samples = self._objectives.samples
-        if not all(keeps_places(survey, trial, samples) for trial in proof.moving):
-            return
-        if (proof.silent or proof.trials) and self._objectives.per_sample > 1:
-            return  # a batched pass cannot read whether a silent spot has a cotangent now
-        in_order = tuple(found.get(use, ()) for use in survey.uses)
-        constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
-        layouts = self._remembered.together(self._key, in_order, constants)
-        if layouts is not None:
-            known = Known(layouts, constants, proof.silent, proof.trials)
-            self._remembered.layouts[self._key] = known
-
-    @property
-    def _known(self) -> Known | None:
-        """What is remembered of this graph."""
-        return self._remembered.layouts.get(self._key)
-
-    @property
-    def _proof(self) -> Proof | None:
-        """What the layouts depend on, if a graph of this structure was looked at."""
-        whatever_sizes, *others = (self._remembered.proofs.get(key) for key in self._proof_keys)
-        pattern, these = others
-        return these or whatever_sizes or pattern
-
-    @cached_property
-    def _proof_keys(self) -> tuple[tuple[bytes, int | None, bytes], ...]:
-        """Keys of a proof: the first key if the proof is for one call, and else the others.
-
-        The second key has a pattern of sizes: at other sizes, samples may lie along other
-        dimensions, which nodes may not carry. The third key has all sizes.
-        """
-        pattern = self._survey.pattern(self._objectives.samples)
-        key = self._survey.structure, self._objectives.batch_dim
-        return (*key, b""), (*key, pattern), (*key, self._survey.key)

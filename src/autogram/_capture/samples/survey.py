@@ -74,6 +74,17 @@ class Survey:
         self.structure = _digest(self._structure)
         self.key = _digest([self.structure, self._sizes, self._inside])
 
+    def key_without(self, free: bytes) -> bytes:
+        """The key without the sizes of some nodes, and of the uses that they show.
+
+        Args:
+            free: For each node, whether it is one of them.
+        """
+        others = [node for node, is_free in zip(self.nodes, free, strict=True) if not is_free]
+        sizes = [size(node) for node in others for size in kind_of_node(node.__class__).sizes]
+        uses = [use.shape for use, number in self.uses.items() if not free[number]]
+        return _digest([self.structure, free, tuple(self.losses.shape), sizes, uses, self._inside])
+
     def pattern(self, samples: int) -> bytes:
         """A digest of the dimensions of the nodes' results along which the samples could lie.
 

@@ -143,6 +143,11 @@ def _matrices(first: int) -> Carries:
     return find
 
 
+def _rows(edge: Edge) -> Iterable[int]:
+    """The rows of a matrix, each of which is multiplied by one matrix of a stack."""
+    return (0,) if len(edge.given) == len(edge.result) == 2 else ()
+
+
 def _distances(edge: Edge) -> Iterable[int]:
     """The stack, and the rows of one of two matrices, whose distances to the other's are known."""
     return [*_leading(2)(edge), len(edge.result) - 2 + edge.position]
@@ -201,9 +206,14 @@ def _trilinear(edge: Edge) -> Iterable[int]:
     return () if 0 in (*expanded, *edge.node._saved_sumdim) else (0,)
 
 
+def signed(number: int) -> int:
+    """A number that may be negative, also where it was saved as an unsigned one."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
 def wrapped(dim: int, rank: int) -> int:
-    """A dimension that may be negative, also where it was saved as an unsigned number."""
-    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(rank, 1)
+    """A dimension that may be negative."""
+    return signed(dim) % max(rank, 1)
 
 
 # Operations, by the dimensions that they carry. A reduction carries all dimensions of its result.
@@ -258,6 +268,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
+    (_of_first(_rows), "GroupedMm"),
     (_distances, "Cdist EuclideanDist"),
     (lambda edge: range(_in_front(edge.node)), "Index"),
     (_of_first(_all, _put), "IndexPut"),

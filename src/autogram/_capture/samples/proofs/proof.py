@@ -18,8 +18,9 @@ remembered, and the proof is for these sizes.
 
 Where a node does not carry the dimension, the values that it saved decide. If they are constants,
 they are compared at each call. If not, each call tries the node alone (see :mod:`.trials`) where
-samples have regular places on both sides of it, and else searches for the samples. A cotangent that
-is zero shows no owners, and moves nothing as long as it is zero, which is watched in each call.
+samples have regular places on both sides of it, computes irregular places where the nodes around
+them tell of these (see :mod:`.routes`), and else searches for the samples. A cotangent that is
+zero shows no owners, and moves nothing as long as it is zero, which is watched in each call.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from autogram._capture.samples.proofs.carrying import (
     runs_through,
 )
 from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes, stays_regular
-from autogram._capture.samples.proofs.spots import Spot
+from autogram._capture.samples.proofs.routes import Routes, find_routes, results_of_node
+from autogram._capture.samples.proofs.spots import Onward, Spot
 from autogram._capture.samples.proofs.trials import RegularPlace, Trial, can_try
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
@@ -95,6 +97,7 @@ class Proof:
         trials: The nodes that are tried in each call.
         moving: The nodes whose constants or numbers decide. It is not known to whom places without
             a cotangent belong, so that these nodes are tried before anything is remembered.
+        routes: Where values take samples to irregular places, if they do.
         is_for_one_call: Whether values decide that are neither constants nor seen by trials.
         dims: Where samples were found. Of samples in other dimensions, a proof says nothing.
     """
@@ -103,6 +106,7 @@ class Proof:
     silent: tuple[Spot, ...] = ()
     trials: tuple[Trial, ...] = ()
     moving: tuple[Trial, ...] = ()
+    routes: Routes | None = None
     is_for_one_call: bool = False
     dims: Dims = ()
 
@@ -113,21 +117,8 @@ class Proof:
     @property
     def is_for_sizes(self) -> bool:
         """Whether the proof is for one graph, of the same sizes."""
-        return any(trial.is_for_sizes for trial in (*self.trials, *self.moving))
-
-
-class _Way(NamedTuple):
-    """How a node leads to another that has taps behind it.
-
-    Attributes:
-        arrival: The input of the node.
-        target: The result of the other node, whose cotangent is the sum of all that arrive there.
-        moves_nothing: As :func:`.carrying.moves_nothing` says of the node.
-    """
-
-    arrival: Spot
-    target: Spot
-    moves_nothing: bool
+        trials = (*self.trials, *self.moving)
+        return self.routes is not None or any(trial.is_for_sizes for trial in trials)
 
 
 class Prover:
@@ -136,16 +127,18 @@ class Prover:
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.spots: list[Spot] = []
-        self._ways: dict[int, list[_Way]] = {}  # of each tap, and each node that leads to one
+        self._ways: dict[int, list[Onward]] = {}  # of each tap, and each node that leads to one
         reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
         for number, node in enumerate(survey.nodes):
             if node in reaching:
                 ways = self._ways[number] = [
-                    self._way(node, position, self._results(following)[result])
+                    self._way(
+                        node, position, results_of_node(survey, survey.numbers[following])[result]
+                    )
                     for position, (following, result) in enumerate(node.next_functions)
                     if following in reaching
                 ]
-                self.spots += self._results(node)
+                self.spots += results_of_node(survey, number)
                 self.spots += [way.arrival for way in ways if not way.moves_nothing]
 
     def proof(
@@ -167,7 +160,10 @@ class Prover:
             call = self._call(number)
             if call is not None and not self._is_carried(call, number, regular, uses):
                 return Proof(is_for_one_call=True)
+        routes = find_routes(self.survey, self._ways, regular, uses)
         for spot, layouts in regular.items():
+            if routes is not None and routes.free[spot.node]:
+                continue
             if not spot.is_input and layouts is not None:
                 decided_by = self._deciding(spot, layouts, fitting)
                 constants.update(dict.fromkeys(decided_by or ()))
@@ -177,9 +173,13 @@ class Prover:
                 if (trial := self._trial(spot, regular)) is None:
                     return Proof(is_for_one_call=True)
                 (trials if decided_by is None else moving).append(trial)
-        silent = tuple(spot for spot, dims in fitting.items() if dims is None)
-        found = dims_of(self.survey, uses)
-        return Proof(tuple(constants), silent, tuple(trials), tuple(moving), dims=found)
+        silent = [spot for spot, dims in fitting.items() if dims is None]
+        if routes is not None:
+            silent = [spot for spot in silent if not routes.tell_of(spot)]
+            uses = routes.others(self.survey, uses)
+        tried = tuple(trials), tuple(moving)
+        dims = dims_of(self.survey, uses)
+        return Proof(tuple(constants), tuple(silent), *tried, routes, dims=dims)
 
     def _may_shift(
         self,
@@ -201,7 +201,7 @@ class Prover:
             is_known = len(ways) == len(node.next_functions)
             pieces = [way.target.shape for way in ways] if is_known else None
         elif operation != "Slice":
-            pieces = [result.shape for result in self._results(node)]
+            pieces = [result.shape for result in results_of_node(self.survey, spot.node)]
         return may_shift(node, [*layouts, *arrived], pieces)
 
     def _trial(self, spot: Spot, regular: Mapping[Spot, tuple[Folded, ...] | None]) -> Trial | None:
@@ -241,7 +241,7 @@ class Prover:
     ) -> bool:
         """Whether a compiled part takes samples where they were found, whatever its values are."""
         node = self.survey.nodes[number]
-        given = [regular.get(spot) for spot in self._results(node)]
+        given = [regular.get(spot) for spot in results_of_node(self.survey, number)]
         if any(layouts is not None and len(layouts) != 1 for layouts in given):
             return False
         found = call.carried(node, [None if x is None else x[0] for x in given])
@@ -258,18 +258,13 @@ class Prover:
                 return False
         return True
 
-    def _results(self, node: Any) -> list[Spot]:
-        """The results of a node."""
-        shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
-        number = self.survey.numbers[node]
-        return [Spot(number, position, False, shape) for position, shape in enumerate(shapes)]
-
-    def _way(self, node: Any, position: int, target: Spot) -> _Way:
+    def _way(self, node: Any, position: int, target: Spot) -> Onward:
         """The way from an input of a node to another node."""
         edge = Edge(node, position, target.shape, target.shape)
-        is_alike = {spot.shape for spot in self._results(node)} == {target.shape}
+        number = self.survey.numbers[node]
+        is_alike = {spot.shape for spot in results_of_node(self.survey, number)} == {target.shape}
         stays = is_alike and (use_of(node) is not None or moves_nothing(edge))
-        return _Way(Spot(self.survey.numbers[node], position, True, target.shape), target, stays)
+        return Onward(Spot(number, position, True, target.shape), target, stays)
 
     def _deciding(
         self,

@@ -29,6 +29,20 @@ class Spot(NamedTuple):
         return tuple(range(len(self.shape)))
 
 
+class Onward(NamedTuple):
+    """How a node leads to another that has taps behind it.
+
+    Attributes:
+        arrival: The input of the node.
+        target: The result of the other node, whose cotangent is the sum of all that arrive there.
+        moves_nothing: As :func:`.carrying.moves_nothing` says of the node.
+    """
+
+    arrival: Spot
+    target: Spot
+    moves_nothing: bool
+
+
 @contextmanager
 def shown(
     survey: Survey, spots: Iterable[Spot], observe: Callable[[Spot, Tensor], None]

@@ -1,0 +1,268 @@
+"""Moves: where a node takes the samples of places along the first dimension, by what it saved.
+
+The owners of a tensor are the samples of its places along the first dimension, ``(n,)`` with -1 for
+places of none; or one number, where all that arrives at the tensor is of one sample. A node that
+neither keeps the first dimension nor is in the table of moves takes samples to unknown places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autogram._capture.autograd.graph import VIEWS, kind_of_node, use_of
+from autogram._capture.samples.proofs.carrying import (
+    Edge,
+    Shape,
+    carried,
+    is_packed,
+    signed,
+    wrapped,
+)
+
+_NONE = -1
+
+
+class Passage(NamedTuple):
+    """The way of cotangents from the results of a node to one of its inputs.
+
+    Attributes:
+        node: The node.
+        position: The number of the input.
+        given: The shape of the input.
+        results: The shapes of the results.
+        owners: The owners of each result, or ``None`` where nothing arrives.
+        clashes: Gets booleans: whether two samples meet.
+    """
+
+    node: Any
+    position: int
+    given: Shape
+    results: tuple[Shape, ...]
+    owners: tuple[Tensor | None, ...]
+    clashes: list[Tensor]
+
+
+Move = Callable[[Passage], Tensor | None]
+
+
+def owners_of_input(passage: Passage) -> Tensor | None:
+    """The owners of an input of a node, or ``None`` if they are unknown."""
+    node, position = passage.node, passage.position
+    owners = (_move_of(node, position, len(passage.given)) or _stay)(passage)
+    if owners is not None and owners.dim() and owners.shape != passage.given[:1]:
+        return None
+    return owners
+
+
+def keeps_first(edge: Edge) -> bool:
+    """Whether places of the first dimension stay, as long as input and result have as many.
+
+    That does not depend on other sizes.
+    """
+    is_move = _move_of(edge.node, edge.position, len(edge.given)) is not None
+    operation = kind_of_node(edge.node.__class__).operation
+    return not is_move and operation not in (*VIEWS, "ConstantPadNd") and _stays_in_first(edge)
+
+
+def owners_of_sum(several: Iterable[Tensor], clashes: list[Tensor]) -> Tensor:
+    """The owners of a sum of tensors of one shape."""
+    total, *others = several
+    for owners in others:
+        if owners is total:
+            continue
+        both = torch.broadcast_tensors(total, owners.to(total.device))
+        clashes.append(((both[0] != both[1]) & (both[0] >= 0) & (both[1] >= 0)).any())
+        total = torch.maximum(*both)
+    return total
+
+
+def _move_of(node: Any, position: int, rank: int) -> Move | None:
+    """How a node moves places along the first dimension of an input of some rank, if it does."""
+    operation = kind_of_node(node.__class__).operation
+    move, moved = _MOVES.get(operation, (None, None))
+    if move is None or moved not in (None, position):
+        return None
+    if operation in ("Index", "IndexPut"):
+        is_packed_up = is_packed(node._raw_saved_indices)
+        return None if is_packed_up or node._saved_indices[0] is None else move
+    rank = max(rank, len(node._input_metadata[0].shape))
+    return move if wrapped(node._saved_dim, rank) == 0 else None
+
+
+def _stay(passage: Passage) -> Tensor | None:
+    """For nodes that keep the first dimension, and any nodes if all is of one sample."""
+    pairs = zip(passage.owners, passage.results, strict=True)
+    arrived = [(owners, shape) for owners, shape in pairs if owners is not None]
+    if any(owners.dim() for owners, _ in arrived):
+        if kind_of_node(passage.node.__class__).operation in VIEWS:
+            return _viewed(passage, arrived[0][0])
+        edges = [Edge(passage.node, passage.position, shape, passage.given) for _, shape in arrived]
+        if not all(map(_stays_in_first, edges)):
+            return None
+    return owners_of_sum([owners for owners, _ in arrived], passage.clashes)
+
+
+def _stays_in_first(edge: Edge) -> bool:
+    """Whether the places of the first dimension of a result are those of the input, in order."""
+    node, _, result, given = edge
+    operation, rank = kind_of_node(node.__class__).operation, max(len(result), len(given))
+    if result[:1] != given[:1] or operation in _TURNING:
+        return False
+    if use_of(node) is not None:
+        return result == given
+    if operation == "Transpose":
+        return 0 not in (wrapped(node._saved_dim0, rank), wrapped(node._saved_dim1, rank))
+    if operation == "Permute":
+        return wrapped(node._saved_dims[0], rank) == 0
+    if operation == "ConstantPadNd":
+        return len(node._saved_pad) < 2 * rank
+    if 0 not in carried(edge):
+        return False
+    if len(result) == len(given) or operation in _IN_FRONT:
+        return True
+    dims = getattr(node, "_saved_dim", None)
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    return not any(dim is None or wrapped(dim, rank) == 0 for dim in dims)
+
+
+def _viewed(passage: Passage, owners: Tensor) -> Tensor | None:
+    """A view that puts places together, or takes them apart."""
+    (result,), given = passage.results, passage.given
+    count = given[0] if given else 1
+    if result[0] == count:
+        return owners if given else owners[0]
+    if result[0] and count and count % result[0] == 0:
+        return owners.repeat_interleave(count // result[0])
+    if count and result[0] % count == 0:
+        return _unanimous(owners.view(count, -1), passage.clashes)
+    return None
+
+
+def _unanimous(owners: Tensor, clashes: list[Tensor]) -> Tensor:
+    """The owner of each place, from those of its parts: ``(n, parts)``."""
+    if not owners.numel():
+        return owners.new_full(owners.shape[:1], _NONE)
+    found = owners.amax(1)
+    clashes.append(((owners >= 0) & (owners != found.unsqueeze(1))).any())
+    return found
+
+
+def _places(passage: Passage, size: int) -> Tensor | None:
+    """The places along the first dimension that an index has, ``(n, *others)``.
+
+    Args:
+        passage: The way through a node that saved the index.
+        size: How many places there are.
+    """
+    node = passage.node
+    if hasattr(node, "_saved_indices"):
+        indices = [index for index in node._saved_indices if index is not None]
+        if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+            return indices[0].nonzero()[:, 0] if len(indices) == 1 else None
+        places = torch.broadcast_tensors(*indices)[0]
+    elif is_packed(node._raw_saved_index):
+        return None
+    else:
+        places = node._saved_index
+        if places.dim() > 1 and places.numel():  # of single elements
+            each = places.flatten(1)
+            passage.clashes.append((each != each[:, :1]).any())
+            places = each[:, 0]
+    return torch.where(places < 0, places + size, places).long()
+
+
+def _from_places(passage: Passage) -> Tensor | None:
+    """For results that have some places of the input, which several of them may have in common."""
+    (owners,), (result,) = passage.owners, passage.results
+    places = _places(passage, passage.given[0])
+    if places is None or owners is None or result[: places.dim()] != places.shape:
+        return None
+    owners = owners.to(places.device)
+    each = owners.view(-1, *(1,) * (places.dim() - 1)).expand(places.shape).flatten()
+    found = owners.new_full(passage.given[:1], _NONE).scatter_reduce(
+        0, places.flatten(), each, "amax"
+    )
+    passage.clashes.append(((each >= 0) & (each != found[places.flatten()])).any())
+    return found
+
+
+def _to_places(passage: Passage) -> Tensor | None:
+    """For an input that is put in some places of the result."""
+    (owners,), (result,), given = passage.owners, passage.results, passage.given
+    places = _places(passage, result[0])
+    if places is None or owners is None or given[: places.dim()] != places.shape:
+        return None
+    if not owners.dim():
+        return owners
+    each = owners.to(places.device)[places]
+    return each if each.dim() == 1 else _unanimous(each.flatten(1), passage.clashes)
+
+
+def _from_slice(passage: Passage) -> Tensor | None:
+    """For a result that is a slice of the input, or one place of it."""
+    (owners,), node = passage.owners, passage.node
+    if owners is None:
+        return None
+    found = owners.new_full(passage.given[:1], _NONE)
+    if hasattr(node, "_saved_step"):
+        there = slice(signed(node._saved_start), signed(node._saved_end), node._saved_step)
+    elif owners.dim():
+        return None
+    else:
+        there = slice(signed(node._saved_index), signed(node._saved_index) + 1 or None)
+    if owners.dim() and owners.shape != found[there].shape:
+        return None
+    found[there] = owners
+    return found
+
+
+def _from_pieces(passage: Passage) -> Tensor | None:
+    """For results that are all pieces of the input, in order, or all its places."""
+    is_unbound = kind_of_node(passage.node.__class__).operation == "Unbind"
+    pieces = []
+    like = next(x for x in passage.owners if x is not None)
+    for owners, shape in zip(passage.owners, passage.results, strict=True):
+        size = 1 if is_unbound else shape[0]
+        if owners is None:
+            pieces.append(like.new_full((size,), _NONE))
+        elif is_unbound and owners.dim():
+            return None
+        else:
+            pieces.append(owners.to(like.device).expand(size))
+    return torch.cat(pieces)
+
+
+def _to_piece(passage: Passage) -> Tensor | None:
+    """For inputs that are joined in order, or are single places of the result."""
+    (owners,), (result,), node = passage.owners, passage.results, passage.node
+    if owners is None or not owners.dim():
+        return owners
+    if kind_of_node(node.__class__).operation == "Stack":
+        return owners[passage.position] if len(node.next_functions) == len(owners) else None
+    if any(following is None for following, _ in node.next_functions):
+        return None  # the node does not tell how long constants are
+    shapes = [before._input_metadata[number].shape for before, number in node.next_functions]
+    sizes = [shape[0] if len(shape) == len(result) else 0 for shape in shapes]
+    pieces = owners.split(sizes) if sum(sizes) == len(owners) else None
+    return None if pieces is None else pieces[passage.position]
+
+
+# Operations that move places along the dimension that they saved, and the input whose places they
+# move, or `None` for each.
+_MOVES: dict[str, tuple[Move, int | None]] = {
+    **dict.fromkeys(("Index", "IndexSelect", "Gather"), (_from_places, 0)),
+    **dict.fromkeys(("IndexPut", "IndexAdd", "IndexCopy", "IndexReduce"), (_to_places, 1)),
+    **dict.fromkeys(("Scatter", "ScatterAdd", "ScatterReduce"), (_to_places, 1)),
+    **dict.fromkeys(("Slice", "Select"), (_from_slice, None)),
+    **dict.fromkeys(("Split", "SplitWithSizes", "Unbind"), (_from_pieces, None)),
+    **dict.fromkeys(("UnsafeSplit", "UnsafeSplitWithSizes"), (_from_pieces, None)),
+    **dict.fromkeys(("Cat", "Stack"), (_to_piece, None)),
+}
+# Operations that carry the first dimension of their result, but not to that of their input.
+_TURNING = {"T", "AsStrided", "Diagonal", "DiagEmbed", "CopySlices", "Trilinear", "Unfold"}
+# Operations of other ranks that keep the first dimension where its size stays, and save no ``dim``.
+_IN_FRONT = {"Index", "IndexPut", "Squeeze", "Mv", "NllLoss", "NllLoss2D"}

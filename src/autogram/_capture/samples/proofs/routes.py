@@ -1,0 +1,233 @@
+"""Routes: where samples go that values take to irregular places, as tokens to experts.
+
+A search by zeros finds such places, and they are others in the next step: the tokens that a router
+sends to an expert, the nodes of graphs of other sizes, the words that are masked. But the nodes
+that move them have saved to where. So the owners of irregular places are computed at each call,
+from the regular places around them, by integers that are small beside what they are about: node by
+node, as a backward pass would go (see :mod:`.moves`). No pass over the model is needed for that.
+Where owners arrive at regular places, they are compared with the samples there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Folded, Placement
+from autogram._capture.autograd.graph import shown_by, use_of
+from autogram._capture.samples.proofs.carrying import Edge
+from autogram._capture.samples.proofs.moves import (
+    Passage,
+    keeps_first,
+    owners_of_input,
+    owners_of_sum,
+)
+from autogram._capture.samples.proofs.spots import Onward, Spot
+from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Use
+
+
+class Hop(NamedTuple):
+    """The way from the results of a node to one of its inputs.
+
+    Attributes:
+        node: The number of the node in the survey.
+        position: The number of the input.
+        results: The numbers of the spots that are results of the node.
+        target: The number of the spot that is the input, the result of another node.
+        keeps_first: Whether places along the first dimension stay, if there are as many of them.
+    """
+
+    node: int
+    position: int
+    results: tuple[int, ...]
+    target: int
+    keeps_first: bool
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How samples get to irregular places, for graphs of one structure.
+
+    Attributes:
+        spots: The results of nodes at both ends of all hops.
+        places: The numbers of spots in which samples have regular places, with these.
+        hops: The hops, each behind those that it needs.
+        taps: The taps on irregular results, by number.
+        free: For each node of the survey, 1 if its sizes may be any: hops go through it, or it
+            leads to no tap.
+    """
+
+    spots: tuple[Spot, ...]
+    places: Mapping[int, Folded]
+    hops: tuple[Hop, ...]
+    taps: frozenset[int]
+    free: bytes
+
+    def owners(self, survey: Survey) -> tuple[dict[int, Tensor], list[Tensor]] | None:
+        """The owners of the results of taps in a call, by the taps' numbers.
+
+        Returns:
+            The owners, as in :mod:`.moves`, and comparisons: booleans, none of which may be true.
+            ``None`` where a node moves samples in an unknown way at the sizes of this call.
+        """
+        metadata = [survey.nodes[x.node]._input_metadata[x.position] for x in self.spots]
+        shapes = [tuple(x.shape) for x in metadata]
+        if any(len(shape) != len(x.shape) for shape, x in zip(shapes, self.spots, strict=True)):
+            return None
+        found: list[Tensor | None] = [None] * len(self.spots)
+        clashes: list[Tensor] = []
+        for number, layout in self.places.items():
+            size = layout.before * layout.batch * layout.after
+            if shapes[number][0] != size:
+                return None
+            along = torch.arange(size, device=metadata[number].device)
+            found[number] = along // layout.after % layout.batch
+        for hop in self.hops:
+            arrived = tuple([found[number] for number in hop.results])
+            if not any(x is not None for x in arrived):
+                continue
+            given, owners = shapes[hop.target], arrived[0]
+            if not hop.keeps_first or owners is None or owners.shape != given[:1]:
+                results = tuple([shapes[number] for number in hop.results])
+                node = survey.nodes[hop.node]
+                owners = owners_of_input(
+                    Passage(node, hop.position, given, results, arrived, clashes)
+                )
+                if owners is None:
+                    return None
+            if (before := found[hop.target]) is not None:
+                owners = owners_of_sum([before, owners], clashes)
+            if hop.target not in self.places:
+                found[hop.target] = owners
+        pairs = zip(self.spots, found, strict=True)
+        of_taps = {x.node: own for x, own in pairs if own is not None and x.node in self.taps}
+        return of_taps, clashes
+
+    def tell_of(self, spot: Spot) -> bool:
+        """Whether the owners of a spot's places are known, also where it has no cotangent."""
+        if spot.is_input:
+            return any((spot.node, spot.position) == hop[:2] for hop in self.hops)
+        numbers = [number for number, x in enumerate(self.spots) if x == spot]
+        targets = {hop.target for hop in self.hops}.difference(self.places)
+        return not targets.isdisjoint(numbers)
+
+    def others(
+        self, survey: Survey, found: Mapping[Use, tuple[Placement, ...]]
+    ) -> dict[Use, tuple[Placement, ...]]:
+        """The layouts of all uses in regular places."""
+        numbers = survey.uses
+        return {use: layouts for use, layouts in found.items() if numbers[use] not in self.taps}
+
+
+def find_routes(
+    survey: Survey,
+    ways: Mapping[int, Sequence[Onward]],
+    regular: Mapping[Spot, tuple[Folded, ...] | None],
+    uses: Mapping[Use, tuple[Placement, ...]],
+) -> Routes | None:
+    """The routes to all results in which a search has found samples in irregular places.
+
+    Args:
+        survey: The graph.
+        ways: Of each tap, and each node that leads to one.
+        regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
+        uses: Those that fit the uses.
+
+    Returns:
+        The routes, or ``None`` where there are no such results, or a node in front of one moves
+        samples in an unknown way.
+    """
+    irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
+    if not irregular or survey.may_hide_taps:
+        return None
+    order = _in_order(ways)
+    for number in order:  # also what had no cotangent, or too little to tell its places
+        if any(spot in irregular for spot in results_of_node(survey, number)):
+            targets = [way.target for way in ways[number]]
+            irregular.update([spot for spot in targets if len(regular.get(spot) or ()) != 1])
+    spots: dict[Spot, int] = {}
+    places: dict[int, Folded] = {}
+    hops: list[Hop] = []
+    nodes: set[int] = set()
+    for number in order:
+        results = results_of_node(survey, number)
+        around = dict.fromkeys([*results, *[way.target for way in ways[number]]])
+        if irregular.isdisjoint(around):
+            continue
+        node = survey.nodes[number]
+        if use_of(node) is None and (shown_by(node) or number in survey.uses.values()):
+            return None
+        nodes.add(number)
+        for spot in around:
+            layouts = regular.get(spot)
+            is_place = spot not in irregular and layouts
+            if is_place or spot in irregular or spot in results:
+                spots.setdefault(spot, len(spots))
+            if is_place and layouts:
+                if len(layouts) > 1 or layouts[0].dim:
+                    return None
+                places[spots[spot]] = layouts[0]
+        known = tuple([spots[result] for result in results])
+        for arrival, target, _ in ways[number]:
+            if target in irregular or spots.get(target) in places:
+                edge = Edge(node, arrival.position, results[0].shape, target.shape)
+                keeps = len(results) == 1 and keeps_first(edge)
+                hops.append(Hop(number, arrival.position, known, spots[target], keeps))
+    own = {*survey.uses.values()}
+    taps = frozenset(spot.node for spot in irregular if spot.node in own)
+    free = bytes([x in nodes or x not in ways for x in range(len(survey.nodes))])
+    routes = Routes(tuple(spots), places, tuple(hops), taps, free)
+    return routes if _agree(routes, survey, uses) else None
+
+
+def _agree(routes: Routes, survey: Survey, uses: Mapping[Use, tuple[Placement, ...]]) -> bool:
+    """Whether routes lead to where a search has found the samples."""
+    found = routes.owners(survey)
+    if found is None or any(bool(clash) for clash in found[1]):
+        return False
+    for use, number in survey.uses.items():
+        if number in routes.taps and not _fits(use, found[0].get(number), uses.get(use, ())):
+            return False
+    return True
+
+
+def _fits(use: Use, owners: Tensor | None, layouts: Iterable[Placement]) -> bool:
+    """Whether owners are those of some layouts."""
+    places = torch.ones((), device="cpu").expand(use.shape)
+    for layout in layouts:
+        found = layout.owners(places)
+        if owners is None:
+            return False
+        along = owners.cpu()
+        if owners.dim():
+            along = along.view(-1, *(1,) * (len(use.shape) - 1))
+        if bool(((found >= 0) & (found != along)).any()):
+            return False
+    return True
+
+
+def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
+    """The results of a node."""
+    metadata = survey.nodes[number]._input_metadata
+    return tuple([Spot(number, i, False, tuple(x.shape)) for i, x in enumerate(metadata)])
+
+
+def _in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
+    """The numbers of nodes, each behind all that lead to it."""
+    waiting = Counter(way.target.node for some in ways.values() for way in some)
+    pending = [number for number in ways if not waiting[number]]
+    order = []
+    while pending:
+        number = pending.pop()
+        order.append(number)
+        for way in ways[number]:
+            waiting[way.target.node] -= 1
+            if not waiting[way.target.node]:
+                pending.append(way.target.node)
+    return order

@@ -1,0 +1,229 @@
+"""Samples in places that values decide anew in each step: found once, and computed from then on."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError
+from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
+
+WIDTH, SAMPLES, STEPS = 4, 5, 8
+Losses = Callable[..., Tensor]
+
+
+class Layers(nn.Module):
+    """Layers for the cases below, which are called in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.scale = nn.Parameter(batch(WIDTH))
+
+    def forward(self, x: Tensor, call: Losses, step: int | Tensor) -> Tensor:
+        return call(self, x, step)
+
+    def of_each(self, x: Tensor) -> Tensor:
+        """All layers, one behind the other."""
+        return self.third(self.second(self.first(x).tanh()).sin() * self.scale)
+
+
+def counts_of(step: int) -> Tensor:
+    """How many places each sample has: others in each step, which are never equal."""
+    return (torch.arange(SAMPLES) * 3 + 2 * step) % 5 + 2 + (torch.arange(SAMPLES) == step % 3)
+
+
+def owners_of(step: int) -> Tensor:
+    return torch.arange(SAMPLES).repeat_interleave(counts_of(step))
+
+
+def edges_of(step: int, across: bool = False) -> tuple[Tensor, Tensor]:
+    """Edges in graphs of several sizes: between all pairs of nodes, and one to another graph."""
+    owners = owners_of(step)
+    source, target = (owners.unsqueeze(1) == owners).nonzero(as_tuple=True)
+    if across:
+        source[0] = len(owners) - 1
+    return source, target
+
+
+def graphs(model: Layers, x: Tensor, step: int, across: bool = False) -> Tensor:
+    owners, (source, target) = owners_of(step), edges_of(step, across)
+    x = model.first(x).tanh()
+    messages = model.second(x)[source] * model.scale
+    x = x + torch.zeros_like(x).index_add_(0, target, messages)
+    pooled = torch.zeros(SAMPLES, WIDTH).index_add(0, owners, x.sin())
+    return per_sample(model.third(pooled / counts_of(step).unsqueeze(1)))
+
+
+def attention(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Weights of edges by a softmax over the edges that lead to a node."""
+    source, target = edges_of(step)
+    x = model.first(x)
+    scores = (model.second(torch.cat([x[source]]) + x[target]).tanh() @ model.scale).exp()
+    total = torch.zeros(len(x)).scatter_add(0, target, scores)
+    messages = (scores / total[target]).unsqueeze(1) * x[source]
+    columns = target.unsqueeze(1).expand(-1, WIDTH)
+    x = torch.zeros_like(x).scatter_add(0, columns, messages)
+    lengths = counts_of(step).tolist()
+    return per_sample(model.third(torch.stack([some.mean(0) for some in x.split(lengths)])))
+
+
+def chosen(model: Layers, x: Tensor, step: int) -> Tensor:
+    """A head for words that are masked, some in each sentence."""
+    is_masked = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
+    is_masked[:, 0] = True
+    hidden = model.first(x).tanh()
+    of_words = F.cross_entropy(
+        model.of_each(hidden[is_masked]),
+        torch.arange(int(is_masked.sum())) % WIDTH,
+        reduction="none",
+    )
+    return torch.zeros(SAMPLES).index_add(0, is_masked.nonzero()[:, 0], of_words)
+
+
+def packed(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Sequences one behind the other, put into a padded tensor."""
+    is_there = torch.arange(8) < counts_of(step).unsqueeze(1)
+    words = model.second(model.first(x).tanh())
+    padded = torch.zeros(SAMPLES, 8, WIDTH)
+    padded[is_there] = words * model.scale
+    return per_sample(model.third(padded).sin())
+
+
+def split(model: Layers, x: Tensor, step: int) -> Tensor:
+    words = model.of_each(x)
+    return torch.stack([some.square().mean() for some in words.split(counts_of(step).tolist())])
+
+
+def one_by_one(model: Layers, x: Tensor, step: int) -> Tensor:
+    sizes = counts_of(step).tolist()
+    return torch.stack([model.of_each(some).square().mean() for some in x.split(sizes)])
+
+
+def unbound(model: Layers, x: Tensor, step: int) -> Tensor:  # noqa: ARG001 - no size changes
+    return torch.stack([(model.second(some).sin() * model.scale).sum() for some in model.first(x)])
+
+
+def experts(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Tokens in pieces, one for each expert, in an order sorted by expert."""
+    tokens = model.first(x).flatten(0, 1)
+    chosen = (torch.arange(len(tokens)) * (step + 2)) % 7 % 2
+    order = chosen.argsort(stable=True)
+    pieces = tokens[order].split(torch.bincount(chosen, minlength=2).tolist())
+    outputs = [layer(x) for layer, x in zip((model.second, model.third), pieces, strict=True)]
+    back = torch.empty_like(order).scatter(0, order, torch.arange(len(order)))
+    return per_sample(torch.cat(outputs)[back].sin().view(SAMPLES, 6, WIDTH))
+
+
+def nodes(step: int) -> Tensor:
+    return batch(len(owners_of(step)), WIDTH)
+
+
+def sentences(step: int) -> Tensor:  # noqa: ARG001 - of one length
+    return batch(SAMPLES, 6, WIDTH)
+
+
+# What makes the data of a step, and the losses.
+CASES: dict[str, tuple[Callable[[int], Tensor], Losses]] = {
+    "graphs": (nodes, graphs),
+    "attention in graphs": (nodes, attention),
+    "words that are chosen": (sentences, chosen),
+    "packed sequences": (nodes, packed),
+    "pieces": (nodes, split),
+    "samples one by one": (nodes, one_by_one),
+    "samples that are unbound": (lambda _: batch(SAMPLES, WIDTH), unbound),
+    "experts": (sentences, experts),
+}
+
+
+@pytest.mark.parametrize(("data", "losses"), CASES.values(), ids=CASES)
+def test_places_are_computed_in_each_step(data: Callable[[int], Tensor], losses: Losses) -> None:
+    model = Layers()
+    engine = Engine(model, verify="never")
+    passes = []
+    for step in range(STEPS):
+        found = model(data(step), losses, step)
+        with counted_passes(found) as counted:
+            engine.compute_gramian(found)
+        passes.append(len(counted))
+        assert_exact(engine, model(data(step + 1), losses, step + 1), model)
+    assert passes[0] > 1
+    assert passes[1:] == [1] * (STEPS - 1), passes
+
+
+@pytest.mark.parametrize(("data", "losses"), CASES.values(), ids=CASES)
+def test_several_objectives_and_whole_steps(data: Callable[[int], Tensor], losses: Losses) -> None:
+    """Two objectives a sample, and gradients of weighted losses from the factors that are kept."""
+    model = Layers()
+    engine = Engine(model)
+    for step in range(4):
+        one = model(data(step), losses, step)
+        assert_exact(engine, torch.stack([one, one.exp()], 1), model)
+        weights, twice = torch.arange(1.0, SAMPLES + 1), model(data(step), losses, step)
+        (weights @ twice).backward(retain_graph=True)
+        expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        engine.backward(twice, lambda _, weights=weights: weights)
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("batch_dim", [0, "auto"])
+def test_samples_that_meet_in_a_later_step(batch_dim: int | str) -> None:
+    """An edge leads from one graph to another."""
+    model = Layers()
+    engine = Engine(model, batch_dim=batch_dim, verify="never")
+    for step in range(3):
+        assert_exact(engine, model(nodes(step), graphs, step), model)
+    losses = model(nodes(3), partial(graphs, across=True), 3)
+    if batch_dim == 0:
+        with pytest.raises(MixedSamplesError):
+            engine.compute_gramian(losses)
+    else:
+        with pytest.warns(CoupledObjectivesWarning):
+            assert_exact(engine, losses, model)
+    assert_exact(engine, model(nodes(4), graphs, 4), model)
+
+
+def pooled(model: Layers, x: Tensor, owners: Tensor) -> Tensor:
+    """Words of a vector of samples, added up for each sample."""
+    words = model.first(x).sin()
+    of_samples = torch.zeros(SAMPLES, WIDTH).index_add(0, owners, model.second(words))
+    return per_sample(model.third(of_samples) + model.scale)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_places_that_were_regular_by_accident(first: int) -> None:
+    """All samples have as many words as the others in some steps, at first or later."""
+    model = Layers()
+    engine = Engine(model, verify="never")
+    for step in range(first, STEPS):
+        owners = torch.arange(SAMPLES).repeat_interleave(2 + step % 4)
+        if step % 3:
+            owners = owners_of(step)
+        assert_exact(engine, model(batch(len(owners), WIDTH), pooled, owners), model)
+
+
+def test_other_samples_in_the_same_places() -> None:
+    """Values decide which sample a place is of, at equal sizes."""
+    model = Layers()
+    engine = Engine(model, verify="never")
+    for step in range(STEPS):
+        owners = (torch.arange(13) * (step + 1) + step) % SAMPLES
+        assert_exact(engine, model(batch(len(owners), WIDTH), pooled, owners), model)
+
+
+def test_nobody_is_there() -> None:
+    """An expert without a token, and samples without a word."""
+    model = Layers()
+    engine = Engine(model, verify="never")
+    for step in range(STEPS):
+        owners = owners_of(step)
+        if step % 3 == 2:
+            owners = owners[owners == step % SAMPLES]
+        elif step % 3 == 1:
+            owners = owners[:0]
+        assert_exact(engine, model(batch(len(owners), WIDTH), pooled, owners), model)
