@@ -207,6 +207,29 @@ def test_places_that_were_regular_by_accident(first: int) -> None:
         assert_exact(engine, model(batch(len(owners), WIDTH), pooled, owners), model)
 
 
+def test_regular_places_beside_irregular_ones() -> None:
+    """Pieces of one length in the first step, and of others later; edges that are never regular."""
+
+    def both(model: Layers, x: Tensor, step: int) -> Tensor:
+        sizes = [2] * SAMPLES if step == 0 else counts_of(step).tolist()
+        owners = torch.arange(SAMPLES).repeat_interleave(torch.tensor(sizes))
+        target = torch.arange(len(x)).repeat_interleave(1 + owners % 2)
+        hidden = model.first(x)
+        hidden = hidden + torch.zeros_like(hidden).index_add(0, target, hidden[target] * 0.5)
+        pieces = [
+            model.second(some.sin()) * number for number, some in enumerate(hidden.split(sizes))
+        ]
+        return per_sample(
+            torch.zeros(SAMPLES, WIDTH).index_add(0, owners, torch.cat(pieces).tanh())
+        )
+
+    model = Layers()
+    engine = Engine(model, verify="never")
+    for step in range(STEPS):
+        x = batch(2 * SAMPLES if step == 0 else len(owners_of(step)), WIDTH)
+        assert_exact(engine, model(x, both, step), model)
+
+
 def test_other_samples_in_the_same_places() -> None:
     """Values decide which sample a place is of, at equal sizes."""
     model = Layers()

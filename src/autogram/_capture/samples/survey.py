@@ -77,13 +77,20 @@ class Survey:
     def key_without(self, free: bytes) -> bytes:
         """The key without the sizes of some nodes, and of the uses that they show.
 
+        The sizes of all other results are in it, as these may follow from nothing else.
+
         Args:
-            free: For each node, whether it is one of them.
+            free: For each node, 1 if the sizes that it saved may be any, and 2 if those of its
+                results may be any, too.
         """
-        others = [node for node, is_free in zip(self.nodes, free, strict=True) if not is_free]
-        sizes = [size(node) for node in others for size in kind_of_node(node.__class__).sizes]
-        uses = [use.shape for use, number in self.uses.items() if not free[number]]
-        return _digest([self.structure, free, tuple(self.losses.shape), sizes, uses, self._inside])
+        sizes: list[Any] = [tuple(self.losses.shape)]
+        for node, freedom in zip(self.nodes, free, strict=True):
+            if freedom < 1:
+                sizes += [size(node) for size in kind_of_node(node.__class__).sizes]
+            if freedom < 2:
+                sizes += [tuple(result.shape) for result in node._input_metadata]
+        sizes += [use.shape for use, number in self.uses.items() if free[number] < 2]
+        return _digest([self.structure, free, sizes, self._inside])
 
     def pattern(self, samples: int) -> bytes:
         """A digest of the dimensions of the nodes' results along which the samples could lie.

@@ -59,8 +59,9 @@ class Routes:
         places: The numbers of spots in which samples have regular places, with these.
         hops: The hops, each behind those that it needs.
         taps: The taps on irregular results, by number.
-        free: For each node of the survey, 1 if its sizes may be any: hops go through it, or it
-            leads to no tap.
+        free: For each node of the survey, 1 if hops go through it, so that what it saved may be
+            of any sizes, and 2 if its results may be so, too: they are irregular, or lead to no
+            tap.
     """
 
     spots: tuple[Spot, ...]
@@ -181,8 +182,12 @@ def find_routes(
                 hops.append(Hop(number, arrival.position, known, spots[target], keeps))
     own = {*survey.uses.values()}
     taps = frozenset(spot.node for spot in irregular if spot.node in own)
-    free = bytes([x in nodes or x not in ways for x in range(len(survey.nodes))])
-    routes = Routes(tuple(spots), places, tuple(hops), taps, free)
+    free = bytearray([2 * (x not in ways) + (x in nodes) for x in range(len(survey.nodes))])
+    for spot in irregular:
+        free[spot.node] = 2
+    if any(free[of.node] == 2 for of, number in spots.items() if number in places):
+        return None  # a node has both
+    routes = Routes(tuple(spots), places, tuple(hops), taps, bytes(free))
     return routes if _agree(routes, survey, uses) else None
 
 
