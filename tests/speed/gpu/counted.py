@@ -136,7 +136,7 @@ def _groups(function: Any, args: Sequence[Any]) -> int:
 
 def _search_by_sizes(self: search.Search, _wanted: object) -> None:
     """Takes the first dimension that fits the samples, as no values show where they lie."""
-    samples, channel = self._objectives.samples, self._remembered.channel
+    samples, channel = self._objectives.samples, self._channel
     shapes: dict[Any, torch.Size] = {}
     search.show_uses(
         channel,
@@ -149,7 +149,7 @@ def _search_by_sizes(self: search.Search, _wanted: object) -> None:
         dim = shape.index(samples) if samples in shape else 0
         self._found[use] = (Folded(dim, 1, samples, shape[dim] // samples),)
     in_order = tuple(self._found.get(use, ()) for use in self._survey.uses)
-    self._remembered.layouts[self._key] = Known(in_order, (), (), ())
+    self._graph.keep(Known(in_order, (), (), (), None))
 
 
 @contextmanager

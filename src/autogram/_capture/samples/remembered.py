@@ -158,6 +158,9 @@ class RememberedGraph:
         remembered: What it remembers of all graphs.
         survey: The graph.
         objectives: The objectives of the call.
+
+    Attributes:
+        refusal: Why samples count as mixed, if they do.
     """
 
     def __init__(self, remembered: Remembered, survey: Survey, objectives: Objectives) -> None:
@@ -170,16 +173,12 @@ class RememberedGraph:
         free = self._all.free.get(self._structure)
         key = self._survey.key if free is None else self._survey.key_without(free)
         self._key: _Key = key, self._objectives.batch_dim
+        self.refusal = self._all.refusals.get(self._key)
 
     @property
     def known(self) -> Known | None:
         """The layouts."""
         return self._all.layouts.get(self._key)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why samples count as mixed, if they do."""
-        return self._all.refusals.get(self._key)
 
     def refuse(self, reason: str) -> None:
         """Remembers that the samples are mixed."""
@@ -251,8 +250,11 @@ class RememberedGraph:
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
         layouts = self._together(in_order, constants)
         if layouts is not None:
-            known = Known(layouts, constants, proof.silent, proof.trials, proof.routes)
-            self._all.layouts[self._key] = known
+            self.keep(Known(layouts, constants, proof.silent, proof.trials, proof.routes))
+
+    def keep(self, known: Known) -> None:
+        """Keeps layouts for the next call."""
+        self._all.layouts[self._key] = known
 
     def _together(self, found: InOrder, constants: Constants) -> InOrder | None:
         """The layouts to remember, by what a call has shown, and others before.

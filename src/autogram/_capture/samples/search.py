@@ -117,7 +117,7 @@ class Search:
         if self._scales is not None and use not in self._found:
             self._measure(use, cotangent[0])
         layouts = self._found.get(use, ())
-        if self._is_certain(use):
+        if len(layouts) == 1 and (isinstance(layouts[0], Folded) or self._is_certain(use)):
             return layouts[0]
         if self._replays is not None:
             raise UnknownLayoutError(use)  # each replay may have another cotangent
