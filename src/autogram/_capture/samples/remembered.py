@@ -160,25 +160,18 @@ class RememberedGraph:
         objectives: The objectives of the call.
 
     Attributes:
+        known: The layouts, if they are remembered.
         refusal: Why samples count as mixed, if they do.
     """
 
     def __init__(self, remembered: Remembered, survey: Survey, objectives: Objectives) -> None:
         self._all, self._survey, self._objectives = remembered, survey, objectives
         self._structure: _Key = survey.structure, objectives.batch_dim
-        self._find_key()
-
-    def _find_key(self) -> None:
-        """Finds the key of the graph, which has no sizes of nodes on a route."""
-        free = self._all.free.get(self._structure)
-        key = self._survey.key if free is None else self._survey.key_without(free)
-        self._key: _Key = key, self._objectives.batch_dim
-        self.refusal = self._all.refusals.get(self._key)
-
-    @property
-    def known(self) -> Known | None:
-        """The layouts."""
-        return self._all.layouts.get(self._key)
+        free = remembered.free.get(self._structure)
+        key = survey.key if free is None else survey.key_without(free)
+        self._key: _Key = key, objectives.batch_dim  # without sizes of nodes on a route
+        self.known = remembered.layouts.get(self._key)
+        self.refusal = remembered.refusals.get(self._key)
 
     def refuse(self, reason: str) -> None:
         """Remembers that the samples are mixed."""
@@ -186,6 +179,7 @@ class RememberedGraph:
 
     def forget_layouts(self, *, and_what_was_shown: bool = True) -> None:
         """Forgets the layouts, as they were wrong."""
+        self.known = None
         self._all.layouts.pop(self._key, None)
         if and_what_was_shown:
             self._all.shown.pop(self._key, None)
@@ -199,8 +193,9 @@ class RememberedGraph:
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
         if proof.routes is not None:
-            self._all.free[self._structure] = proof.routes.free
-            self._find_key()
+            free = self._all.free[self._structure] = proof.routes.free
+            self._key = self._survey.key_without(free), self._objectives.batch_dim
+            self.known = self._all.layouts.get(self._key)
         proofs, (whatever_sizes, pattern, these) = self._all.proofs, self._proof_keys
         has_others = proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES
         if proof.is_for_sizes or (proof.is_for_one_call and self._structure in self._all.free):
@@ -216,11 +211,12 @@ class RememberedGraph:
         if for_good:
             self._all.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
 
-    def is_worth_a_proof(self) -> bool:
-        """Whether to prove what a graph depends on whose structure has proofs for some sizes.
+    def wants_proof(self) -> bool:
+        """Notes the sizes, and tells whether to prove what the graph depends on at these.
 
-        So it is where the same sizes come again. Where sizes are new time and again, the routes may
-        be found better by now: samples may have had regular places by accident then.
+        This is for graphs whose structure has proofs for some sizes. A proof is worth its passes
+        where sizes come again. Where sizes are new time and again, routes may be found better by
+        now: samples may have had regular places by accident then.
         """
         if self.proof is not _OF_SIZES:
             return False
@@ -254,7 +250,7 @@ class RememberedGraph:
 
     def keep(self, known: Known) -> None:
         """Keeps layouts for the next call."""
-        self._all.layouts[self._key] = known
+        self.known = self._all.layouts[self._key] = known
 
     def _together(self, found: InOrder, constants: Constants) -> InOrder | None:
         """The layouts to remember, by what a call has shown, and others before.
@@ -280,12 +276,8 @@ class RememberedGraph:
         The second key has a pattern of sizes: at other sizes, samples may lie along other
         dimensions, which nodes may not carry. The third key has all sizes.
         """
-        pattern = self._survey.pattern(self._objectives.samples)
-        return (
-            (*self._structure, b""),
-            (*self._structure, pattern),
-            (*self._structure, self._key[0]),
-        )
+        sizes = b"", self._pattern, self._key[0]
+        return tuple([(*self._structure, each) for each in sizes])
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from autogram._capture.samples.proofs.proof import Prover
 from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot, shown
 from autogram._capture.samples.proofs.trials import Trial, tried
-from autogram._capture.samples.remembered import Known, Remembered, RememberedGraph
+from autogram._capture.samples.remembered import Remembered, RememberedGraph
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
@@ -95,20 +95,15 @@ class Search:
         if known is not None and (known.trials or known.routes) and self._replays is not None:
             known = None  # what a trial finds, and where routes lead, the host has to read
         if known is not None and not (known.is_doubted and self._replays is None):
-            self._recall(known)
+            recalled = known.recall(self._survey, self._objectives.samples)
+            if recalled is not None:
+                found, changes = recalled
+                changed = self._has_changed = self._flag(changes) if changes else None
+                if changed is None or not (changed.is_ready and changed.read()):
+                    self._found, self._routes = found, known.routes
+                    self._silent, self._trials = known.silent, known.trials
         if self._found is None and self._survey.uses:
             self.run()
-
-    def _recall(self, known: Known) -> None:
-        """Takes the layouts that are remembered, unless values have changed."""
-        recalled = known.recall(self._survey, self._objectives.samples)
-        if recalled is None:
-            return
-        found, changes = recalled
-        changed = self._has_changed = self._flag(changes) if changes else None
-        if changed is None or not (changed.is_ready and changed.read()):
-            self._found = found
-            self._silent, self._trials, self._routes = known.silent, known.trials, known.routes
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero."""
@@ -244,15 +239,16 @@ class Search:
             if use is not None or not self._search_by_scales():
                 self._search_by_zeros(use)
         except NonFiniteError:
-            if (known := self._graph.known) is not None:
-                self._recall(known)
-            if self._found is None:
+            known, samples = self._graph.known, self._objectives.samples
+            recalled = None if known is None else known.recall(self._survey, samples)
+            if known is None or recalled is None or Flag(recalled[1]).read():
                 raise
+            self._found, self._routes = recalled[0], known.routes
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
         channel, objectives, proof = self._channel, self._objectives, self._graph.proof
-        if proof is None or not objectives.are_finite or self._graph.is_worth_a_proof():
+        if proof is None or not objectives.are_finite or self._graph.wants_proof():
             return False
         try:
             self._scales, self._found = Scales(channel, objectives), {}

@@ -175,7 +175,7 @@ class Prover:
                 (trials if decided_by is None else moving).append(trial)
         silent = [spot for spot, dims in fitting.items() if dims is None]
         if routes is not None:
-            silent = [spot for spot in silent if not routes.tell_of(spot)]
+            silent = routes.without_told(silent)
             uses = routes.others(self.survey, uses)
         tried = tuple(trials), tuple(moving)
         dims = dims_of(self.survey, uses)

@@ -110,13 +110,13 @@ class Routes:
         of_taps = {x.node: own for x, own in pairs if own is not None and x.node in self.taps}
         return of_taps, clashes
 
-    def tell_of(self, spot: Spot) -> bool:
-        """Whether the owners of a spot's places are known, also where it has no cotangent."""
-        if spot.is_input:
-            return any((spot.node, spot.position) == hop[:2] for hop in self.hops)
-        numbers = [number for number, x in enumerate(self.spots) if x == spot]
-        targets = {hop.target for hop in self.hops}.difference(self.places)
-        return not targets.isdisjoint(numbers)
+    def without_told(self, spots: Iterable[Spot]) -> list[Spot]:
+        """Those of some spots whose places have owners that are not known."""
+        inputs = {hop[:2] for hop in self.hops}
+        targets = {self.spots[hop.target] for hop in self.hops if hop.target not in self.places}
+        return [
+            x for x in spots if not ((x.node, x.position) in inputs if x.is_input else x in targets)
+        ]
 
     def others(
         self, survey: Survey, found: Mapping[Use, tuple[Placement, ...]]
