@@ -37,6 +37,11 @@ MOVING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "two indices": ((6, 4, 2), lambda x: x[TWICE, ORDER[[0, 1, 1, 3, 3]] % 4], 0),
     "indices that are crossed": ((6, 4), lambda x: x[ORDER[:, None], torch.arange(3)], 0),
     "indices apart": ((6, 2, 4), lambda x: x[ORDER, :, torch.arange(4)], 0),
+    "index without dimensions": ((6, 4), lambda x: x[ORDER[0]], 0),
+    "index_select of one place": ((6, 4), lambda x: x.index_select(0, ORDER[0]), 0),
+    "index_copy of one place": ((1,), lambda x: torch.zeros(6).index_copy(0, ORDER[0], x), 1),
+    "index_add of one place": ((1, 4), lambda x: torch.zeros(6, 4).index_add(0, ORDER[0], x), 1),
+    "put in one place": ((4,), put((ORDER[0],), 6, 4), 1),
     "mask": ((6, 4), lambda x: x[MASK], 0),
     "mask of two dimensions": ((6, 3, 4), lambda x: x[MASKS], 0),
     "index_select": ((6, 4), lambda x: x.index_select(0, ORDER), 0),
@@ -119,7 +124,7 @@ def passage_of(call: Callable[[Tensor], Tensor], x: Tensor, position: int, owner
         cotangent = torch.rand(result.shape) + 1
         along = owners.view(-1, *(1,) * (result.dim() - 1)) if owners.dim() else owners
         (found,) = torch.autograd.grad(result, x, cotangent * (along == sample), retain_graph=True)
-        there = found.flatten(1).abs().amax(1) != 0
+        there = found.reshape(len(found), -1).abs().amax(1) != 0
         assert (seen[there] == -1).all(), "two samples meet"
         seen[there] = sample
     return passage, seen

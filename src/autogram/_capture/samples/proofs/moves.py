@@ -167,7 +167,7 @@ def _places(passage: Passage, size: int) -> Tensor | None:
     elif is_packed(node._raw_saved_index):
         return None
     else:
-        places = node._saved_index
+        places = node._saved_index if node._saved_index.dim() else node._saved_index.view(1)
         if places.dim() > 1 and places.numel():  # of single elements
             each = places.flatten(1)
             passage.clashes.append((each != each[:, :1]).any())
@@ -181,12 +181,14 @@ def _from_places(passage: Passage) -> Tensor | None:
     places = _places(passage, passage.given[0])
     if places is None or owners is None or result[: places.dim()] != places.shape:
         return None
-    owners = owners.to(places.device)
-    each = owners.view(-1, *(1,) * (places.dim() - 1)).expand(places.shape).flatten()
-    found = owners.new_full(passage.given[:1], _NONE).scatter_reduce(
-        0, places.flatten(), each, "amax"
-    )
-    passage.clashes.append(((each >= 0) & (each != found[places.flatten()])).any())
+    if owners.dim() and not places.dim():
+        return None  # the index leaves no dimension, and the owners are along another one
+    each, places = owners.to(places.device), places.flatten()
+    if each.dim():
+        each = each.repeat_interleave(places.numel() // max(each.numel(), 1))
+    each = each.expand(places.shape)
+    found = each.new_full(passage.given[:1], _NONE).scatter_reduce(0, places, each, "amax")
+    passage.clashes.append(((each >= 0) & (each != found[places])).any())
     return found
 
 
@@ -199,7 +201,7 @@ def _to_places(passage: Passage) -> Tensor | None:
     if not owners.dim():
         return owners
     each = owners.to(places.device)[places]
-    return each if each.dim() == 1 else _unanimous(each.flatten(1), passage.clashes)
+    return each if each.dim() < 2 else _unanimous(each.flatten(1), passage.clashes)
 
 
 def _from_slice(passage: Passage) -> Tensor | None:
