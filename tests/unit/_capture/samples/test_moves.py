@@ -41,7 +41,7 @@ MOVING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "index_select of one place": ((6, 4), lambda x: x.index_select(0, ORDER[0]), 0),
     "index_copy of one place": ((1,), lambda x: torch.zeros(6).index_copy(0, ORDER[0], x), 1),
     "index_add of one place": ((1, 4), lambda x: torch.zeros(6, 4).index_add(0, ORDER[0], x), 1),
-    "put in one place": ((4,), put((ORDER[0],), 6, 4), 1),
+    "put in one place": ((4,), lambda x: torch.zeros(6, 4).index_put((ORDER[0],), x), 1),
     "mask": ((6, 4), lambda x: x[MASK], 0),
     "mask of two dimensions": ((6, 3, 4), lambda x: x[MASKS], 0),
     "index_select": ((6, 4), lambda x: x.index_select(0, ORDER), 0),
