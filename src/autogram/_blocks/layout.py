@@ -74,7 +74,7 @@ class Routed:
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """A copy with the places gathered by sample, and zeros where a sample has fewer of them."""
-        places = self._places.to(tensor.device)
+        places = self._places_on(tensor.device)
         found = tensor.index_select(dim, places.flatten().clamp(min=0))
         is_place = (places >= 0).view(
             *places.shape, *(1,) * (tensor.dim() - dim % tensor.dim() - 1)
@@ -84,6 +84,17 @@ class Routed:
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         return self.samples.to(like.device).view(-1, *(1,) * (like.dim() - self.dim - 1))
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Tensor]:
+        """The places on other devices. The host need not wait: its copy is in no other hands."""
+        return {}
+
+    def _places_on(self, device: torch.device) -> Tensor:
+        """The places of each sample on a device, which is given them once."""
+        if device not in self._copies:
+            self._copies[device] = self._places.to(device, non_blocking=True)
+        return self._copies[device]
 
     @cached_property
     def _places(self) -> Tensor:

@@ -25,6 +25,18 @@ def test_split_of_a_fold(layout: Folded, shape: tuple[int, ...]) -> None:
     assert torch.equal(layout.split(x.reshape(12, 5).T, 1), x.movedim(-1, 0))
 
 
+def test_places_are_copied_to_a_device_once() -> None:
+    """A host that copies waits, and each use of an expert splits an input and a cotangent."""
+    layout = Routed(0, 2, torch.tensor([1, 0, 1, -1]))
+    x = torch.randn(4, 3)
+    assert torch.equal(
+        layout.split(x, 0), torch.stack([x[[1, 3]] * x.new_tensor([[1], [0]]), x[[0, 2]]])
+    )
+    device = torch.device("meta")
+    assert layout._places_on(device) is layout._places_on(device)
+    assert layout.split(x.to(device), 0).shape == (2, 2, 3)
+
+
 def test_candidates_are_all_and_the_likely_ones_come_first() -> None:
     assert candidates((12, 5, 3), (0, 1, 2), 3) == [
         Folded(0, 1, 3, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -63,15 +64,17 @@ class Known:
         if (routed := self.routes.owners(survey)) is None:
             return None
         owners, clashes = routed
+        copies = _copied_to_cpu(owners.values())
         several: dict[int, list[tuple[Tensor, tuple[Placement, ...]]]] = {}  # by how many places
         for use, number in survey.uses.items():
             if number in owners:
-                own = owners[number].cpu()
+                own = copies[owners[number]]
                 if own.dim() and 0 not in use.dims:
                     return None
                 # Most uses have the owners of another one, and share its layout.
                 known = several.setdefault(own.numel(), [])
-                layouts = next((x for other, x in known if torch.equal(own, other)), None)
+                equal = (x for other, x in known if other is own or torch.equal(other, own))
+                layouts = next(equal, None)
                 if layouts is None:
                     layouts = layouts_of_owners(use, own, samples)
                     known.append((own, layouts))
@@ -278,6 +281,18 @@ class RememberedGraph:
         """
         sizes = b"", self._pattern, self._key[0]
         return tuple([(*self._structure, each) for each in sizes])
+
+
+def _copied_to_cpu(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Copies of some tensors, by the tensor. From each device there is one copy to wait for."""
+    by_device: dict[torch.device, dict[Tensor, None]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, {})[tensor] = None
+    found: dict[Tensor, Tensor] = {}
+    for own in by_device.values():
+        copies = torch.cat([x.view(-1) for x in own]).cpu().split([x.numel() for x in own])
+        found |= {x: copy.view(x.shape) for x, copy in zip(own, copies, strict=True)}
+    return found
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

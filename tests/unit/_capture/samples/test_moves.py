@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from autogram._capture.samples.proofs.carrying import Edge
 from autogram._capture.samples.proofs.moves import Passage, keeps_first, owners_of_input
+from tests.unit.waits import Waits
 
 ORDER = torch.tensor([3, 0, 5, 1])
 TWICE = torch.tensor([0, 2, 2, 5, -1])
@@ -110,6 +111,7 @@ UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
         0,
     ),
     "joined with a constant": ((4, 4), lambda x: torch.cat([torch.ones(2, 4), x]), 1),
+    "one row for all places of a mask": ((1, 4), put((MASK,), 6, 4), 1),
 }
 
 
@@ -143,7 +145,9 @@ def test_places_that_are_moved(sizes, call, position) -> None:
         if position == 1:  # for what is put in places, the places decide
             owners = torch.arange(len(result)) % 3
     passage, seen = passage_of(call, x, position, owners)
-    found = owners_of_input(passage)
+    with Waits() as waits:
+        found = owners_of_input(passage)
+    assert not waits.names
     assert found is not None
     assert not any(passage.clashes)
     assert torch.equal(torch.where(seen < 0, -1, found), seen)

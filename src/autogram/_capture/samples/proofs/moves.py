@@ -8,6 +8,7 @@ neither keeps the first dimension nor is in the table of moves takes samples to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -151,18 +152,20 @@ def _unanimous(owners: Tensor, clashes: list[Tensor]) -> Tensor:
     return found
 
 
-def _places(passage: Passage, size: int) -> Tensor | None:
+def _places(passage: Passage, size: int, taken: Shape) -> Tensor | None:
     """The places along the first dimension that an index has, ``(n, *others)``.
 
     Args:
         passage: The way through a node that saved the index.
         size: How many places there are.
+        taken: The shape of what is taken from there, or put there.
     """
     node = passage.node
     if hasattr(node, "_saved_indices"):
         indices = [index for index in node._saved_indices if index is not None]
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-            return indices[0].nonzero()[:, 0] if len(indices) == 1 else None
+            is_mask = len(indices) == 1 and indices[0].dim() and taken
+            return _marked(indices[0], taken[0], passage.clashes) if is_mask else None
         places = torch.broadcast_tensors(*indices)[0]
     elif is_packed(node._raw_saved_index):
         return None
@@ -175,10 +178,20 @@ def _places(passage: Passage, size: int) -> Tensor | None:
     return torch.where(places < 0, places + size, places).long()
 
 
+def _marked(mask: Tensor, count: int, clashes: list[Tensor]) -> Tensor:
+    """The place along the first dimension of each element that a mask has, if these are ``count``.
+
+    ``nonzero`` would let the host wait for a GPU, as it does not know how many there are.
+    """
+    is_unmarked = (mask == 0).flatten()
+    clashes.append(is_unmarked.numel() - is_unmarked.sum() != count)  # fewer are broadcast
+    return is_unmarked.argsort(stable=True)[:count] // max(prod(mask.shape[1:]), 1)
+
+
 def _from_places(passage: Passage) -> Tensor | None:
     """For results that have some places of the input, which several of them may have in common."""
     (owners,), (result,) = passage.owners, passage.results
-    places = _places(passage, passage.given[0])
+    places = _places(passage, passage.given[0], result)
     if places is None or owners is None or result[: places.dim()] != places.shape:
         return None
     if owners.dim() and not places.dim():
@@ -195,12 +208,13 @@ def _from_places(passage: Passage) -> Tensor | None:
 def _to_places(passage: Passage) -> Tensor | None:
     """For an input that is put in some places of the result."""
     (owners,), (result,), given = passage.owners, passage.results, passage.given
-    places = _places(passage, result[0])
+    places = _places(passage, result[0], given)
     if places is None or owners is None or given[: places.dim()] != places.shape:
         return None
     if not owners.dim():
         return owners
-    each = owners.to(places.device)[places]
+    # Indexing by a tensor without dimensions would read it on the host.
+    each = owners.to(places.device).index_select(0, places.flatten()).view(places.shape)
     return each if each.dim() < 2 else _unanimous(each.flatten(1), passage.clashes)
 
 
