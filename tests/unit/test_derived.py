@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from autogram import Engine, UnsupportedError
+from autogram import Engine, UnseenUseWarning, UnsupportedError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
@@ -804,14 +804,63 @@ def test_returned_rows_of_samples(function) -> None:
     assert_gramian_is_exact(make_model, torch.randn(3, 4), objectives=objectives)
 
 
-def test_returned_parameter_is_used_for_one_sample() -> None:
-    """No sample has a place in it, so a warning is right."""
-    model = ReturnsParameter()
+@pytest.mark.parametrize("function", RETURNED[:3])
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+@pytest.mark.filterwarnings("error::autogram.CoupledObjectivesWarning")
+def test_returned_parameter_is_used_by_each_sample(function) -> None:
+    """As the scale of a policy is by its log-likelihoods, in a series of steps.
+
+    It has no place for samples, and is left as it is: the losses show where they read it.
+    """
+    model = ReturnsParameter(function)
     engine = Engine(model)
-    output, temperature = model(torch.randn(3, 4))
-    with pytest.warns(UserWarning, match="`temperature`"):
-        gramian = engine.compute_gramian((output / temperature).sum(1))
-    assert gramian.shape == (3, 3)
+    for size in (3, 5, 3, 4):
+        output, temperature = model(torch.randn(size, 4))
+        assert_exact(engine, (output / (temperature + 2)).square().sum(1), model)
+
+
+def test_returned_parameter_is_the_parameter() -> None:
+    model = ReturnsParameter()
+    Engine(model)
+    assert model(torch.randn(3, 4))[1] is model.temperature
+
+
+class RunAgain(torch.autograd.Function):
+    """Runs a network in its backward pass, for the gradients of parameters that it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, network: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.network = network
+        ctx.save_for_backward(x, *parameters)
+        return network(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.network(x)
+        return None, *torch.autograd.grad(output, (x, *parameters), gradient)
+
+
+def test_returned_parameters_are_those_of_the_network() -> None:
+    """A flow returns an object with its parameters, whose likelihood an adjoint solver computes."""
+
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.network = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            return self.first(x), [*self.network.parameters()]
+
+    model = Flow()
+    engine = Engine(model)
+
+    h, parameters = model(torch.randn(5, 4))
+    losses = RunAgain.apply(model.network, h, *parameters).square().sum(1)
+    with pytest.warns(UnseenUseWarning, match=r"`network\.weight`"):
+        assert_exact(engine, losses, model)
 
 
 def test_frozen_source_of_a_derived_tensor() -> None:

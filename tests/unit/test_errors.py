@@ -295,21 +295,21 @@ class TestMixedSamples:
         assert_works(engine, model, batch(4, 3))
 
     def test_a_parameter_that_is_used_without_a_batch(self) -> None:
-        """It leaves the module as it is, and no dimension of it counts samples."""
+        """All samples read what is computed from it, in one tensor with what is of each sample."""
 
         class Model(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(batch(2))
+                self.layer, self.points = nn.Linear(3, 2), nn.Parameter(batch(2, 3))
 
-            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-                return self.layer(x), self.scale.exp()
+            def forward(self, x: Tensor) -> Tensor:
+                joined = self.layer(torch.cat([self.points, x]))
+                return joined[2:] * joined[:2].exp().sum(0)
 
         model = Model()
         engine = Engine(model, batch_dim=0)
-        output, scale = model(batch(5, 3))
-        with pytest.raises(MixedSamplesError, match=r"`scale`.*without a batch"):
-            engine.compute_gramian((output * scale).square().sum(1))
+        with pytest.raises(MixedSamplesError, match=r"`layer.weight`.*without a batch"):
+            engine.compute_gramian(model(batch(5, 3)).square().sum(1))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -291,6 +291,28 @@ def what_is_refused(rank: int) -> None:
         engine.compute_gramian(losses)
 
 
+class Scaled(nn.Module):
+    """Returns its scale, as policies do, beside what the layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = mlp(), nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.scale.exp()
+
+
+def parameters_returned_by_the_forward(rank: int) -> None:
+    """What the losses make of them is past the forward, too."""
+    world = World()
+    model = Scaled()
+    fully_shard(model, mesh=mesh())
+    engine = Engine(model, distributed=True)
+    y, scale = model(world.batch(rank, 0))
+    with pytest.raises(RankError, match=r"The losses use `scale` where calls are not.*penalties"):
+        engine.compute_gramian(world.losses(y) * scale)
+
+
 def parameters_used_past_the_forward(rank: int) -> None:
     """While they are whole: one process alone would wait for the others."""
     world = World()
@@ -347,6 +369,7 @@ def scenarios() -> Mapping[str, Scenario]:
         products_of_each_rank,
         a_rank_that_raises,
         what_is_refused,
+        parameters_returned_by_the_forward,
         parameters_used_past_the_forward,
         samples_are_not_looked_for_again,
         hooks_are_taken_off,

@@ -36,7 +36,6 @@ from autogram._capture.tracked import (
     Batched,
     Status,
     Tracked,
-    as_of_now,
     note_hook,
     track_derived,
 )
@@ -136,14 +135,14 @@ class Recorder(TorchFunctionMode):
         """Leaves the innermost module."""
         self._hooks_at_entry.pop()
 
-    def end(self, output: Any) -> Any:
-        """The output of the outermost module, with taps where it is computed from parameters."""
-        tapped: dict[int, Tensor] = {}
+    def end(self, output: Any) -> None:
+        """Adopts what the outermost module returns, and no call has read yet.
+
+        What is computed from parameters alone stays what it is. It has no place for samples in
+        front of the calls by which the losses read it, and the graph shows these.
+        """
         for tensor in tensors_in(output):
-            status = self._statuses.of(tensor) if tensor.requires_grad else None
-            if isinstance(status, Tracked):
-                tapped[id(tensor)] = self.tapping.tap_result(tensor, as_of_now(tensor, status))
-        return replaced(output, tapped) if tapped else output
+            self._statuses.of(tensor)
 
     def __torch_function__(
         self,

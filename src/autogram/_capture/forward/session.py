@@ -163,19 +163,17 @@ class Session(threading.local):
         if self._recorder is not None:
             self._recorder.note_parameters(whole)
 
-    def end(self, module: nn.Module, output: Any) -> Any:
+    def end(self, module: nn.Module, output: Any) -> None:
         """Leaves a module, also if its forward raised."""
         del module
-        if self._recorder is None:
-            return None
+        if (recorder := self._recorder) is None:
+            return
         self._depth -= 1
         if self._depth:
-            self._recorder.leave()
-            return None
-        recorder = self._recorder
-        self.close()
-        ended = recorder.end(output)
-        return None if ended is output else ended
+            recorder.leave()
+        else:
+            self.close()
+            recorder.end(output)
 
     def close(self) -> None:
         """Takes the recorder off PyTorch's stack of modes, if one is open in this thread."""

@@ -24,7 +24,6 @@ from autogram._capture.tracked import Tracked, base_of
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
 from autogram._containers import map_tensors, replaced
 from autogram._errors import RuleError
-from autogram.rules import positions, product
 
 
 class Tapping:
@@ -153,15 +152,6 @@ class Tapping:
         reads, inputs = tuple(sources.values()), tuple(sources)
         use = FallbackUse.of(self.recording, name, tensor, reads, inputs, is_seen=False)
         return self.tap(use, tensor, (), in_place=in_place)
-
-    def tap_result(self, tensor: Tensor, tracked: Tracked) -> Tensor:
-        """A module's output that is computed from parameters alone, with a tap."""
-        letters, shape = positions(tensor.dim()), tuple(tensor.shape)
-        formula = product(tensor, f"{letters}->{letters}").formula
-        recipes, name = [KeptRecipe((tracked,), formula, slice(0, 0))], "the output of the module"
-        number = self.recording.count
-        use = RuleUse(self.recording, number, name, shape, (tracked,), recipes, None)
-        return self.tap(use, tensor, ())
 
 
 def _expand(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
