@@ -170,6 +170,26 @@ def vjps_of_node(
         return _products(channel, vjp, cotangents, [node], len(inputs))
 
 
+def cotangents_of_input(
+    channel: Channel, node: Any, carry: Callable[[Tensor], Tensor | None], cotangents: Tensor
+) -> Tensor | None:
+    """What a single node hands to one of its inputs for some cotangents, outside of any pass.
+
+    Args:
+        channel: The channel of the engine.
+        node: The node.
+        carry: Gives what the input gets for one cotangent, ``None`` for nothing.
+        cotangents: Those of a result, ``(n, *result)``.
+    """
+
+    def vjp(cotangent: Tensor) -> dict[int, Tensor]:
+        found = carry(cotangent)
+        return {} if found is None else {0: in_dense(found)}
+
+    with torch.no_grad():
+        return _products(channel, vjp, cotangents, [node], 1)[0]
+
+
 def is_batchable(nodes: Iterable[Any]) -> bool:
     """Whether several cotangents may go through all of these nodes of a graph together."""
     return not any(_UNBATCHED.get(type(node).__name__, lambda _: False)(node) for node in nodes)

@@ -2,10 +2,12 @@
 
 Where a gradient is differentiated again, autograd multiplies cotangents by weights itself, and no
 torch call shows that. Its graph does: a node that leads to taps and reads parameters, or tensors
-that are computed from parameters alone, is a use. A matrix product has the factors of its rows; any
-other node gets its rows sample by sample through this node alone, where vector-Jacobian products of
-the losses would go through the whole tail for each. These products remain for parameters that are
-read by a node inside of a recorded call.
+that are computed from parameters alone, is a use. A matrix product has the factors of its rows, and
+what is broadcast to an element-wise node has the cotangents of single elements, before they are
+added up. In both cases, more element-wise nodes may come before. Any other node gets its rows
+sample by sample through this node alone, where vector-Jacobian products of the losses would go
+through the whole tail for each. These products remain for parameters that are read by a node inside
+of a recorded call.
 """
 
 from __future__ import annotations
@@ -23,23 +25,87 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Layout, Limit, Region
-from autogram._capture.autograd.cotangents import vjps_of_node
-from autogram._capture.autograd.graph import in_dense, is_tap_of, nodes_from, nodes_leading_to
+from autogram._capture.autograd.cotangents import cotangents_of_input, vjps_of_node
+from autogram._capture.autograd.graph import (
+    in_dense,
+    is_tap_of,
+    kind_of_node,
+    nodes_from,
+    nodes_leading_to,
+)
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.proofs.carrying import Edge, moves_nothing
 from autogram._capture.tracked import Tracked, track_parameter
 from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
-from autogram.rules import find_rule
+from autogram.rules import find_rule, positions
 from autogram.rules import product as factors
 
 # The most elements that rows of a tensor may have which is computed from parameters alone.
 _LARGEST = 2**26
 
 _PRODUCT = "MmBackward0"  # C = A B, with dB = A^T dC
+_LAYER_NORM, _WEIGHT = "NativeLayerNormBackward", 4  # which input is its weight
+# Element-wise nodes that return the gradient of an input before it is summed along dimensions in
+# which the input was broadcast, as autograd does behind them.
+_BROADCASTING = {
+    *("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Maximum", "Minimum", "Lerp", "Addcmul"),
+    *("Addcdiv", "Expand"),
+}
+_MOST = 64  # ways from one input of a node
 
 _Edge = tuple[Any, int]
 """A node and one of its results."""
+
+
+class _Step(NamedTuple):
+    """The way through a node that multiplies the cotangent of its first result, element by element.
+
+    Attributes:
+        node: The node.
+        position: The number of the input.
+    """
+
+    node: Any
+    position: int
+
+    @property
+    def edge(self) -> _Edge:
+        """What the input is."""
+        edge: _Edge = self.node.next_functions[self.position]
+        return edge
+
+    def carry(self, cotangent: Tensor) -> Tensor | None:
+        """What the input gets, of the shape of the result: no dimension is summed."""
+        node, operation = self.node, kind_of_node(self.node.__class__).operation
+        if operation == "Expand":
+            return cotangent
+        if operation == _LAYER_NORM:
+            if self.position > _WEIGHT:
+                return None  # no gradient depends on the bias
+            # dx = P(w dy), with a symmetric P for each sample; so dw is dy P(c), summed.
+            saved = node._saved_input, node._saved_normalized_shape, node._saved_mean
+            arguments = cotangent, *saved, node._saved_rstd, None, None, [True, False, False]
+            found: Any = torch.ops.aten.native_layer_norm_backward(*arguments)
+            given: Tensor | None = found[0] * node._saved_grad_out
+        else:
+            found = node(cotangent)
+            given = found[self.position] if isinstance(found, tuple) else found
+        return given
+
+
+class _Way(NamedTuple):
+    """How a node reads parameters, or a tensor that is computed from parameters alone.
+
+    Attributes:
+        steps: Nodes on the way, in the order of a backward pass.
+        edge: What is read: the second factor of a product, or what is broadcast.
+        product: The node of a matrix product behind the steps, if there is one.
+    """
+
+    steps: tuple[_Step, ...]
+    edge: _Edge
+    product: Any = None
 
 
 class TailUse(NamedTuple):
@@ -75,22 +141,26 @@ class _NodeUse(FallbackUse):
 
 
 @dataclass(eq=False, slots=True)
-class _ThroughUse(RuleUse):
-    """A product of a constant with parameters, which an element-wise node reads.
+class _WayUse(RuleUse):
+    """What a node reads by a way, at whose end no pass shows the cotangent.
 
-    No pass reaches the product. Its cotangent has the samples where that of the node has them.
+    It has the samples where the cotangent of the node has them.
     """
 
-    output: GradientEdge
-    product: GradientEdge
+    steps: tuple[_Step, ...]
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
     ) -> list[Contribution]:
-        """The block, by the cotangent of the product."""
+        """The block, by the cotangent at the end of the way."""
         channel = self.recording.channel
-        (found,) = vjps_of_node(channel, self.output, (self.product,), cotangent)
-        return [] if found is None else RuleUse.contributions(self, layout, found, saved, limit)
+        for step in self.steps:
+            found = cotangents_of_input(channel, step.node, step.carry, cotangent)
+            if found is None:
+                return []
+            behind, result = step.edge
+            cotangent = found.to(behind._input_metadata[result].dtype)
+        return RuleUse.contributions(self, layout, cotangent, saved, limit)
 
 
 def uses_in_tail(
@@ -136,12 +206,12 @@ def uses_in_tail(
 
     found: list[TailUse] = []
     for node in readers:
-        edges = dict.fromkeys(edge for edge in node.next_functions if edge[0] in reading)
-        products = {e: x for e in edges if (x := _product(node, e, reading)) is not None}
-        for edge, product in products.items():
-            operand = read(product.next_functions[1])
-            found.append(_by_factors(recording, -1 - len(found), node, edge, product, operand))
-        rest = [edge for edge in edges if edge not in products]
+        rest: list[_Edge] = []
+        for edge, ways in _ways_of(node, reading).items():
+            if ways is None:
+                rest.append(edge)
+            for way in ways or ():
+                found.append(_by_way(recording, -1 - len(found), node, way, read(way.edge)))
         for result in range(len(node._input_metadata) if rest else 0):
             output, reads = GradientEdge(node, result), tuple(map(read, rest))
             inputs = tuple(GradientEdge(*edge) for edge in rest)
@@ -153,37 +223,61 @@ def uses_in_tail(
     return [] if losses.numel() * max(derived, default=0) > _LARGEST else found
 
 
-def _product(node: Any, edge: _Edge, reading: Collection[Any]) -> Any:
-    """The matrix product by which a node reads parameters behind an edge, if it is one.
+def _ways_of(node: Any, reading: Collection[Any]) -> dict[_Edge, list[_Way] | None]:
+    """The ways by which a node reads each of its inputs that are computed from parameters alone."""
+    found: dict[_Edge, list[_Way] | None] = {}
+    for position, edge in enumerate(node.next_functions):
+        if edge[0] in reading:
+            ways = _ways(node, position, reading)
+            before = found.get(edge, [])
+            found[edge] = None if ways is None or before is None else [*before, *ways]
+    return found
 
-    It is the node itself, or a product with a constant that the node multiplies element by element.
+
+def _ways(node: Any, position: int, reading: Collection[Any]) -> list[_Way] | None:
+    """The ways through one input of a node, or ``None`` if other nodes are between.
+
     Of complex numbers, a factor would have to be conjugated.
     """
-    if node._input_metadata[0].dtype.is_complex:
+    step = _Step(node, position)
+    child, result = step.edge
+    of, *others = node._input_metadata
+    if of.dtype.is_complex:
         return None
     if node.name() == _PRODUCT:
-        return node if node.next_functions.index(edge) == 1 else None
-    child, result = edge
-    if child.name() != _PRODUCT or child.next_functions[0][0] in reading:
+        is_second = position == 1 and node.next_functions[0][0] not in reading
+        return [_Way((), step.edge, node)] if is_second else None
+    operation = kind_of_node(node.__class__).operation
+    if operation == _LAYER_NORM and position >= _WEIGHT:
+        return [_Way((step,), step.edge)]
+    shape, given = tuple(of.shape), tuple(child._input_metadata[result].shape)
+    if others or not moves_nothing(Edge(node, position, shape, shape)):
         return None
-    (of, *others), given = node._input_metadata, tuple(child._input_metadata[result].shape)
-    places = [i for i, x in enumerate(node.next_functions) if x == edge]
-    if others or not all(moves_nothing(Edge(node, i, tuple(of.shape), given)) for i in places):
-        return None
-    return child
+    if shape != given or hasattr(child, "variable"):
+        is_whole = shape == given or operation in _BROADCASTING
+        return [_Way((step,), step.edge)] if is_whole else None
+    found: list[_Way] = []
+    for onward, (behind, _) in enumerate(child.next_functions):
+        ways = _ways(child, onward, reading) if behind in reading else []
+        if ways is None or len(found) + len(ways) > _MOST:
+            return None
+        found += [way._replace(steps=(step, *way.steps)) for way in ways]
+    return found
 
 
-def _by_factors(
-    recording: Recording, index: int, node: Any, edge: _Edge, product: Any, operand: Tracked
-) -> TailUse:
-    """The use of the second factor of a product, whose first factor is saved."""
-    output, rule = GradientEdge(node, 0), find_rule(torch.mm)
-    formula = factors(operand.sources[0], "to,ti->io").formula
-    recipes = [KeptRecipe((operand,), formula, slice(0, 1))]
-    known = *_described(recording, index, output), (operand,), recipes, rule
-    if product is node:
-        return TailUse(RuleUse(*known), output, product)
-    return TailUse(_ThroughUse(*known, output, GradientEdge(*edge)), output, product)
+def _by_way(recording: Recording, index: int, node: Any, way: _Way, operand: Tracked) -> TailUse:
+    """The use of what a node reads by a way."""
+    output = GradientEdge(node, 0)
+    described = _described(recording, index, output)
+    equation, rule, saved = "to,ti->io", find_rule(torch.mm), slice(0, 1)
+    if way.product is None:  # summed along dimensions in which the operand is broadcast
+        letters = positions(len(described[-1]))
+        own = zip(letters[len(letters) - len(operand.shape) :], operand.shape, strict=True)
+        target = "".join(["1" if size == 1 else letter for letter, size in own])
+        equation, rule, saved = f"{letters}->{target}", find_rule(torch.add), slice(0, 0)
+    recipes = [KeptRecipe((operand,), factors(operand.sources[0], equation).formula, saved)]
+    use = _WayUse(*described, (operand,), recipes, rule, way.steps)
+    return TailUse(use, output, way.product)
 
 
 def _described(

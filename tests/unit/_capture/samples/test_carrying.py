@@ -196,3 +196,32 @@ def test_views_of_regular_samples(
         for candidate in candidates(given, tuple(range(len(given))), layout.batch)
     ]
     assert any(bool(place.all()) for place in places) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: F.layer_norm(x, (5,), torch.rand(5).requires_grad_()), {0, 1}),
+        (lambda x: F.layer_norm(x, (4, 5)), {0}),
+        (lambda x: x.softmax(1), {0, 2}),
+        (lambda x: x.log_softmax(-1), {0, 1}),
+    ],
+)
+def test_functions_that_are_differentiated_again(
+    function: Callable[[Tensor], Tensor], expected: set[int]
+) -> None:
+    """They carry the same dimensions to their argument, and to the cotangent of the first pass."""
+    x, cotangent = (torch.rand(3, 4, 5).requires_grad_() for _ in range(2))
+    (found,) = torch.autograd.grad(function(x), x, cotangent.sin(), create_graph=True)
+    node = found.grad_fn
+    for place, (following, number) in enumerate(node.next_functions):
+        if following is not None:
+            given = tuple(following._input_metadata[number].shape)
+            is_of_samples = place < 2
+            edge = Edge(node, place, (3, 4, 5), given)
+            assert carried(edge) == (expected if is_of_samples else set())
+    for dim in expected:
+        one = (torch.arange(found.shape[dim]) == 1).view(-1, *(1,) * (2 - dim))
+        for gradient in torch.autograd.grad(found, (x, cotangent), one * found, retain_graph=True):
+            assert not (gradient * ~one).any()
+            assert gradient.any()

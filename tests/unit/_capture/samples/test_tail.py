@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -172,8 +173,40 @@ class Complex(nn.Module):
         return waves.abs().square().sum(1, keepdim=True).sin()
 
 
+class Sine(nn.Module):
+    """An activation between layers of a SIREN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 3.0).sin()
+
+
+class Adaptive(nn.Module):
+    """Slopes and other parameters that are broadcast to what gradients are multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.slopes, self.shift = nn.Parameter(torch.rand(3) + 0.5), nn.Parameter(torch.rand(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (self.slopes[0] * self.first(x)).tanh() * self.shift.expand(len(x), 4)
+        hidden = torch.where(hidden > 0, hidden / self.slopes[1], hidden - self.shift)
+        return self.last((self.slopes[2] * hidden * self.second(hidden)).sin() ** 2 / self.shift)
+
+
+def normalized_layers() -> nn.Module:
+    """Layer normalisations with and without a bias, of one dimension and of two."""
+    return nn.Sequential(
+        *(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Unflatten(1, (2, 3))),
+        *(nn.LayerNorm((2, 3), bias=False), nn.Flatten(), nn.SiLU(), nn.Linear(6, 1)),
+    )
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "perceptron": perceptron,
+    "sines": lambda: perceptron(Sine),
+    "adaptive": Adaptive,
+    "normalized layers": normalized_layers,
     "softplus": lambda: perceptron(nn.Softplus),
     "gelu": lambda: perceptron(nn.GELU),
     "silu": lambda: perceptron(nn.SiLU),
@@ -250,8 +283,16 @@ def test_series_of_steps(model: str, losses: Losses, batch_dim: int | None) -> N
         first.requires_grad_(not first.requires_grad or samples == 3)
 
 
-@pytest.mark.parametrize("losses", [slopes, laplacian, several], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("model", ["perceptron", "softplus", "gelu", "silu", "elu", "boundary"])
+@pytest.mark.parametrize(
+    ("model", "losses"),
+    [
+        *product(
+            ("perceptron", "softplus", "gelu", "silu", "elu", "boundary", "sines", "adaptive"),
+            (slopes, laplacian, several),
+        ),
+        *product(("normalized layers",), (slopes, several)),  # PyTorch has views in a third pass
+    ],
+)
 def test_factors_cost_one_pass(model: str, losses: Losses) -> None:
     """Products of matrices have factors: no rows, no warning, and one pass in later steps."""
     network = MODELS[model]()

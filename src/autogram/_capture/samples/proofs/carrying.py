@@ -87,6 +87,16 @@ def _of_first(carries: Carries, others: Carries = lambda _: ()) -> Carries:
     return lambda edge: (carries if edge.position == 0 else others)(edge)
 
 
+def _of_first_two(carries: Carries) -> Carries:
+    """The same dimensions for the first two inputs, and none for others."""
+    return lambda edge: carries(edge) if edge.position < 2 else ()
+
+
+def _but_normalized(edge: Edge) -> Iterable[int]:
+    """The dimensions in front of those that are normalised."""
+    return range(len(edge.result) - len(edge.node._saved_normalized_shape))
+
+
 def _leading(but: int) -> Carries:
     """The first dimensions, all but some last ones, where result and input have equal sizes."""
 
@@ -248,9 +258,12 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_of_first(_all, _but_own), "Scatter ScatterAdd ScatterReduce IndexAdd IndexCopy IndexReduce"),
     (_of_first(_all), "IndexFill MaskedScatter"),
     (
-        _of_first(lambda edge: range(len(edge.result) - len(edge.node._saved_normalized_shape))),
+        _of_first(_but_normalized),
         "NativeLayerNorm FusedRmsNorm",
     ),
+    # Of functions that are differentiated again, the first two inputs have the samples.
+    (_of_first_two(_but_normalized), "NativeLayerNormBackward"),
+    (_of_first_two(_but_own), "SoftmaxBackwardData LogSoftmaxBackwardData"),
     (
         _of_first(lambda edge: (1,) if edge.node._saved_training else _all(edge)),  # the channels
         "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
