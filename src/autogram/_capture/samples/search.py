@@ -19,6 +19,7 @@ from autogram._capture.samples.owners import (
     show_uses,
 )
 from autogram._capture.samples.proofs.proof import Prover
+from autogram._capture.samples.proofs.regular import narrowed
 from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot, shown
 from autogram._capture.samples.proofs.trials import Trial, tried
@@ -280,7 +281,8 @@ class Search:
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
         if self._objectives.are_finite:  # if not, the layouts are for this call alone
             fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
-            self._graph.keep_proof(prover.proof(fitting, self._found))
+            regular, self._found = narrowed(self._survey, prover.ways, fitting, self._found)
+            self._graph.keep_proof(prover.proof(regular, self._found))
             self._graph.keep_layouts(self._found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:

@@ -50,8 +50,8 @@ from autogram._capture.samples.proofs.carrying import (
     runs_through,
 )
 from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes, stays_regular
-from autogram._capture.samples.proofs.routes import Routes, find_routes, results_of_node
-from autogram._capture.samples.proofs.spots import Onward, Spot
+from autogram._capture.samples.proofs.routes import Routes, find_routes
+from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
 from autogram._capture.samples.proofs.trials import RegularPlace, Trial, can_try
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
@@ -127,11 +127,11 @@ class Prover:
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.spots: list[Spot] = []
-        self._ways: dict[int, list[Onward]] = {}  # of each tap, and each node that leads to one
+        self.ways: dict[int, list[Onward]] = {}  # of each tap, and each node that leads to one
         reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
         for number, node in enumerate(survey.nodes):
             if node in reaching:
-                ways = self._ways[number] = [
+                ways = self.ways[number] = [
                     self._way(
                         node, position, results_of_node(survey, survey.numbers[following])[result]
                     )
@@ -160,7 +160,7 @@ class Prover:
             call = self._call(number)
             if call is not None and not self._is_carried(call, number, regular, uses):
                 return Proof(is_for_one_call=True)
-        routes = find_routes(self.survey, self._ways, regular, uses)
+        routes = find_routes(self.survey, self.ways, regular, uses)
         for spot, layouts in regular.items():
             if routes is not None and routes.free[spot.node]:
                 continue
@@ -190,7 +190,7 @@ class Prover:
         """Whether numbers of a node, as the start of a slice, decide where samples are."""
         if self._call(spot.node) is not None:
             return False
-        node, ways = self.survey.nodes[spot.node], self._ways[spot.node]
+        node, ways = self.survey.nodes[spot.node], self.ways[spot.node]
         operation = kind_of_node(node.__class__).operation
         if operation in VIEWS:
             shape = ways[0].target.shape
@@ -209,7 +209,7 @@ class Prover:
         place = _place(regular[spot])
         inputs: list[tuple[int, RegularPlace]] = []
         silent: list[int] = []
-        for arrival, target, stays in self._ways[spot.node]:
+        for arrival, target, stays in self.ways[spot.node]:
             arrived, total = regular.get(arrival), regular.get(target)
             if stays:
                 continue
@@ -250,7 +250,7 @@ class Prover:
         own, inputs = found
         if any(place not in uses[use] for use, place in own.items() if uses.get(use)):
             return False
-        for way in self._ways[number]:
+        for way in self.ways[number]:
             arrived, total = regular.get(way.arrival), regular.get(way.target)
             if arrived is not None and (inputs[way.arrival.position] not in arrived):
                 return False
@@ -280,7 +280,7 @@ class Prover:
         kind = kind_of_node(node.__class__)
         saves_values = bool(kind.tensors) or kind.operation == CHANGE  # which does not tell
         constants: list[Constant] = []
-        for arrival, target, stays in self._ways[spot.node]:
+        for arrival, target, stays in self.ways[spot.node]:
             arrived = dims if stays else fitting.get(arrival)
             total = fitting.get(target)
             if not dims or (arrived is not None and total is not None and arrived != total):

@@ -6,13 +6,17 @@ share the dimension, a view or a number, such as the start of a slice, may make 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from autogram._blocks import Folded
-from autogram._capture.autograd.graph import kind_of_node
-from autogram._capture.samples.proofs.carrying import Shape, wrapped
+from autogram._blocks import Folded, Placement
+from autogram._capture.autograd.graph import VIEWS, kind_of_node
+from autogram._capture.samples.proofs.carrying import Edge, Shape, wrapped
+from autogram._capture.samples.proofs.moves import keeps_first
+from autogram._capture.samples.proofs.spots import Onward, Spot, in_order, results_of_node
+from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Use
 
 _SHIFTING = "Slice", "Cat", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"
 
@@ -23,7 +27,7 @@ def stays_regular(layout: Folded, result: Shape, given: Shape) -> bool:
     With strides that count elements, the sample of element i is ``i // stride % batch``. So one
     dimension of the tensor must hold all steps of this stride.
     """
-    stride = layout.after * prod(result[layout.dim + 1 :])
+    stride = _stride(layout, result)
     own = [prod(given[dim:]) for dim in range(len(given) + 1)]
     return any(
         own[dim] % (stride * layout.batch) == 0 and stride % max(own[dim + 1], 1) == 0
@@ -37,12 +41,68 @@ def stays_at_all_sizes(layout: Folded, result: Shape, given: Shape) -> bool:
     So they do if they are outermost or innermost of the dimensions that the view puts together, or
     if there is one such dimension in the viewed tensor.
     """
-    stride = layout.after * prod(result[layout.dim + 1 :])
+    stride = _stride(layout, result)
     ours, theirs = ({prod(x[dim:]) for dim in range(len(x) + 1)} for x in (result, given))
     above = min(n for n in ours & theirs if n >= prod(result[layout.dim :]))
     below = max(n for n in ours & theirs if n <= prod(result[layout.dim + 1 :]))
     is_at_end = stride * layout.batch == above or stride == below
     return is_at_end or not any(below < n < above for n in theirs)
+
+
+def narrowed(
+    survey: Survey,
+    ways: Mapping[int, Sequence[Onward]],
+    regular: Mapping[Spot, tuple[Folded, ...] | None],
+    uses: Mapping[Use, tuple[Placement, ...]],
+) -> tuple[dict[Spot, tuple[Folded, ...] | None], dict[Use, tuple[Placement, ...]]]:
+    """The layouts that fit spots and uses, without those that only seem to.
+
+    Where few places have a cotangent, as those of class tokens, several layouts may fit, of which
+    nodes in front allow one: a view, and a node that leaves each place where it is, tell from where
+    samples are in their result where these are behind.
+
+    Args:
+        survey: The graph.
+        ways: Of each tap, and each node that leads to one.
+        regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
+        uses: Those that fit the uses.
+    """
+    found = dict(regular)
+    for number in in_order(ways):
+        results = [spot for spot in results_of_node(survey, number) if spot in found]
+        known = found[results[0]] if len(results) == 1 else None
+        if known is None or len(known) != 1:
+            continue
+        node = survey.nodes[number]
+        is_view = kind_of_node(node.__class__).operation in VIEWS
+        for arrival, target, moves_nothing in ways[number]:
+            edge = Edge(node, arrival.position, results[0].shape, target.shape)
+            for spot in {arrival, target}:
+                several = found.get(spot) or ()
+                if len(several) > 1 and is_view:
+                    stride = _stride(known[0], edge.result)
+                    several = tuple([x for x in several if _stride(x, edge.given) == stride])
+                elif len(several) > 1 and (moves_nothing or _is_kept(edge, known[0])):
+                    several = tuple([x for x in several if x == known[0]])
+                if several:
+                    found[spot] = several
+    of_uses = dict(uses)
+    for use, fitting in uses.items():
+        (spot, *others) = results_of_node(survey, survey.uses[use])
+        known = None if others or spot.shape != use.shape else found.get(spot)
+        if known is not None and len(known) == 1 and known[0] in fitting:
+            of_uses[use] = known
+    return found, of_uses
+
+
+def _stride(layout: Folded, shape: Shape) -> int:
+    """How many elements, in order, are between the places of a sample and of the next one."""
+    return layout.after * prod(shape[layout.dim + 1 :])
+
+
+def _is_kept(edge: Edge, layout: Folded) -> bool:
+    """Whether a node leaves all places of the dimension of samples where they are."""
+    return layout.dim == 0 and edge.result[:1] == edge.given[:1] and keeps_first(edge)
 
 
 def may_shift(node: Any, layouts: Iterable[Folded], pieces: Iterable[Shape] | None) -> bool:

@@ -10,7 +10,6 @@ Where owners arrive at regular places, they are compared with the samples there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from autogram._capture.samples.proofs.moves import (
     owners_of_input,
     owners_of_sum,
 )
-from autogram._capture.samples.proofs.spots import Onward, Spot
+from autogram._capture.samples.proofs.spots import Onward, Spot, in_order, results_of_node
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -147,7 +146,7 @@ def find_routes(
     irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
     if not irregular or survey.may_hide_taps:
         return None
-    order = _in_order(ways)
+    order = in_order(ways)
     for number in order:  # also what had no cotangent, or too little to tell its places
         if any(spot in irregular for spot in results_of_node(survey, number)):
             targets = [way.target for way in ways[number]]
@@ -215,24 +214,3 @@ def _fits(use: Use, owners: Tensor | None, layouts: Iterable[Placement]) -> bool
         if bool(((found >= 0) & (found != along)).any()):
             return False
     return True
-
-
-def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
-    """The results of a node."""
-    metadata = survey.nodes[number]._input_metadata
-    return tuple([Spot(number, i, False, tuple(x.shape)) for i, x in enumerate(metadata)])
-
-
-def _in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
-    """The numbers of nodes, each behind all that lead to it."""
-    waiting = Counter(way.target.node for some in ways.values() for way in some)
-    pending = [number for number in ways if not waiting[number]]
-    order = []
-    while pending:
-        number = pending.pop()
-        order.append(number)
-        for way in ways[number]:
-            waiting[way.target.node] -= 1
-            if not waiting[way.target.node]:
-                pending.append(way.target.node)
-    return order

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -41,6 +42,27 @@ class Onward(NamedTuple):
     arrival: Spot
     target: Spot
     moves_nothing: bool
+
+
+def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
+    """The results of a node."""
+    metadata = survey.nodes[number]._input_metadata
+    return tuple([Spot(number, i, False, tuple(x.shape)) for i, x in enumerate(metadata)])
+
+
+def in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
+    """The numbers of nodes, each behind all that lead to it."""
+    waiting = Counter(way.target.node for some in ways.values() for way in some)
+    pending = [number for number in ways if not waiting[number]]
+    order = []
+    while pending:
+        number = pending.pop()
+        order.append(number)
+        for way in ways[number]:
+            waiting[way.target.node] -= 1
+            if not waiting[way.target.node]:
+                pending.append(way.target.node)
+    return order
 
 
 @contextmanager
