@@ -146,9 +146,8 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
             continue
         columns.add(of.region, block, of.subset)
         if isinstance(block, Lookup):
-            k, b, t, d = block.cotangents.shape
             plans.add("lookup")
-            flops += 2 * (k * b) ** 2 * min(b * t, region.shape[0]) * d  # if no row is read twice
+            flops += 2 * min(block.multiplications(region.shape[0]))
     if any(of.use.is_derived for of in found):
         rows = torch.empty((summary.per_sample, summary.samples, *region.shape), device="meta")
         columns.add(region, rows_block(rows.to(first.dtype)))

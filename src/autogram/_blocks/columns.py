@@ -63,7 +63,8 @@ class Columns:
         if 0 in region.shape:
             return  # of no element
         if not isinstance(block, Block):
-            is_of_table = self.parameter.order == (0, 1) and region.canonical == self._whole
+            is_table = self.parameter.order in ((0, 1), (0,))  # of several columns, or one
+            is_of_table = is_table and region.canonical == self._whole
             block = block if is_of_table else block.block(region.shape)
         if isinstance(block, Block):
             equation = reordered(block.equation, region.order)
@@ -208,10 +209,9 @@ class Columns:
             (region, weighted_sum(blocks, weights, self.kernels))
             for region, blocks in self._blocks.items()
         ]
-        parts += [
-            (self._whole, lookup.weighted_sum(weights, self._whole.shape[0]))
-            for lookup in self._lookups
-        ]
+        for lookup in self._lookups:
+            found = lookup.weighted_sum(weights, self._whole.shape[0])
+            parts.append((self._whole, found.view(-1, *self._whole.shape)))
         return from_storage(put(parts, self.parameter), self.parameter)
 
     def directional(self, direction: Tensor) -> Tensor | None:
@@ -226,7 +226,7 @@ class Columns:
             for region, blocks in self._blocks.items()
         ]
         if self._lookups:
-            whole = take(direction, self._whole, self.parameter)
+            whole = take(direction, self._whole, self.parameter).view(self._whole.shape[0], -1)
             parts += [lookup.directional(whole) for lookup in self._lookups]
         return reduce(torch.add, parts)
 

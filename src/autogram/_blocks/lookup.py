@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, Kept, rows_block
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.plan import ProductKind, cross, mirrored
+from autogram._blocks.plan import ProductKind, cross, mirrored, rows
 from autogram._blocks.products import products
 from autogram._blocks.region import Region
 
@@ -53,6 +53,15 @@ class Lookup(Kept):
         is_inside = (self.indices >= start) & (self.indices < stop)
         kept = torch.where(is_inside.unsqueeze(-1), self.cotangents, 0)
         return Lookup(torch.where(is_inside, self.indices - start, 0), kept)
+
+    def multiplications(self, size: int) -> tuple[int, int]:
+        """The cost of the Gramian: by all pairs of places, and by the rows of the table.
+
+        The first way is cheaper where each sample reads few rows, as one for each category. In the
+        other, only rows that are read take part; none of them counts as read twice.
+        """
+        k, b, t, d = self.cotangents.shape
+        return (k * b * t) ** 2 * (d + 2), (k * b) ** 2 * min(b * t, size) * d
 
     def rows(self, size: int) -> Tensor:
         """Explicit rows for a table with ``size`` rows, of shape ``(k, b, size, d)``."""
@@ -111,6 +120,10 @@ def products_of_lookup(
         return torch.cat(
             [products_of_lookup(kind, x, size, blocks, kernels) for x, blocks in some], 1
         )
+    by_pairs, by_rows = lookup.multiplications(size)
+    places = lookup.cotangents[..., 0].numel()
+    if kind == "gram" and not dense and by_pairs < by_rows and places**2 <= kernels.limit.elements:
+        return _by_pairs(lookup, kernels)
     totals = []
     for own, others in _on_support(lookup, size, dense, kernels):
         totals.append(products(kind, [own], (), kernels))
@@ -131,6 +144,17 @@ def cross_products_of_lookup(
         for own, others in _on_support(lookup, size, blocks, kernels)
         for block in others
     ]
+
+
+def _by_pairs(lookup: Lookup, kernels: Kernels) -> Tensor:
+    """The Gramian, ``(k, b, k, b)``: products of cotangents wherever both read one row."""
+    k, b, t, _ = lookup.cotangents.shape
+    of_places = rows_block(lookup.cotangents.flatten(1, 2).unsqueeze(2))
+    found = products("gram", [of_places], (), kernels)  # (k, b * t, k, b * t)
+    read = lookup.indices.flatten()
+    # A selection and not a product, which would spread infinities to other samples.
+    found = torch.where(read.view(-1, 1, 1) == read, found, 0)
+    return found.view(k, b, t, k, b, t).sum((2, 5)) if t > 1 else found
 
 
 def _norms(lookup: Lookup, size: int, kernels: Kernels) -> Tensor:
@@ -157,17 +181,22 @@ def _on_support(
     for start in range(0, columns, step):
         stop = min(columns, start + step)
         part = Lookup(places, lookup.cotangents[..., start:stop]).rows(len(support))
-        others = [_restrict(block, support, start, stop) for block in blocks]
+        others = [_restrict(block, support, start, stop, kernels) for block in blocks]
         yield rows_block(part), others
 
 
-def _restrict(block: Block | Lookup, support: Tensor, start: int, stop: int) -> Block:
+def _restrict(
+    block: Block | Lookup, support: Tensor, start: int, stop: int, kernels: Kernels
+) -> Block:
     """A block of a table, restricted to some rows and a range of columns."""
     if isinstance(block, Lookup):
         places = torch.searchsorted(support, block.indices).clamp(max=len(support) - 1)
         occurs = (support[places] == block.indices).unsqueeze(-1)
         kept = torch.where(occurs, block.cotangents[..., start:stop], 0)
         return rows_block(Lookup(places, kept).rows(len(support)))
-    row, column = tuple(block.parameter)
+    row, *columns = tuple(block.parameter)
     at_rows = block.map(row, lambda x, dim: x.index_select(dim, support))
+    if not columns:  # of a table with one column
+        return rows_block(rows([at_rows], kernels).unsqueeze(-1))
+    (column,) = columns
     return at_rows.map(column, lambda x, dim: x.narrow(dim, start, stop - start))

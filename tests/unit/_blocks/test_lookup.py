@@ -1,5 +1,7 @@
 """The block of an embedding."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +55,25 @@ def test_gram(limit: int, rows: int) -> None:
     assert_close_to_reference(
         products_of_lookup("gram", lookup, V, [], kernels(limit)), gramian_of(dense_rows(lookup))
     )
+
+
+@pytest.mark.parametrize("limit", [30, 2**40])
+@pytest.mark.parametrize("places", [1, 2])
+def test_gram_of_few_places(limit: int, places: int) -> None:
+    """As of one category for each sample: no rows of a table are made. Infinities stay apart."""
+    samples, size = 12, 40
+    indices = torch.arange(samples * places).view(samples, places) % 5
+    lookup = Lookup(indices, torch.randn(K, samples, places, D))
+    by_pairs, by_rows = lookup.multiplications(size)
+    assert by_pairs < by_rows
+    expected = gramian_of(dense_rows(lookup, size))
+    with patch.object(Lookup, "rows", autospec=True, side_effect=Lookup.rows) as made:
+        found = products_of_lookup("gram", lookup, size, [], kernels(limit))
+    assert_close_to_reference(found, expected)
+    assert made.called == (limit == 30)
+    lookup.cotangents[:, 0] = torch.inf
+    found = products_of_lookup("gram", lookup, size, [], kernels())
+    assert found.isfinite().flatten(2).all(2)[:, 3].all() == (places == 1)
 
 
 @pytest.mark.parametrize("limit", [1, 30, 2**40])

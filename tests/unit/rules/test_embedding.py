@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine, UnsupportedError
+from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     EVERY_KIND,
     ModelFactory,
     Objectives,
+    assert_close_to_reference,
     assert_gramian_is_exact,
 )
 from tests.unit.networks import call
@@ -156,3 +158,49 @@ def test_scale_grad_by_freq_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
         model(torch.tensor([1, 2]))
     del engine
+
+
+class Clicks(nn.Module):
+    """First-order terms of categories, from tables of one column that are read elsewhere, too."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Embedding(9, 1), nn.Embedding(9, 1), nn.Linear(5, 1)
+        self.tied = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.first(x), self.second(x[:, :1]), self.second(x[:, 1:2])
+        score = self.last(torch.cat([tensor.flatten(1) for tensor in read], 1))
+        if self.tied:
+            weight = self.first.weight
+            score = score + F.linear(score.sin(), weight).square().mean(1, keepdim=True)
+            score = score * weight[:, 0].mean()
+        return score.square().squeeze(1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_of_one_column(tied: bool) -> None:
+    """Their columns are as those of a vector. The Gramian makes no rows of a table."""
+    model = Clicks(tied=tied)
+    engine = Engine(model, verify="always")
+    parameters = [*model.parameters()]
+    for samples in (6, 4):
+        losses, others = (model(torch.randint(9, (n, 3))) for n in (samples, 5))
+        rows, rows_of_others = (reference_jacobian(x, parameters) for x in (losses, others))
+        assert_close_to_reference(engine.compute_gramian(losses), rows @ rows.T)
+        jacobian = engine.jacobian(losses)
+        other = engine.jacobian(others)
+        assert_close_to_reference(jacobian.cross_gramian(other), rows @ rows_of_others.T)
+        assert_close_to_reference(jacobian.row_norms(), rows.norm(dim=1))
+        assert_close_to_reference(jacobian.dense(), rows)
+        weights, direction = torch.rand(samples), torch.rand(rows.shape[1])
+        sizes = [p.numel() for p in parameters]
+        parts = [x.view(p.shape) for x, p in zip(direction.split(sizes), parameters, strict=True)]
+        named = dict(zip([name for name, _ in model.named_parameters()], parts, strict=True))
+        assert_close_to_reference(jacobian.jvp(named), rows @ direction)
+        engine.backward(losses, lambda _, weights=weights: weights)
+        found = torch.cat([p.grad.flatten() for p in parameters])
+        assert_close_to_reference(found, weights @ rows)
+        model.zero_grad()
+    if not tied:
+        assert [x.plan for x in engine.report().parameters[:2]] == ["lookup"] * 2
