@@ -281,7 +281,7 @@ class Search:
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
         if self._objectives.are_finite:  # if not, the layouts are for this call alone
             fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
-            regular, self._found = narrowed(self._survey, prover.ways, fitting, self._found)
+            regular = narrowed(self._survey, prover.ways, fitting)
             self._graph.keep_proof(prover.proof(regular, self._found))
             self._graph.keep_layouts(self._found)
 

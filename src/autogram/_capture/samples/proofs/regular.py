@@ -10,13 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from autogram._blocks import Folded, Placement
+from autogram._blocks import Folded
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
 from autogram._capture.samples.proofs.carrying import Edge, Shape, wrapped
 from autogram._capture.samples.proofs.moves import keeps_first
 from autogram._capture.samples.proofs.spots import Onward, Spot, in_order, results_of_node
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Use
 
 _SHIFTING = "Slice", "Cat", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"
 
@@ -53,19 +52,19 @@ def narrowed(
     survey: Survey,
     ways: Mapping[int, Sequence[Onward]],
     regular: Mapping[Spot, tuple[Folded, ...] | None],
-    uses: Mapping[Use, tuple[Placement, ...]],
-) -> tuple[dict[Spot, tuple[Folded, ...] | None], dict[Use, tuple[Placement, ...]]]:
-    """The layouts that fit spots and uses, without those that only seem to.
+) -> dict[Spot, tuple[Folded, ...] | None]:
+    """The layouts that fit spots, without those that only seem to.
 
-    Where few places have a cotangent, as those of class tokens, several layouts may fit, of which
-    nodes in front allow one: a view, and a node that leaves each place where it is, tell from where
-    samples are in their result where these are behind.
+    Where few places have a cotangent, as those of class tokens, several layouts of one dimension
+    may fit, of which nodes in front allow one: a view, and a node that leaves each place where it
+    is, tell from where samples are in their result where these are behind. Which of several
+    dimensions is right is not decided here: where values have made another one fit, a proof has to
+    compare these.
 
     Args:
         survey: The graph.
         ways: Of each tap, and each node that leads to one.
         regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
-        uses: Those that fit the uses.
     """
     found = dict(regular)
     for number in in_order(ways):
@@ -77,22 +76,18 @@ def narrowed(
         is_view = kind_of_node(node.__class__).operation in VIEWS
         for arrival, target, moves_nothing in ways[number]:
             edge = Edge(node, arrival.position, results[0].shape, target.shape)
+            stride = _stride(known[0], edge.result)
+            is_kept = moves_nothing or _is_kept(edge, known[0])
             for spot in {arrival, target}:
-                several = found.get(spot) or ()
-                if len(several) > 1 and is_view:
-                    stride = _stride(known[0], edge.result)
-                    several = tuple([x for x in several if _stride(x, edge.given) == stride])
-                elif len(several) > 1 and (moves_nothing or _is_kept(edge, known[0])):
-                    several = tuple([x for x in several if x == known[0]])
-                if several:
-                    found[spot] = several
-    of_uses = dict(uses)
-    for use, fitting in uses.items():
-        (spot, *others) = results_of_node(survey, survey.uses[use])
-        known = None if others or spot.shape != use.shape else found.get(spot)
-        if known is not None and len(known) == 1 and known[0] in fitting:
-            of_uses[use] = known
-    return found, of_uses
+                fitting = found.get(spot) or ()
+                right = {
+                    x.dim: x
+                    for x in fitting
+                    if (is_view and _stride(x, edge.given) == stride) or (is_kept and x == known[0])
+                }
+                if right:
+                    found[spot] = tuple([x for x in fitting if right.get(x.dim, x) == x])
+    return found
 
 
 def _stride(layout: Folded, shape: Shape) -> int:
