@@ -87,12 +87,13 @@ class Routed:
 
     @cached_property
     def _copies(self) -> dict[torch.device, Tensor]:
-        """The places on other devices. The host need not wait: its copy is in no other hands."""
+        """The places on each device that asked for them."""
         return {}
 
     def _places_on(self, device: torch.device) -> Tensor:
         """The places of each sample on a device, which is given them once."""
         if device not in self._copies:
+            # The host need not wait: nothing changes the places that are copied.
             self._copies[device] = self._places.to(device, non_blocking=True)
         return self._copies[device]
 

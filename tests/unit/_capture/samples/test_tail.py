@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, UnseenUseWarning, VerificationError
+from autogram._capture.samples.tail import _BROADCASTING, _Step
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import counted_passes
@@ -304,6 +306,38 @@ def test_factors_cost_one_pass(model: str, losses: Losses) -> None:
         if step > 1:
             assert len(passes) == 1
     assert "fallback" not in str(engine)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Add": torch.add,
+    "Sub": torch.sub,
+    "Rsub": torch.rsub,
+    "Mul": torch.mul,
+    "Div": torch.div,
+    "Pow": torch.pow,
+    "Where": lambda x, p: torch.where(x > 0.5, x, p),
+    "Maximum": torch.maximum,
+    "Minimum": torch.minimum,
+    "Lerp": lambda x, p: torch.lerp(x, x.sin(), p),
+    "Addcmul": lambda x, p: torch.addcmul(x, x.sin(), p),
+    "Addcdiv": lambda x, p: torch.addcdiv(x, x.sin(), p),
+    "Expand": lambda x, p: p.expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("operation", sorted(_BROADCASTING))
+def test_what_is_broadcast_gets_the_gradient_of_each_element(operation: str) -> None:
+    """Autograd sums it behind the node, by the shape of the input."""
+    x, p = torch.rand(3, 4).requires_grad_(), torch.rand(4).requires_grad_()
+    result, cotangent = CALLS[operation](x, p), torch.rand(3, 4)
+    edges = [edge for edge, _ in result.grad_fn.next_functions]
+    step = _Step(result.grad_fn, edges.index(get_gradient_edge(p).node))
+    with torch.no_grad():
+        found = step.carry(cotangent)
+    assert found is not None
+    assert found.shape == x.shape
+    (expected,) = torch.autograd.grad(result, p, cotangent)
+    assert_close_to_reference(found.sum(0), expected)
 
 
 def test_other_nodes_have_rows_sample_by_sample() -> None:
