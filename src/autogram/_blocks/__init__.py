@@ -9,7 +9,7 @@ from autogram._blocks.bundle import (
     side_by_side,
     weighted_sums,
 )
-from autogram._blocks.columns import Columns, Keep
+from autogram._blocks.columns import Columns, Keep, Room
 from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
 from autogram._blocks.layout import (
     Folded,
@@ -47,6 +47,7 @@ __all__ = [
     "Placement",
     "Projection",
     "Region",
+    "Room",
     "Routed",
     "Scattered",
     "Subset",

@@ -74,6 +74,7 @@ class Equation:
         is_rows: Whether the block is explicit rows, with their dimensions in any order.
         is_in_order: Whether these are in the order of the tensor's.
         is_small: Whether rows have no more elements than an operand, as those of a bias or a scale.
+        places: Where each dimension of the tensor first is in the inputs, -1 for one of size one.
         order_of_factors: The tensor's dimensions in the order of the block's operands.
         positions: The indices that every operand has and that are summed over.
     """
@@ -86,8 +87,8 @@ class Equation:
         self.is_rows = is_single and len(inputs) == len(output)
         self.is_in_order = inputs == output
         self.is_small = not self.is_rows and any(set(output) <= set(of) for of in self.inputs)
-        found = [inputs.find(label) for label in self.parameter]  # -1 for a dimension of one
-        self.order_of_factors = tuple(sorted(range(len(found)), key=found.__getitem__))
+        self.places = [inputs.find(label) for label in self.parameter]
+        self.order_of_factors = tuple(sorted(range(len(self.places)), key=self.places.__getitem__))
         common = set.intersection(*map(set, self.inputs))
         self.positions = "".join(sorted(common - set(output)))
 

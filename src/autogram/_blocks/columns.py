@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import chain, combinations
 from typing import Literal
@@ -34,6 +34,7 @@ from autogram._blocks.products import directional, explicit, merge, products, we
 from autogram._blocks.region import Region, from_storage, overlap, put, take
 
 Keep = Literal["auto", "factors", "rows"]
+Room = Callable[[torch.device], int]  # how many elements of rows a device has room for
 
 
 class Columns:
@@ -98,15 +99,14 @@ class Columns:
         if self._partial:
             self._partial.check()
 
-    def keep(self, form: Keep, taken: int, memory: Memory | None = None) -> int:
+    def keep(self, form: Keep, room: Room, memory: Memory | None = None) -> int:
         """Replaces factors by rows for products to come; returns how many elements of these count.
 
         ``"auto"`` does so where the Gramian forms rows that have no more elements than the factors.
         ``"rows"`` does so for larger rows, too, if reading them is faster than contracting again,
-        and if there is room beside the larger rows of other parameters, of ``taken`` elements: only
-        larger rows count. ``"factors"`` never does.
+        and if there is ``room`` for them: only larger rows count. ``"factors"`` never does.
         """
-        before = taken
+        taken = 0
         self._prepare()
         for blocks in self._blocks.values():
             blocks[:] = merge(blocks, self.kernels)
@@ -115,17 +115,17 @@ class Columns:
                 continue
             elements = blocks[0].elements_of_rows
             is_larger = elements > sum(block.elements for block in blocks)
-            if is_larger and not (form == "rows" and self._may_keep(blocks, elements, taken)):
+            if is_larger and not (form == "rows" and self._may_keep(blocks, elements, room, taken)):
                 continue
             blocks[:] = [explicit(blocks, self.kernels, memory)]
             taken += elements if is_larger else 0
-        return taken - before
+        return taken
 
-    def _may_keep(self, blocks: Sequence[Block], elements: int, taken: int) -> bool:
+    def _may_keep(self, blocks: Sequence[Block], elements: int, room: Room, taken: int) -> bool:
         """Whether rows may be kept that have more elements than their factors."""
         positions, first = -(-contracted_again(blocks) // max(1, elements)), blocks[0].operands[0]
         is_worth_it = self.kernels.are_rows_worth_memory(positions, first.dtype)
-        return is_worth_it and elements <= self.kernels.room(first.device) - taken
+        return is_worth_it and elements <= room(first.device) - taken
 
     @property
     def single(self) -> Block | None:

@@ -71,24 +71,20 @@ class Plan:
     def _by_rows(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
-        are_there = len(blocks) == 1 and blocks[0].is_rows and blocks[0].operands[0].is_contiguous()
         order = order_of_rows(blocks[0], kernels)
         scratch = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
-        for piece in [blocks] if are_there or self.pieces == 1 else self._cut(blocks):
+        for piece in [blocks] if self.pieces == 1 else self._cut(blocks):
             ordered = [block.reorder(order) for block in piece]
             total = rows(ordered[: len(first)], kernels, scratch)
-            flat = total.reshape(total.shape[0] * total.shape[1], -1)
-            if self.kind == "norms":
-                found.append(kernels.square_norms(flat).view(total.shape[:2]))
-            elif self.kind == "gram":
-                found.append(kernels.gram(flat).view(total.shape[:2] * 2))
-            else:
-                other = rows(ordered[len(first) :], kernels)
-                dtype = torch.promote_types(total.dtype, other.dtype)
-                right = other.reshape(other.shape[0] * other.shape[1], -1)
-                products = kernels.multiply(flat.to(dtype), right.to(dtype))
-                found.append(products.view(total.shape[:2] + other.shape[:2]))
+            if self.kind != "cross":
+                found.append(products_of_rows(self.kind, total, kernels))
+                continue
+            other = rows(ordered[len(first) :], kernels)
+            dtype = torch.promote_types(total.dtype, other.dtype)
+            left, right = flat_rows(total), flat_rows(other)
+            products = kernels.multiply(left.to(dtype), right.to(dtype))
+            found.append(products.view(total.shape[:2] + other.shape[:2]))
         return joined(found, 1) if self.kind == "norms" else reduce(torch.add, found)
 
     def _of_sum(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
@@ -110,6 +106,27 @@ class Plan:
         labels = [self.label if position < 0 else x.parameter[position] for x in blocks]
         cut = [x.chunks(label, self.pieces) for x, label in zip(blocks, labels, strict=True)]
         return zip(*cut, strict=True)
+
+
+def rows_of_block(block: Block, kernels: Kernels) -> Tensor | None:
+    """The rows ``(k, b, *tensor)`` in the order of storage, if the block is nothing else."""
+    of, found = parsed(block.equation), block.operands[0]
+    is_there = of.is_rows and of.inputs[0][:2] == "kb" and found.is_contiguous()
+    return found if is_there and kernels.multiplied(found.dtype) == found.dtype else None
+
+
+def flat_rows(rows: Tensor) -> Tensor:
+    """Rows ``(k, b, *tensor)`` as a matrix with a row for each loss."""
+    k, b, *sizes = rows.shape
+    return rows.reshape(k * b, prod(sizes))
+
+
+def products_of_rows(kind: ProductKind, total: Tensor, kernels: Kernels) -> Tensor:
+    """The Gramian ``(k, b, k, b)`` or the squared norms ``(k, b)`` of rows ``(k, b, *tensor)``."""
+    (k, b, *_), flat = total.shape, flat_rows(total)
+    if kind == "norms":
+        return kernels.square_norms(flat).view(k, b)
+    return kernels.gram(flat).view(k, b, k, b)
 
 
 def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Tensor:

@@ -16,7 +16,16 @@ from autogram._blocks.block import Block, cross_equation, joined, parsed
 from autogram._blocks.kernels import Kernels, Memory
 from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.paths import find_path, unused_labels, weighted
-from autogram._blocks.plan import ProductKind, count_pieces, order_of_rows, plans, rows
+from autogram._blocks.plan import (
+    ProductKind,
+    count_pieces,
+    flat_rows,
+    order_of_rows,
+    plans,
+    products_of_rows,
+    rows,
+    rows_of_block,
+)
 
 
 def products(
@@ -27,6 +36,8 @@ def products(
     Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
     """
     first, second = merge(first, kernels), merge(second, kernels) if second else ()
+    if not second and len(first) == 1 and (there := rows_of_block(first[0], kernels)) is not None:
+        return products_of_rows(kind, there, kernels)  # there is nothing to compare
     return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 
@@ -84,6 +95,10 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
     a linear layer costs what the gradient of its weight costs in an ordinary backward pass (Bu et
     al. 2022, arXiv:2210.00038).
     """
+    there = rows_of_block(blocks[0], kernels) if len(blocks) == 1 else None
+    if there is not None and there.dtype == weights.dtype:
+        flat, order = weights.flatten(1) @ flat_rows(there), parsed(blocks[0].equation).places
+        return flat.view(len(weights), *there.shape[2:]).permute(0, *[place - 1 for place in order])
     can_adjoin = len(weights) == 1
     parts = [
         block.adjoint(weights[0], block.parameter, kernels).unsqueeze(0)

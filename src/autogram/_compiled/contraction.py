@@ -25,8 +25,10 @@ from autogram._blocks import (
     Factors,
     Folded,
     Keep,
+    Kernels,
     Limit,
     Region,
+    Room,
     block_of,
     gram_of_bundle,
     largest_result,
@@ -199,6 +201,11 @@ def _reads_strides(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) is torch.ops.aten.as_strided
 
 
+def _room_beside(taken: int, kernels: Kernels) -> Room:
+    """The room of a device beside rows that were taken before."""
+    return lambda device: kernels.room(device) - taken
+
+
 def _contract(
     inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], asked: Asked
 ) -> Contracted:
@@ -218,7 +225,7 @@ def _contract(
             read.append(columns)
             largest, known = _largest(columns), {id(x) for x in _operands(columns)}
             if asked.form is not None:
-                taken += columns.keep(asked.form, taken)
+                taken += columns.keep(asked.form, _room_beside(taken, columns.kernels))
                 for whole, of in columns.found():
                     region = whole.shifted(-columns.parameter.offset)
                     kept.append(KeptBlock(number, i, region, of.equation, len(of.operands)))

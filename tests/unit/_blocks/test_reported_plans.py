@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from autogram import Engine
-from autogram._blocks import Bundles, products
+from autogram._blocks import Block, Bundles, Kernels, products
 from autogram._blocks.plan import Plan
 from tests.unit.engines import batch, per_sample
 
@@ -15,14 +15,23 @@ def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -
     """The report plans again, from shapes, and each parameter alone."""
     monkeypatch.setattr(Bundles, "add", lambda _, *found: [[columns] for columns in found])
     taken: list[Plan] = []
-    find = products.plans
+    find, find_rows = products.plans, products.rows_of_block
 
     def plans(*arguments: Any) -> tuple[Plan, ...]:
         found = find(*arguments)
         taken.append(found[0])
         return found
 
+    def rows_of_block(block: Block, kernels: Kernels) -> Tensor | None:
+        """Rows that are there need no plan. The report has the one for rows."""
+        rows = find_rows(block, kernels)
+        if rows is not None:
+            taken.append(find("gram", [block], (), kernels)[0])
+            assert taken[-1].method == "rows"
+        return rows
+
     monkeypatch.setattr(products, "plans", plans)
+    monkeypatch.setattr(products, "rows_of_block", rows_of_block)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(36, 3)
     )

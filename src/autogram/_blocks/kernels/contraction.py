@@ -121,8 +121,12 @@ def carry_out(
     """Carries out an einsum, in given memory if it is a matrix product."""
     shapes = tuple([x.shape for x in operands])
     strides = None if hardware.is_traced else tuple([x.stride() for x in operands])
+    contractions = find_contractions(equation, shapes, strides)
+    if len(operands) < 3:
+        ((_, contract, _),) = contractions
+        return contract(hardware, operands, memory)
     stack = list(operands)
-    for positions, contract, expected in find_contractions(equation, shapes, strides):
+    for positions, contract, expected in contractions:
         taken = [stack.pop(position) for position in positions]
         found = contract(hardware, taken, None if stack else memory)
         is_viewed = stack and strides is not None  # by a later one, as planned

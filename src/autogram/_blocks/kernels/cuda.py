@@ -211,11 +211,12 @@ class CudaKernels(Kernels):
 
     def _parts(self, rows: Tensor) -> int:
         """Into how many parts to cut a product of rows ``(m, n)`` along n."""
-        if rows.dtype != torch.float32 or _is_tf32():
+        columns = rows.shape[1]
+        if rows.dtype != torch.float32 or columns < 2 * _FEWEST_COLUMNS or _is_tf32():
             return 1
         wanted = _PARTS_PER_PROCESSOR * _processors(rows.device)
-        parts = gcd(rows.shape[1], 1 << (wanted.bit_length() - 1))
-        while parts > 1 and rows.shape[1] < parts * _FEWEST_COLUMNS:
+        parts = gcd(columns, 1 << (wanted.bit_length() - 1))
+        while parts > 1 and columns < parts * _FEWEST_COLUMNS:
             parts //= 2
         return parts
 

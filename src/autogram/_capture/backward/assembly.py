@@ -73,6 +73,7 @@ class Assembly:
         self._accounts = Accounts(run)
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
+        self._rooms: dict[torch.device, int] = {}  # for such rows, when the pass began to keep any
         self._bundles = Bundles()
         self._parts: list[Tensor] = []  # of the Gramian
         for use in run.survey.uses if is_by_use else ():
@@ -123,10 +124,14 @@ class Assembly:
         }
         return {use: layout for use in _closed(reads) if (layout := layouts[use]) is not None}
 
-    def room(self, parameter: Tensor) -> int:
-        """How many more elements of rows that are larger than factors may be kept."""
-        device = parameter.device
-        return self._run.devices.on(device).room(device) - self._taken
+    def room(self, device: torch.device) -> int:
+        """How many more elements of rows that are larger than factors may be kept.
+
+        The kernels are asked once in a pass. For a GPU, they walk all statistics of its allocator.
+        """
+        if device not in self._rooms:
+            self._rooms[device] = self._run.devices.on(device).room(device)
+        return self._rooms[device] - self._taken
 
     def take_part(
         self,
@@ -269,7 +274,7 @@ class Assembly:
                 run.summary.elements_of_rows += parameter.numel()
             if run.form is not None:
                 memory = None if run.arena is None else run.arena.take
-                self._taken += retried(self.limit, columns.keep, run.form, self._taken, memory)
+                self._taken += retried(self.limit, columns.keep, run.form, self.room, memory)
                 self._columns[parameter] = columns
             if run.check is not None:
                 see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None
