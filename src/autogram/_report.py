@@ -102,7 +102,10 @@ class Report:
         if any(use.rule is None for use in uses):
             lines.append("A fallback makes explicit rows by backward passes that are not counted.")
         if any(use.is_derived for use in uses):
-            lines.append("What it costs to pull rows back from derived tensors is not counted.")
+            lines.append(
+                "Derived tensors count as if rows of them were formed, and what it costs to pull "
+                "these back is not counted."
+            )
         lines += [f"Not covered: `{name}` {reason}" for name, reason in self.uncovered.items()]
         return "\n".join(lines)
 

@@ -139,7 +139,7 @@ def test_a_derived_tensor() -> None:
     assert of.uses[0].is_derived
     assert of.flops > 0
     assert "linear (derived)" in str(report)
-    assert "pull rows back" in str(report)
+    assert "pull these back" in str(report)
 
 
 @pytest.mark.parametrize(

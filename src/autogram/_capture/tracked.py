@@ -19,7 +19,7 @@ class Tracked:
     """The status of a parameter, or of a batch-free tensor that was derived from parameters.
 
     A view or a cast of one parameter is addressed as a region of it. Any other derived tensor has
-    blocks of its own, which are pulled back along its edge to the parameters.
+    blocks of its own, which are pulled back along its edge to the parameters, as factors or rows.
     """
 
     sources: tuple[Tensor, ...]
@@ -36,6 +36,9 @@ class Tracked:
     """Where the autograd graph of the tensor starts. Set at its first use, if it has no region."""
     place: Region | None = None
     """All elements of the source, where they were when the region was found."""
+    is_recorded: bool = False
+    """Whether each call between the parameters and the tensor was seen, and no hook was set: what
+    the calls have saved then tells all that a backward pass does."""
 
     @classmethod
     def of(
@@ -91,7 +94,9 @@ def track_derived(
         region = None  # counted in complex numbers, where the parameter has real ones, or negated
     if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
         region = None
-    return Tracked.of(derived, sources, region, place)
+    found = Tracked.of(derived, sources, region, place)
+    found.is_recorded = all(x.place is not None or x.is_recorded for x in origins)
+    return found
 
 
 def note_hook(tensor: Tensor, derived: Tracked) -> None:
@@ -102,6 +107,7 @@ def note_hook(tensor: Tensor, derived: Tracked) -> None:
     """
     if not tensor.is_leaf:
         derived.region = derived.place = None
+        derived.is_recorded = False
         derived.edge = get_gradient_edge(tensor)
 
 

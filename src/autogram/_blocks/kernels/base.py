@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from math import prod
 
 import torch
@@ -100,7 +100,9 @@ class Kernels(Hardware):
         del positions, dtype
         return True
 
-    def accumulating(self, *dtypes: torch.dtype) -> torch.dtype:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def accumulating(*dtypes: torch.dtype) -> torch.dtype:
         """The dtype of products and sums of tensors of some dtypes: at least float32."""
         return reduce(torch.promote_types, dtypes, torch.float32)
 

@@ -89,10 +89,12 @@ class CudaKernels(Kernels):
     def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
         return positions > self.prices(dtype).memory
 
+    @staticmethod
+    @lru_cache(maxsize=64)
     @override
-    def multiplied(self, *dtypes: torch.dtype) -> torch.dtype:
+    def multiplied(*dtypes: torch.dtype) -> torch.dtype:
         is_half = dtypes[0] in _HALVES and len(set(dtypes)) == 1
-        return dtypes[0] if is_half else self.accumulating(*dtypes)
+        return dtypes[0] if is_half else Kernels.accumulating(*dtypes)
 
     @override
     def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -56,7 +56,7 @@ def find_path(equation: str, shapes: OperandShapes) -> Path:
     steps: list[tuple[tuple[int, ...], str]] = [((0,) * len(shapes), equation)]
     if len(shapes) > 2:
         _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
-        steps = [(tuple(found[0]), found[2]) for found in info.contraction_list]
+        steps = list(_in_order(equation, [tuple(found[0]) for found in info.contraction_list]))
     work = [prod(sizes[label] for label in set(of) - {*",->"}) for _, of in steps]
     moved = [
         volume
@@ -65,6 +65,23 @@ def find_path(equation: str, shapes: OperandShapes) -> Path:
         for (_, of), volume in zip(steps, work, strict=True)
     ]
     return Path(tuple(steps), sum(work), sum(moved), max(moved))
+
+
+def _in_order(
+    equation: str, steps: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Steps of a path with their equations, by the positions that each takes.
+
+    Intermediate results have their indices in the order of the output, which needs no copy then.
+    """
+    inputs, output = equation.split("->")
+    terms = inputs.split(",")
+    for positions in steps:
+        taken = [terms.pop(position) for position in positions]
+        own, needed = "".join(taken), "".join([*terms, output])
+        kept = [x for x in dict.fromkeys(output + own) if x in own and x in needed]
+        terms.append("".join(kept) if terms else output)
+        yield positions, f"{','.join(taken)}->{terms[-1]}"
 
 
 @lru_cache(maxsize=4096)

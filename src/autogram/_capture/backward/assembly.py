@@ -23,6 +23,7 @@ from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.accounts import Account, Accounts
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
+from autogram._capture.derived import pull_back_factors
 from autogram._capture.limit import retried
 from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
@@ -255,11 +256,15 @@ class Assembly:
                 self._pull_back(owner, columns)
 
     def _pull_back(self, owner: Tracked, columns: Columns) -> None:
-        """Adds the rows of a derived tensor, pulled back, to the columns of its parameters."""
+        """Adds what a derived tensor has, pulled back, to the columns of its parameters."""
         subset = columns.narrow()
         if any(columns.found()):  # else nothing was added, or blocks of no element
             channel = self._run.channel
-            found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
+            found = None
+            if channel.before_pass is None and all(x.is_batchable for x in channel.recordings):
+                found = retried(self.limit, pull_back_factors, channel, owner, columns)
+            if found is None:
+                found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
             for parameter, block in found:
                 of_parameter = self._accounts[parameter].columns
                 assert of_parameter is not None

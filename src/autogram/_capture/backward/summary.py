@@ -21,8 +21,8 @@ class UseReport:
         rule: The qualified name of the rule that the block is from, or ``None`` for explicit rows
             by vector-Jacobian products, whose cost is not known.
         layout: Where the samples lie in the result, or ``None`` where the batch is one sample.
-        is_derived: Whether the call reads a tensor that is derived from the parameter. Rows are
-            then pulled back to the parameter.
+        is_derived: Whether the call reads a tensor that is derived from the parameter. Factors or
+            rows are then pulled back to the parameter.
     """
 
     function: str

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autogram._capture.forward.calls import first_of, kind_of, results_of
+from autogram._capture.forward.calls import Kind, first_of, kind_of, results_of
 from autogram._capture.forward.changes import run_and_note
 from autogram._capture.forward.checkpoints import (
     Checkpoints,
@@ -206,7 +206,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(decision, RunBody):
             self._statuses.read(results)  # adopts results of calls that were not seen in the body
         if isinstance(decision, NoUse) and not decision.is_batched:
-            self._mark_unbatched(results, decision.origins, is_cast=kind.is_cast)
+            may_read = hooks is None  # what the call saved, which a checkpoint lets happen once
+            self._mark_unbatched(results, decision.origins, kind, may_read=may_read)
             return output
         is_untapped = has_untapped and UNTAPPED in [status for _, status in reads]
         status = UNTAPPED if is_untapped else BATCHED
@@ -219,7 +220,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _mark_unbatched(
-        self, results: Iterable[Tensor], origins: Sequence[Tracked], *, is_cast: bool
+        self, results: Iterable[Tensor], origins: Sequence[Tracked], kind: Kind, *, may_read: bool
     ) -> None:
         """Marks the results of a call that reads tracked tensors and constants, or only constants.
 
@@ -230,7 +231,9 @@ class Recorder(TorchFunctionMode):
                 continue
             if origins:
                 base = None if tensor._base is None else self._statuses.of(tensor._base)
-                self._statuses.set(tensor, track_derived(tensor, origins, base, is_cast=is_cast))
+                derived = track_derived(tensor, origins, base, is_cast=kind.is_cast)
+                derived.is_recorded = derived.is_recorded and may_read
+                self._statuses.set(tensor, derived)
             elif self._statuses.untapped_parameters(tensor) == ({}, False):
                 self._statuses.set(tensor, None)
 

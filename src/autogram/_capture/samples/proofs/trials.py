@@ -23,6 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import in_dense, kind_of_node
 from autogram._capture.autograd.passes import running_pass
+from autogram._capture.limit import is_out_of_memory
 from autogram._capture.samples.proofs.carrying import is_packed
 from autogram._capture.samples.survey import Survey
 
@@ -154,7 +155,9 @@ def _try(
         powers = exponents[numbers // unit % len(exponents)].double().exp2()
         try:
             found = _carry_out(node, cotangent * trial.place.factors(powers, cotangent), given)
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             tell(yes, no)  # under checkpointing, what was saved is read once
             return
         for position, place in trial.inputs:

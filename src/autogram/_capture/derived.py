@@ -1,0 +1,349 @@
+"""Derived tensors: their blocks as blocks of the parameters, with no rows in between.
+
+A weight that is scaled, masked, normed, or a product of two others, is derived by nodes whose
+vector-Jacobian products multiply a cotangent by what the node saved. Each such node gives the
+einsum of a block one more factor, or changes one that is there. A rank that the factors have is
+kept so, and no row is formed for autograd to pull it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autogram._blocks import Adjoint, Block, Columns, Kernels, Region
+from autogram._blocks.kernels.paths import unused_labels
+from autogram._capture.autograd.cotangents import many_vjps
+from autogram._capture.autograd.graph import (
+    VIEWS,
+    explaining_freed_graphs,
+    kind_of_node,
+    nodes_behind,
+)
+from autogram._capture.recording import Channel
+from autogram._capture.samples.proofs.carrying import wrapped
+from autogram._capture.tracked import Tracked
+
+_MOST = 16  # paths from a derived tensor to its parameters
+Pulled = list[tuple[Tensor, Block]]
+
+
+class _Rows(NamedTuple):
+    """Rows for the tensor that a node gave or was given, as an einsum."""
+
+    inputs: tuple[str, ...]
+    operands: tuple[Tensor, ...]
+    labels: tuple[str, ...]
+    """The index of each dimension of the tensor, ``1`` where its size is one."""
+    adjoint: Adjoint | None = None
+
+    @property
+    def equation(self) -> str:
+        """The equation, with a ``1`` for each dimension of size one."""
+        return f"{','.join(self.inputs)}->kb{''.join(self.labels)}"
+
+
+def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> Pulled | None:
+    """Blocks of the parameters of a derived tensor, or ``None`` where its rows are to be formed.
+
+    They are where a node has no formula, and where the Gramian of the tensor's own columns would be
+    computed from rows: these are small then, and several blocks in their place would cost more.
+
+    Args:
+        channel: The channel of the taps.
+        derived: The tensor. It must have been recorded, so that no hook changes a cotangent.
+        columns: All blocks of the tensor.
+    """
+    sources = derived.sources
+    is_plain = all(x.is_leaf and x.device == derived.device for x in sources)
+    if not (derived.is_recorded and is_plain):
+        return None
+    assert derived.edge is not None
+    has_formula = _keeps_few if columns.is_of_rows else _is_known
+    nodes = nodes_behind(derived.edge)
+    if not all(hasattr(node, "variable") or has_formula(node) for node in nodes):
+        return None
+    whole = Region.contiguous(derived.shape)
+    pulled: Pulled = []
+    for region, block in columns.found():
+        if not isinstance(block, Block) or region != whole.canonical:
+            return None
+        labels = ["1"] * len(whole.shape)
+        for dim, label in zip(whole.order, block.parameter, strict=True):
+            labels[dim] = label
+        rows = _Rows(block.inputs, block.operands, tuple(labels), block.adjoint)
+        try:
+            with torch.no_grad(), explaining_freed_graphs():
+                pulled += _pull_back(channel, derived.edge, rows, columns.kernels)
+        except _UnknownError:
+            return None
+    known = {id(x) for x in sources}
+    return [(leaf, block) for leaf, block in pulled if id(leaf) in known]
+
+
+class _UnknownError(Exception):
+    """A formula does not hold for a node."""
+
+
+def _is_known(node: Any) -> bool:
+    """Whether there is a formula for a node."""
+    return kind_of_node(node.__class__).operation in _FORMULAS
+
+
+def _keeps_few(node: Any) -> bool:
+    """Whether a node makes no block dearer: it multiplies by a number or a matrix, or adds up."""
+    operation = kind_of_node(node.__class__).operation
+    if operation not in ("Mul", "Div"):
+        return operation in _CHEAP
+    (first, _), (second, _) = node.next_functions
+    if second is None:
+        return bool(node._saved_other.numel() == 1)
+    return operation == "Mul" and first is None and node._saved_self.numel() == 1
+
+
+def _pull_back(channel: Channel, edge: GradientEdge, rows: _Rows, kernels: Kernels) -> Pulled:
+    """Follows all paths from an edge to leaves."""
+    pulled: Pulled = []
+    pending: list[tuple[Any, int, _Rows]] = [(edge.node, edge.output_nr, rows)]
+    while pending:
+        node, result, rows = pending.pop()
+        if hasattr(node, "variable"):
+            pulled.append((node.variable, Block(rows.equation, rows.operands, rows.adjoint)))
+            continue
+        formula = _FORMULAS[kind_of_node(node.__class__).operation]
+        if result != 0 or len(pulled) + len(pending) > _MOST:
+            raise _UnknownError
+        for position, (following, number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            is_leaf = hasattr(following, "variable")
+            of = following.variable if is_leaf else following._input_metadata[number]
+            if of.dtype.is_complex:
+                raise _UnknownError
+            after, given = GradientEdge(following, number), tuple(of.shape)
+            found = formula(_Step(node, position, after, given, rows, kernels, channel))
+            pending += [(following, number, _narrowed(x, given, kernels)) for x in found]
+    return pulled
+
+
+def _narrowed(rows: _Rows, given: tuple[int, ...], kernels: Kernels) -> _Rows:
+    """Rows for a tensor of another shape, summed over dimensions in which it was broadcast.
+
+    Their sums are computed here, as they are small.
+    """
+    kept = rows.labels[len(rows.labels) - len(given) :]
+    labels = tuple(["1" if n == 1 else x for x, n in zip(kept, given, strict=True)])
+    if not set(rows.labels) - set(labels) - {"1"}:
+        return rows._replace(labels=labels)
+    return _summed(rows._replace(labels=labels), kernels)
+
+
+def _summed(rows: _Rows, kernels: Kernels) -> _Rows:
+    """The same rows, computed."""
+    own = "kb" + "".join(rows.labels).replace("1", "")
+    found = kernels.einsum(f"{','.join(rows.inputs)}->{own}", rows.operands)
+    return _Rows((own,), (found,), rows.labels)
+
+
+def _times(rows: _Rows, factor: Tensor) -> _Rows:
+    """Rows multiplied by a tensor that is broadcast to the one that they are for."""
+    if factor.is_complex() or factor.layout != torch.strided:
+        raise _UnknownError
+    if factor.numel() == 1:
+        return _scaled(rows, factor.view(()))
+    aligned = rows.labels[len(rows.labels) - factor.dim() :]
+    dims = [dim for dim, n in enumerate(factor.shape) if n > 1]
+    labels, factor = [aligned[dim] for dim in dims], factor.squeeze()
+    fitting = [i for i, of in enumerate(rows.inputs) if set(labels) <= set(of)]
+    if not fitting:
+        return _joined(rows, "".join(labels), factor, rows.labels)
+    chosen = min(fitting, key=lambda i: rows.operands[i].numel())
+    of = rows.inputs[chosen]
+    order = sorted(range(len(labels)), key=lambda i: of.index(labels[i]))
+    sizes = [n if x in labels else 1 for x, n in zip(of, rows.operands[chosen].shape, strict=True)]
+    operands = list(rows.operands)
+    operands[chosen] = operands[chosen] * factor.permute(order).reshape(sizes)
+    return _Rows(rows.inputs, tuple(operands), rows.labels)
+
+
+def _scaled(rows: _Rows, factor: Tensor | float) -> _Rows:
+    """Rows times a number: their cotangent is. In float16, small products would be zero."""
+    adjoint, first = rows.adjoint, rows.operands[0]
+    first = (first.float() if first.dtype == torch.float16 else first) * factor
+    if adjoint is not None:
+        adjoint = replace(adjoint, cotangent=adjoint.cotangent * factor)
+    return _Rows(rows.inputs, (first, *rows.operands[1:]), rows.labels, adjoint)
+
+
+def _joined(rows: _Rows, term: str, factor: Tensor, labels: tuple[str, ...]) -> _Rows:
+    """Rows with one more factor, for a tensor with other indices."""
+    return _Rows((*rows.inputs, term), (*rows.operands, factor), labels)
+
+
+class _Step(NamedTuple):
+    """A way through a node, to one of its inputs."""
+
+    node: Any
+    position: int
+    """The number of the input."""
+    following: GradientEdge
+    given: tuple[int, ...]
+    """The shape of the input."""
+    rows: _Rows
+    """Those for the result."""
+    kernels: Kernels
+    channel: Channel
+
+
+# Gives the rows for an input of a node from those for its result.
+_Formula = Callable[[_Step], Iterator[_Rows]]
+
+
+def _mul(at: _Step) -> Iterator[_Rows]:
+    yield _times(at.rows, at.node._saved_self if at.position else at.node._saved_other)
+
+
+def _div(at: _Step) -> Iterator[_Rows]:
+    other = at.node._saved_other
+    factor = -at.node._saved_self / other.square() if at.position else other.reciprocal()
+    yield _times(at.rows, factor)
+
+
+def _plus(at: _Step) -> Iterator[_Rows]:
+    """A sum or a difference, of which one part has a coefficient."""
+    alpha = float(getattr(at.node, "_saved_alpha", 1))
+    each = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0), "Neg": (-1.0,)}
+    factor = each[kind_of_node(at.node.__class__).operation][at.position]
+    yield at.rows if factor == 1 else _scaled(at.rows, factor)
+
+
+def _elementwise(at: _Step) -> Iterator[_Rows]:
+    """A function of one element: its derivative is what comes back for a one."""
+    yield _times(at.rows, _of_ones(at))
+
+
+def _reduction(at: _Step) -> Iterator[_Rows]:
+    """A sum, mean, norm or variance: each element of a result leads to elements of its own."""
+    labels, rank = list(at.rows.labels), len(at.given)
+    if len(labels) < rank:
+        saved = getattr(at.node, "_saved_dim", None) if labels else None
+        dims = [saved] if isinstance(saved, int) else saved
+        for dim in sorted([wrapped(dim, rank) for dim in dims or range(rank)]):
+            labels.insert(dim, "1")
+    if len(labels) != rank:
+        raise _UnknownError
+    unused, pairs = unused_labels(at.rows.equation), zip(labels, at.given, strict=True)
+    own = tuple([next(unused) if x == "1" and n > 1 else x for x, n in pairs])
+    # A sum gives equal numbers to all elements. Only what is summed over needs a factor then.
+    is_equal = kind_of_node(at.node.__class__).operation in ("Sum", "Mean")
+    kept = [d for d, x in enumerate(own) if x != "1" and not (is_equal and x == labels[d])]
+    index = tuple([slice(None) if d in kept else 0 for d in range(rank)])
+    factor = _of_ones(at)[index]
+    if kept:
+        yield _joined(at.rows, "".join([own[d] for d in kept]), factor, own)
+    else:
+        yield _scaled(at.rows._replace(labels=own), factor)
+
+
+def _of_ones(at: _Step) -> Tensor:
+    """What the only input of a node gets for a cotangent of ones."""
+    result = at.node._input_metadata[0]
+    ones = torch.ones((1, *result.shape), dtype=result.dtype, device=result.device)
+    if len(at.node.next_functions) != 1:
+        raise _UnknownError
+    (found,) = many_vjps(at.channel, GradientEdge(at.node, 0), (at.following,), ones)
+    if found is None:
+        raise _UnknownError
+    return found[0]
+
+
+def _t(at: _Step) -> Iterator[_Rows]:
+    yield at.rows._replace(labels=at.rows.labels[::-1])  # of at most two dimensions
+
+
+def _transpose(at: _Step) -> Iterator[_Rows]:
+    labels = list(at.rows.labels)
+    i, j = wrapped(at.node._saved_dim0, len(at.given)), wrapped(at.node._saved_dim1, len(at.given))
+    labels[i], labels[j] = labels[j], labels[i]
+    yield at.rows._replace(labels=tuple(labels))
+
+
+def _view(at: _Step) -> Iterator[_Rows]:
+    """A view that gains or loses dimensions of size one alone."""
+    result = tuple(at.node._input_metadata[0].shape)
+    if [n for n in result if n > 1] != [n for n in at.given if n > 1]:
+        raise _UnknownError
+    others = iter([x for x in at.rows.labels if x != "1"])
+    yield at.rows._replace(labels=tuple(["1" if n == 1 else next(others) for n in at.given]))
+
+
+def _mm(at: _Step) -> Iterator[_Rows]:
+    """A product of two matrices, each of which may have parameters behind it."""
+    other = at.node._saved_self if at.position else at.node._saved_mat2
+    label = next(unused_labels(at.rows.equation))
+    outer, inner = at.rows.labels
+    # The gradient of one matrix is that of the product times the other, along what is summed.
+    known, own = (outer, (label, inner)) if at.position else (inner, (outer, label))
+    if known == "1" or 1 in at.given:
+        raise _UnknownError
+    yield _joined(at.rows, known + label if at.position else label + known, other, own)
+
+
+def _mv(at: _Step) -> Iterator[_Rows]:
+    """A matrix times a constant vector."""
+    if at.position or 1 in at.given:
+        raise _UnknownError
+    label = next(unused_labels(at.rows.equation))
+    yield _joined(at.rows, label, at.node._saved_vec, (*at.rows.labels, label))
+
+
+def _dot(at: _Step) -> Iterator[_Rows]:
+    """The inner product of two vectors."""
+    label = next(unused_labels(at.rows.equation))
+    other = at.node._saved_self if at.position else at.node._saved_other
+    if 1 in at.given or other.is_complex():
+        raise _UnknownError
+    yield _joined(at.rows, label, other, (label,))
+
+
+def _weight_norm(at: _Step) -> Iterator[_Rows]:
+    """W = g v / n, with n the norms of v: dg = (dW . v) / n, dv = (g dW - (dg g / n) v) / n."""
+    g, v, norms = at.node._saved_g, at.node._saved_v, at.node._saved_result1
+    dim = wrapped(at.node._saved_dim, v.dim())
+    labels = tuple(["1" if i != dim else x for i, x in enumerate(at.rows.labels)])
+    of_g = _times(_summed(_times(at.rows, v)._replace(labels=labels), at.kernels), 1 / norms)
+    if at.position:
+        yield of_g
+    else:
+        yield _times(at.rows, g / norms)
+        yield _times(of_g._replace(labels=at.rows.labels), -v * g / norms.square())
+
+
+_ELEMENTWISE = (
+    "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Log Pow Reciprocal Relu Rsqrt Sigmoid Sin Softplus "
+    "Sqrt Tanh"
+)
+_CHEAP = {
+    *(*VIEWS, "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "T", "Transpose"),
+    *("Neg", "Add", "Sub", "Rsub", "Mm"),
+}
+_FORMULAS: dict[str, _Formula] = {
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(("Sum", "Mean", "Var", "Std", "Norm", "LinalgVectorNorm"), _reduction),
+    **dict.fromkeys(("ToCopy", "Clone", "Alias", "Expand"), lambda at: iter([at.rows])),
+    **dict.fromkeys((*VIEWS, "Squeeze", "Unsqueeze"), _view),
+    **dict.fromkeys(("Dot", "Vdot"), _dot),
+    **dict.fromkeys(("Add", "Sub", "Rsub", "Neg"), _plus),
+    "Mul": _mul,
+    "Div": _div,
+    "T": _t,
+    "Transpose": _transpose,
+    "Mm": _mm,
+    "Mv": _mv,
+    "WeightNormInterface": _weight_norm,
+}
