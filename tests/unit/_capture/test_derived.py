@@ -171,6 +171,7 @@ def test_spectral_norms_have_factors(rows: list[object]) -> None:
     assert not rows
 
 
+@pytest.mark.usefixtures("always")
 def test_pruned_weights_have_factors(rows: list[object]) -> None:
     """A mask that is pruned further between two steps is the one of each step."""
     layer = nn.Linear(SIZE, 4)
@@ -275,6 +276,7 @@ def test_weights_that_no_call_has_shown_have_rows(rows: list[object]) -> None:
     assert rows
 
 
+@pytest.mark.usefixtures("always")
 def test_many_paths_have_rows(monkeypatch: pytest.MonkeyPatch, rows: list[object]) -> None:
     """Each sum of two equal tensors doubles the paths."""
 
