@@ -65,8 +65,7 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
         return None
     assert derived.edge is not None
     has_formula = _keeps_few if columns.is_of_rows else _is_known
-    nodes = nodes_behind(derived.edge)
-    if not all(hasattr(node, "variable") or has_formula(node) for node in nodes):
+    if not all(hasattr(x, "variable") or has_formula(x) for x in nodes_behind(derived.edge)):
         return None
     whole = Region.contiguous(derived.shape)
     pulled: Pulled = []
@@ -152,8 +151,7 @@ def _summed(rows: _Rows, kernels: Kernels) -> _Rows:
 
 def _times(rows: _Rows, factor: Tensor) -> _Rows:
     """Rows multiplied by a tensor that is broadcast to the one that they are for."""
-    if factor.is_complex() or factor.layout != torch.strided:
-        raise _UnknownError
+    _check(factor)
     if factor.numel() == 1:
         return _scaled(rows, factor.view(()))
     aligned = rows.labels[len(rows.labels) - factor.dim() :]
@@ -171,17 +169,23 @@ def _times(rows: _Rows, factor: Tensor) -> _Rows:
     return _Rows(rows.inputs, tuple(operands), rows.labels)
 
 
+def _check(factor: Tensor) -> None:
+    """Lets pass what an einsum of real numbers may have."""
+    if factor.is_complex() or factor.layout != torch.strided:
+        raise _UnknownError
+
+
 def _scaled(rows: _Rows, factor: Tensor | float) -> _Rows:
     """Rows times a number: their cotangent is. In float16, small products would be zero."""
     adjoint, first = rows.adjoint, rows.operands[0]
     first = (first.float() if first.dtype == torch.float16 else first) * factor
-    if adjoint is not None:
-        adjoint = replace(adjoint, cotangent=adjoint.cotangent * factor)
+    adjoint = adjoint and replace(adjoint, cotangent=adjoint.cotangent * factor)
     return _Rows(rows.inputs, (first, *rows.operands[1:]), rows.labels, adjoint)
 
 
 def _joined(rows: _Rows, term: str, factor: Tensor, labels: tuple[str, ...]) -> _Rows:
     """Rows with one more factor, for a tensor with other indices."""
+    _check(factor)
     return _Rows((*rows.inputs, term), (*rows.operands, factor), labels)
 
 
@@ -306,7 +310,7 @@ def _dot(at: _Step) -> Iterator[_Rows]:
     """The inner product of two vectors."""
     label = next(unused_labels(at.rows.equation))
     other = at.node._saved_self if at.position else at.node._saved_other
-    if 1 in at.given or other.is_complex():
+    if 1 in at.given:
         raise _UnknownError
     yield _joined(at.rows, label, other, (label,))
 
@@ -324,16 +328,13 @@ def _weight_norm(at: _Step) -> Iterator[_Rows]:
         yield _times(of_g._replace(labels=at.rows.labels), -v * g / norms.square())
 
 
-_ELEMENTWISE = (
-    "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Log Pow Reciprocal Relu Rsqrt Sigmoid Sin Softplus "
-    "Sqrt Tanh"
-)
+_ELEMENTWISE = "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Log Pow Reciprocal Relu Rsqrt Sigmoid Sin"
 _CHEAP = {
     *(*VIEWS, "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "T", "Transpose"),
     *("Neg", "Add", "Sub", "Rsub", "Mm"),
 }
 _FORMULAS: dict[str, _Formula] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys((*_ELEMENTWISE.split(), "Softplus", "Sqrt", "Tanh"), _elementwise),
     **dict.fromkeys(("Sum", "Mean", "Var", "Std", "Norm", "LinalgVectorNorm"), _reduction),
     **dict.fromkeys(("ToCopy", "Clone", "Alias", "Expand"), lambda at: iter([at.rows])),
     **dict.fromkeys((*VIEWS, "Squeeze", "Unsqueeze"), _view),

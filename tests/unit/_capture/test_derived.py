@@ -76,6 +76,7 @@ WITH_ROWS: dict[str, Callable[[Weights], Tensor]] = {
     "powers": lambda w: (w.a.abs() + 1) ** w.column,
     "complex": lambda w: (w.a.to(torch.complex128) * (1 + 2j)).real * w.column,
     "modulus": lambda w: (w.a.to(torch.complex128) * 2).abs(),
+    "sparse": lambda w: w.mask.to_sparse() @ w.a,
     "complex norm": lambda w: w.a / torch.linalg.vector_norm(w.a.to(torch.complex128)),
     "parts": lambda w: torch.cat([x * 2 for x in w.a.split(3)]),
 }
@@ -221,7 +222,7 @@ def test_a_weight_of_a_loop_has_a_block_of_each_step() -> None:
     assert_steps(Loop(FACTORED["learned column"]), 5, 4, SIZE)
 
 
-def test_a_scaled_table_that_is_tied_has_rows() -> None:
+def test_a_scaled_table_that_is_tied_has_rows(rows: list[object]) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -234,6 +235,7 @@ def test_a_scaled_table_that_is_tied_has_rows() -> None:
     engine = Engine(model)
     for _ in range(3):
         assert_exact(engine, losses(model, torch.randint(7, (5, 3))), model)
+    assert rows
 
 
 @pytest.mark.usefixtures("always")
