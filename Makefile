@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit slow emulated compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow emulated programs compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -52,6 +52,10 @@ emulated: $(VENV)/.test  ## Run the tests of models and rules with what a GPU co
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.emulated --numprocesses $(JOBS) --dist worksteal \
 		-m "not slow" --deselect tests/unit/test_docstrings.py tests/unit/models tests/unit/rules \
 		tests/unit/integrations tests/unit/test_[a-j]*.py $(PYTEST_ARGS)
+
+programs: $(VENV)/.test  ## Run the unit tests with programs from the first step on, where others need many
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.programs --numprocesses $(JOBS) \
+		--dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for those of the zoo
 	AUTOGRAM_TEST_INNER=inductor OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) \

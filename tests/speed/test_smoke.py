@@ -154,9 +154,9 @@ def test_no_more_objects_live_than_did() -> None:
 # Functions of the library, and calls of them: what Python costs in each step, on every machine.
 MOST_VISITED = {
     "F.linear": (13, 16),
-    "one cotangent": (25, 114),
-    "compute_gramian": (108, 281),
-    "one large cotangent": (60, 246),
+    "one cotangent": (24, 93),
+    "compute_gramian": (108, 227),
+    "one large cotangent": (27, 81),
 }
 
 

@@ -19,6 +19,7 @@ import autogram
 from autogram import Engine
 
 _PACKAGE = str(Path(autogram.__file__).parent)
+_STEPS = 20  # behind the first, in which programs are written down
 Visits = Counter[tuple[str, str]]
 
 
@@ -84,14 +85,14 @@ def look() -> dict[str, Visits]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), watched, nn.Linear(8, 8))
     engine = Engine(model, verify="never")
     found: dict[str, Visits] = {}
-    for name, within in (("compute_gramian", ""), ("one cotangent", "_Tap.backward")) * 4:
+    for name, within in (("compute_gramian", ""), ("one cotangent", "_Tap.backward")) * _STEPS:
         losses = model(torch.randn(16, 8)).square().sum(1)
         with visits(within) as found[name]:
             engine.compute_gramian(losses)
     found["F.linear"] = watched.found
     wide = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())])
     engine = Engine(wide, verify="never")
-    for _ in range(4):  # with factors that are too large for a bundle
+    for _ in range(_STEPS):  # with factors that are too large for a bundle
         losses = wide(torch.randn(16, 32, 64)).square().mean((1, 2))
         with visits("_Tap.backward") as found["one large cotangent"]:
             engine.compute_gramian(losses)

@@ -4,13 +4,14 @@ from autogram._blocks.block import Adjoint, Block, block_of_equation, joined, ro
 from autogram._blocks.bundle import (
     Bundles,
     bundled,
+    form_in_bundle,
     gram_of_bundle,
     in_places,
     side_by_side,
     weighted_sums,
 )
 from autogram._blocks.columns import Columns, Keep, Room
-from autogram._blocks.kernels import Arena, Devices, Kernels, Limit
+from autogram._blocks.kernels import Arena, Devices, Kernels, Limit, Memory
 from autogram._blocks.layout import (
     Folded,
     Layout,
@@ -26,10 +27,19 @@ from autogram._blocks.layout import (
 from autogram._blocks.lookup import Factors, Lookup, block_of
 from autogram._blocks.plan import cost_of_products, cost_of_rows
 from autogram._blocks.products import largest_result
+from autogram._blocks.programs import (
+    QUESTIONS,
+    Program,
+    are_plain,
+    forms,
+    settings_now,
+    written_down,
+)
 from autogram._blocks.region import Region
 from autogram._blocks.sketch import Projection, projected
 
 __all__ = [
+    "QUESTIONS",
     "Adjoint",
     "Arena",
     "Block",
@@ -43,8 +53,10 @@ __all__ = [
     "Layout",
     "Limit",
     "Lookup",
+    "Memory",
     "Partial",
     "Placement",
+    "Program",
     "Projection",
     "Region",
     "Room",
@@ -52,12 +64,15 @@ __all__ = [
     "Scattered",
     "Subset",
     "agree",
+    "are_plain",
     "block_of",
     "block_of_equation",
     "bundled",
     "candidates",
     "cost_of_products",
     "cost_of_rows",
+    "form_in_bundle",
+    "forms",
     "gram_of_bundle",
     "in_places",
     "joined",
@@ -65,6 +80,8 @@ __all__ = [
     "pieces",
     "projected",
     "rows_block",
+    "settings_now",
     "side_by_side",
     "weighted_sums",
+    "written_down",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from autogram._blocks.columns import Columns
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
+from autogram._blocks.programs import Program, are_plain, forms, settings_now, written_down
 from autogram._blocks.region import Region, from_storage
 
 # The most elements of a bundle, whose factors stay in memory until the bundle is contracted.
@@ -47,21 +49,28 @@ class Bundles:
         ready: list[list[Columns]] = []
         for columns, block in zip(found, blocks, strict=True):
             kernels = columns.kernels
-            if block is None or block.adjoint is not None or (n := block.elements) > kernels.tiny:
+            if block is None or block.adjoint is not None or block.elements > kernels.tiny:
                 ready.append([columns])  # the contraction takes longer than the calls
-                continue
-            form = block.form("")
-            bundle = self._open.setdefault(form, [])
-            bundle.append(columns)
-            elements = len(bundle) * (n + prod(columns.parameter.shape))
-            if elements > min(_FULL, kernels.limit.elements):
-                ready.append(self._open.pop(form))
+            elif bundle := self.put(columns, *form_in_bundle(columns, block)):
+                ready.append(bundle)
         return ready
+
+    def put(self, columns: Columns, form: Hashable, elements: int) -> list[Columns] | None:
+        """Lets tiny columns wait for others of their form, or returns all if they are enough."""
+        bundle = self._open.setdefault(form, [])
+        bundle.append(columns)
+        is_full = len(bundle) * elements > min(_FULL, columns.kernels.limit.elements)
+        return self._open.pop(form) if is_full else None
 
     def rest(self) -> Iterator[list[Columns]]:
         """The bundles that still wait."""
         while self._open:
             yield self._open.popitem()[1]
+
+
+def form_in_bundle(columns: Columns, block: Block) -> tuple[Hashable, int]:
+    """The form of columns that have one block, and how many elements they add to a bundle."""
+    return block.form(""), block.elements + prod(columns.parameter.shape)
 
 
 def bundled(found: Iterable[Columns]) -> Iterator[list[Columns]]:
@@ -92,14 +101,42 @@ def weighted_sums(
     parameters = {id(columns): parameter for parameter, columns in found.items()}
     # One tensor for all parameters, which is new: kernels may compute something from it once.
     stack = weights.view(weights.shape) if weights.dim() == 3 else weights.unsqueeze(0)
+    settings = settings_now()
     for bundle in bundled(found.values()):
         moved = stack.to(parameters[id(bundle[0])].device)
         sums: Sequence[Tensor | None] = (
-            [bundle[0].weighted_sum(moved)] if len(bundle) == 1 else _sums_of(bundle, moved)
+            [_sum_of(bundle[0], moved, settings)] if len(bundle) == 1 else _sums_of(bundle, moved)
         )
         totals = [x if x is None or weights.dim() == 3 else x[0] for x in sums]
         owned = _owned(totals, [columns.parameter for columns in bundle])
         yield from zip([parameters[id(columns)] for columns in bundle], owned, strict=True)
+
+
+def _sum_of(columns: Columns, weights: Tensor, settings: Hashable) -> Tensor | None:
+    """The weighted sum of one parameter, by a program where there is one."""
+    found, kernels = columns.found(), columns.kernels
+    if not found or any(isinstance(x, Block) and x.adjoint is not None for _, x in found):
+        return columns.weighted_sum(weights)
+    of_rows = {x.operands[0].dtype for _, x in found if isinstance(x, Block) and x.is_rows}
+    tensors = [weights, *(x for dtype in of_rows for x in kernels.shared(weights, dtype))]
+    tensors += [y for _, x in found for y in x.operands]
+    programs = kernels.programs
+    equations = tuple([(region, x.equation) for region, x in found])
+    options = columns.parameter, kernels.limit.elements, settings
+    key = "weighted sum", equations, forms(tensors), options
+    program: Program | Literal[False] | None = programs.get(key)
+    if program:
+        return program(None, tensors)[0]
+    if program is False or not are_plain(tensors) or not programs.is_due(key):
+        return columns.weighted_sum(weights)
+    total, program = written_down(
+        lambda *_: columns.weighted_sum(weights),
+        lambda total: () if total is None else (total,),
+        None,
+        tensors,
+    )
+    programs.keep(key, program or False)
+    return total
 
 
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
@@ -127,7 +164,8 @@ def _owned(
             continue
         strides, storage = _strides(total, parameter), total.untyped_storage()
         is_shared = storage.nbytes() > total.nbytes or storage._cdata in taken
-        is_shared |= hasattr(total, "__tensor_flatten__")  # made of others: its storage is empty
+        # A tensor that is made of others has an empty storage.
+        is_shared |= type(total) is not Tensor and hasattr(total, "__tensor_flatten__")
         if is_shared or total.stride() != strides:
             originals.append(total)
             total = total.new_empty_strided(total.shape, strides)
@@ -135,7 +173,7 @@ def _owned(
         else:
             taken.add(storage._cdata)
             if total._base is not None:
-                total = total.new_empty(0).set_(storage, 0, total.shape, strides)
+                total = total.data  # the same memory, and no view
         found.append(total)
     if copies:
         torch._foreach_copy_(copies, originals)  # on a GPU, in one launch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import chain, combinations
 from typing import Literal
@@ -245,14 +245,11 @@ class Columns:
             some.add(region, block.at(samples))
         return some
 
-    def found(self) -> Iterator[Factors]:
+    def found(self) -> list[Factors]:
         """Everything that was added, of all samples, and the region that it covers."""
         self._prepare()
-        for region, blocks in self._blocks.items():
-            for block in blocks:
-                yield region, block
-        for lookup in self._lookups:
-            yield self._whole, lookup
+        found: list[Factors] = [(region, x) for region, of in self._blocks.items() for x in of]
+        return [*found, *[(self._whole, x) for x in self._lookups]] if self._lookups else found
 
     def dense(self) -> Tensor:
         """The explicit rows, ``(k, b, elements)`` in the order of the parameter's storage."""
@@ -275,6 +272,7 @@ class Columns:
         """Columns from what :meth:`found` gave elsewhere: another process may have sent it."""
         columns = cls(parameter, kernels)
         for region, block in found:
+            block.check()
             if isinstance(block, Block):
                 columns._blocks.setdefault(region, []).append(block)
             else:

@@ -88,16 +88,21 @@ def product(
     Raises:
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
-    formula = formula_of(equation, dims)
-    if prepare or groups or scale != 1:
-        blocks = partial(_einsum, equation, formula.dims, prepare, scale)
-        formula = Formula(formula.dims, blocks, groups)
-    return Recipe((operand,), formula, saved, output)
+    # A cache may keep no function of the user's, and nothing of a compiler's.
+    is_kept = prepare is None and are_numbers(groups, scale)
+    make = formula_of if is_kept else formula_of.__wrapped__
+    return Recipe((operand,), make(equation, dims, prepare, groups, scale), saved, output)
 
 
 @lru_cache(maxsize=4096)
-def formula_of(equation: str, dims: str | None = None) -> Formula:
-    """The formula of a product of the cotangent and the saved tensors, if the equation is valid."""
+def formula_of(
+    equation: str,
+    dims: str | None = None,
+    prepare: Prepare | None = None,
+    groups: int | None = None,
+    scale: float = 1,
+) -> Formula:
+    """The formula of a product, as :func:`product` describes it, if the equation is valid."""
     inputs, output = equation.split("->")
     if set("kb") & set(equation) or not set(output) - {"1"} <= set(inputs):
         raise RuleError(
@@ -106,7 +111,15 @@ def formula_of(equation: str, dims: str | None = None) -> Formula:
             "Pass other letters."
         )
     dims = dims or inputs.split(",")[0]
-    return Formula(dims, partial(_einsum, equation, dims, None, 1))
+    return Formula(dims, partial(_einsum, equation, dims, prepare, scale), groups)
+
+
+def are_numbers(*values: float | None) -> bool:
+    """Whether some values are numbers, and not sizes that a compiler leaves open.
+
+    Those are equal to numbers, so that a cache would give them to others.
+    """
+    return all(type(x) in (int, float, type(None)) for x in values)
 
 
 def _einsum(

@@ -65,8 +65,7 @@ def bilinear(
 @register_rule(*variants("matmul", "mm", "bmm"))
 def matmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
     """Both sides of a matrix product, with batches broadcast."""
-    output, left, right = _matmul_labels(input.dim(), other.dim())
-    return multilinear(output, (input, left), (other, right))
+    return _of_product(input, other)
 
 
 @register_rule(torch.Tensor.__rmatmul__)
@@ -80,8 +79,7 @@ def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Recipe] | None:
     """``beta * input + alpha * mat1 @ mat2``."""
-    output, left, right = _matmul_labels(mat1.dim(), mat2.dim())
-    recipes = multilinear(output, (mat1, left), (mat2, right), scale=alpha)
+    recipes = _of_product(mat1, mat2, alpha)
     shape = (*mat1.shape[:-1], mat2.shape[-1])
     return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
 
@@ -131,6 +129,19 @@ def _by_group(
     of_input = gathered.split(input, 0).unflatten(0, (samples, groups))
     of_cotangent = gathered.split(cotangent, 1).unflatten(1, (samples, groups))
     return (Block("kbeto,beti->kbeio", (of_cotangent, of_input)),)
+
+
+def _of_product(left: Tensor, right: Tensor, scale: float = 1) -> list[Recipe] | None:
+    """Recipes of both sides of a matrix product, times a number."""
+    if left.dim() != 2 or right.dim() != 2:
+        output, of_left, of_right = _matmul_labels(left.dim(), right.dim())
+        return multilinear(output, (left, of_left), (right, of_right), scale=scale)
+    recipes = []  # of matrices: nothing is broadcast
+    if left.requires_grad:
+        recipes.append(product(left, "op,ip->oi", right, scale=scale))
+    if right.requires_grad:
+        recipes.append(product(right, "op,oi->ip", left, scale=scale))
+    return recipes
 
 
 @lru_cache

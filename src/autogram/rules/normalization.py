@@ -11,8 +11,8 @@ recording the calls inside of a Python function takes longer than recording the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import compress
+from functools import lru_cache, partial
+from itertools import chain, compress
 from math import prod
 from typing import Any
 
@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autogram._blocks import Block, Layout, block_of_equation, joined, rows_block
-from autogram.rules._recipe import Formula, Recipe, positions, product, promoted
+from autogram.rules._recipe import (
+    Formula,
+    Recipe,
+    are_numbers,
+    formula_of,
+    positions,
+    product,
+    promoted,
+)
 from autogram.rules._registry import register_rule
 
 
@@ -103,10 +111,19 @@ def batch_norm(
     """Weight and bias per channel, with statistics of the batch or running ones."""
     channel = positions(2)[1]
     if training or running_mean is None or running_var is None:
-        return _affine(input, weight, bias, channel, partial(_by_batch, eps))
+        return _affine(input, weight, bias, channel, partial(_by_batch, eps=eps))
     # Copies, because the next forward pass in training mode changes the statistics in place.
     statistics = (running_mean.clone(), running_var.clone())
-    return _affine(input, weight, bias, channel, partial(_standardize, eps), *statistics)
+    return _affine(input, weight, bias, channel, partial(_standardize, eps=eps), *statistics)
+
+
+@lru_cache(maxsize=4096)
+def _of_weight(
+    output: str, target: str, normalize: Callable[..., Tensor], options: tuple[Any, ...]
+) -> Formula:
+    """The formula of a weight: the cotangent times x^."""
+    prepare = partial(_normalized, partial(normalize, **dict(options)))
+    return formula_of.__wrapped__(f"{output},{output}->{target}", prepare=prepare)
 
 
 def _affine(
@@ -114,15 +131,21 @@ def _affine(
     weight: Tensor | None,
     bias: Tensor | None,
     target: str,
-    normalize: Callable[..., Tensor],
+    normalize: partial[Tensor],
     *statistics: Tensor,
 ) -> list[Recipe]:
-    """Recipes of a weight and a bias with the indices ``target``."""
+    """Recipes of a weight and a bias with the indices ``target``.
+
+    The options of ``normalize`` are numbers, and tuples of numbers.
+    """
     output = positions(input.dim())
     recipes = []
     if weight is not None and weight.requires_grad:
-        equation, prepare = f"{output},{output}->{target}", partial(_normalized, normalize)
-        recipes.append(product(weight, equation, input, *statistics, prepare=prepare))
+        options = tuple(normalize.keywords.items())
+        each = [x if isinstance(x, tuple) else (x,) for _, x in options]
+        make = _of_weight if are_numbers(*chain(*each)) else _of_weight.__wrapped__
+        formula = make(output, target, normalize.func, options)
+        recipes.append(Recipe((weight,), formula, (input, *statistics)))
     if bias is not None and bias.requires_grad:
         recipes.append(product(bias, f"{output}->{target}"))
     return recipes
@@ -135,14 +158,14 @@ def _normalized(
     return cotangent, normalize(*promoted(*saved))
 
 
-def _by_batch(eps: float, input: Tensor) -> Tensor:
+def _by_batch(input: Tensor, *, eps: float) -> Tensor:
     """x^ with statistics of the batch, also where that is a single value for each channel."""
     # `F.batch_norm` refuses a single value, which `torch.batch_norm` takes.
     is_enabled = torch.backends.cudnn.enabled
     return torch.batch_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
 
 
-def _standardize(eps: float, input: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def _standardize(input: Tensor, mean: Tensor, variance: Tensor, *, eps: float) -> Tensor:
     """x^ with given statistics of each channel."""
     shape = (1, -1) + (1,) * (input.dim() - 2)
     return (input - mean.view(shape)) * torch.rsqrt(variance + eps).view(shape)

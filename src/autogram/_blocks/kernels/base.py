@@ -14,6 +14,7 @@ from typing_extensions import override
 from autogram._blocks.kernels.contraction import Hardware, carry_out
 from autogram._blocks.kernels.paths import Prices, weighted
 from autogram._blocks.kernels.workspace import Memory
+from autogram._blocks.programs.known import Programs
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Kernels(Hardware):
 
     Args:
         limit: The number of elements that one intermediate result may have.
+        programs: Calls that were chosen before.
 
     Attributes:
         tiny: Blocks with at most this many elements are bundled: copying them costs less than the
@@ -43,8 +45,9 @@ class Kernels(Hardware):
 
     tiny = 2**17
 
-    def __init__(self, limit: Limit) -> None:
+    def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
         self.limit = limit
+        self.programs = programs or Programs()
 
     def most_elements(self, dtype: torch.dtype) -> int:
         """How many elements one intermediate result should have."""
@@ -161,6 +164,11 @@ class Kernels(Hardware):
         """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``."""
         return self.einsum(weighted(equation), (weights, *operands))
 
+    def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What sums of rows in a dtype compute from the weights once for all parameters."""
+        del weights, dtype
+        return ()
+
     def square_norms(self, rows: Tensor) -> Tensor:
         """The squared norm of each of some rows ``(m, n)``, in one read."""
         dtype = self.accumulating(rows.dtype)
@@ -169,7 +177,7 @@ class Kernels(Hardware):
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``."""
-        return left @ right.mT
+        return torch.mm(left, right.mT)
 
     def gram(self, rows: Tensor) -> Tensor:
         """Rows ``(m, n)`` times themselves, ``(m, m)``."""

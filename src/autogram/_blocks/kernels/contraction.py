@@ -24,9 +24,11 @@ class Hardware:
 
     Attributes:
         is_traced: Whether a compiler takes the operations, and may choose other strides.
+        has_workspace: Whether scratch memory is used again, which is faster than fresh memory.
     """
 
     is_traced = False
+    has_workspace = False
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
@@ -151,11 +153,14 @@ def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) 
     if kind == "other":
         return lambda hardware, operands, _memory: hardware.other_product(equation, operands)
     summed, order = _sum(*equation.split("->"))
-    if summed:
-        return lambda hardware, operands, _memory: hardware.total(operands[0], summed).permute(
-            order
-        )
-    return lambda _hardware, operands, _memory: operands[0].permute(order)
+    is_in_order = order == tuple(range(len(order)))
+
+    def contract(hardware: Hardware, operands: Sequence[Tensor], _memory: Memory | None) -> Tensor:
+        """The sum, in the order of the output."""
+        found = hardware.total(operands[0], summed) if summed else operands[0]
+        return found if is_in_order else found.permute(order)
+
+    return contract
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
@@ -215,11 +220,13 @@ def _elementwise(
         for tensor, labels in zip(operands, terms, strict=True)
     )
     summed, order = _sum(product, output)
+    is_in_order = order == tuple(range(len(order)))
 
     def contract(hardware: Hardware, operands: Sequence[Tensor], _memory: Memory | None) -> Tensor:
         """The product, summed."""
         x, y = first(hardware, operands[0], "first"), second(hardware, operands[1], "second")
-        return hardware.product_sum(x, y, summed).permute(order)
+        found = hardware.product_sum(x, y, summed)
+        return found if is_in_order else found.permute(order)
 
     return contract
 

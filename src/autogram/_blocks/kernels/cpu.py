@@ -11,6 +11,8 @@ from torch import Tensor
 from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.workspace import Purpose, Workspace
+from autogram._blocks.programs.known import Programs
+from autogram._blocks.programs.program import as_one_call
 
 # Bytes of one piece of rows, or of a copy of a factor. Larger results are written piece by piece
 # into the same memory: of the sizes from 8 to 128 MiB, the smallest that was as fast as the best.
@@ -50,9 +52,10 @@ class CpuKernels(Kernels):
     """
 
     tiny = 2**13
+    has_workspace = True
 
-    def __init__(self, limit: Limit) -> None:
-        super().__init__(limit)
+    def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
+        super().__init__(limit, programs)
         self.workspace = Workspace()
 
     def most_elements(self, dtype: torch.dtype) -> int:
@@ -66,6 +69,10 @@ class CpuKernels(Kernels):
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """Memory of this thread, unless it would be larger than a piece."""
+        return as_one_call(self._scratch, shape, like, purpose)
+
+    def _scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose) -> Tensor:
+        """The same, when it is needed."""
         if prod(shape) * like.dtype.itemsize > _PIECE:
             return like.new_empty(shape)
         return self.workspace.scratch(shape, like, purpose)

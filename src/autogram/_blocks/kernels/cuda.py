@@ -19,6 +19,7 @@ from autogram._blocks.kernels.base import Kernels, Limit, distinct_or_repeated
 from autogram._blocks.kernels.contraction import carry_out
 from autogram._blocks.kernels.paths import Prices, unused_labels
 from autogram._blocks.kernels.workspace import Memory
+from autogram._blocks.programs.known import Programs
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -58,8 +59,8 @@ class CudaKernels(Kernels):
 
     tiny = 2**20  # copying so many elements takes a quarter of a launch
 
-    def __init__(self, limit: Limit) -> None:
-        super().__init__(limit)
+    def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
+        super().__init__(limit, programs)
         self._halves: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
 
     @override
@@ -179,6 +180,10 @@ class CudaKernels(Kernels):
         terms = ",".join([s + cotangent, *rest])
         return self.einsum(f"{terms}->{s}{output[2:]}", (weighed, *operands[1:]))
 
+    @override
+    def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self._in_halves(weights, dtype) if dtype in _HALVES else ()
+
     def _weighted_rows(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
         """Sums of rows in half precision, of which no wider copy is made."""
         both, scale = self._in_halves(weights, operands[0].dtype)
@@ -206,9 +211,9 @@ class CudaKernels(Kernels):
         """The product of two matrices, or of two batches of them, in at least float32."""
         if x.dtype != y.dtype or (x.dtype in _HALVES and not _can_accumulate(x.device, x.dtype)):
             dtype = self.accumulating(x.dtype, y.dtype)
-            return x.to(dtype) @ y.to(dtype)
+            x, y = x.to(dtype), y.to(dtype)
         if x.dtype not in _HALVES:
-            return x @ y
+            return (torch.mm if x.dim() == 2 else torch.bmm)(x, y)
         return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out_dtype=torch.float32)
 
     def _parts(self, rows: Tensor) -> int:

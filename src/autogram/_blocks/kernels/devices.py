@@ -11,6 +11,7 @@ from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.traced import TracedCpuKernels, TracedCudaKernels, TracedKernels
 from autogram._blocks.kernels.workspace import Arena, Workspace
+from autogram._blocks.programs.known import Programs
 
 
 class Devices:
@@ -22,13 +23,16 @@ class Devices:
 
     Attributes:
         limit: The same object.
+        programs: Calls that were chosen before.
     """
 
     def __init__(self, limit: Limit, *, is_traced: bool = False) -> None:
         self.limit = limit
-        self._cpu = (TracedCpuKernels if is_traced else CpuKernels)(limit)
-        self.cuda = (TracedCudaKernels if is_traced else CudaKernels)(limit)
-        self._other = (TracedKernels if is_traced else Kernels)(limit)
+        self.programs = Programs()
+        own = limit, self.programs
+        self._cpu = (TracedCpuKernels if is_traced else CpuKernels)(*own)
+        self.cuda = (TracedCudaKernels if is_traced else CudaKernels)(*own)
+        self._other = (TracedKernels if is_traced else Kernels)(*own)
 
     def on(self, device: torch.device | str) -> Kernels:
         """The kernels for a device."""

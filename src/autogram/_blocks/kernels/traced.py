@@ -22,6 +22,7 @@ class TracedKernels(Kernels):
     """
 
     is_traced = True
+    has_workspace = False
 
     room = Kernels.room
     most_elements = Kernels.most_elements

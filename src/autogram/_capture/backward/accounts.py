@@ -1,15 +1,22 @@
-"""Accounts: the blocks that have arrived, for each parameter and each derived tensor."""
+"""Accounts: what has arrived, for each parameter, each derived tensor, and the Gramian."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Region
 from autogram._capture.backward.run import Run
 from autogram._capture.tracked import Tracked
+from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError
+
+# Small parts of the Gramian are added up together, and larger ones as they come.
+_MOST_IN_PARTS = 2**17
 
 
 @dataclass(eq=False, slots=True)
@@ -25,22 +32,52 @@ class Account:
     """Whether a use has arrived, also without a cotangent."""
 
 
-@dataclass(eq=False)
 class Accounts(dict["Tensor | Tracked", Account]):
     """The accounts of parameters and derived tensors, opened when first asked for.
 
     A region of a parameter has the account of the parameter.
+
+    Args:
+        run: The run.
+        uses: The uses that are expected to arrive.
     """
 
-    run: Run
+    def __init__(self, run: Run, uses: Iterable[Use]) -> None:
+        super().__init__()
+        self._run = run
+        self._expected = Counter[Tensor | Tracked]()
+        derived: set[Tracked] = set()
+        for use in uses:
+            for tracked in use.reads:
+                if tracked.region is None:
+                    derived.add(tracked)
+                    self._expected[tracked] += 1
+                else:
+                    self._expected[tracked.sources[0]] += 1
+        for tracked in derived:
+            self._expected.update(tracked.sources)
+
+    def read_by(self, use: Use) -> list[Tensor] | None:
+        """The parameters that a use reads, if nothing else does, and each is where it was then."""
+        counts: dict[Tensor, int] = {}
+        for tracked in use.reads:
+            place, parameter = tracked.place, tracked.sources[0]
+            if tracked.region is None or place is None or parameter in self:
+                return None
+            now = parameter.storage_offset(), parameter.shape, parameter.stride()
+            if (place.offset, place.shape, place.strides) != now:
+                return None
+            counts[parameter] = counts.get(parameter, 0) + 1
+        expected = self._expected
+        is_alone = all(expected[parameter] == n for parameter, n in counts.items())
+        return list(counts) if is_alone else None
 
     def __missing__(self, owner: Tensor | Tracked) -> Account:
         if isinstance(owner, Tracked) and owner.region is not None:
             (parameter,) = owner.sources
             account = self[owner] = self[parameter]
-            assert account.columns is not None
-            if owner.place not in (None, account.columns.parameter):
-                name = self.run.channel.parameters([parameter]).get(parameter)
+            if account.columns is not None and owner.place not in (None, account.columns.parameter):
+                name = self._run.channel.parameters([parameter]).get(parameter)
                 # The region tells where the elements were.
                 raise UnsupportedError(
                     f"`{name}` was moved in memory after the forward pass, into another memory "
@@ -49,10 +86,41 @@ class Accounts(dict["Tensor | Tracked", Account]):
                 )
             return account
         if isinstance(owner, Tracked):
-            region, device = Region.contiguous(owner.shape), owner.device
-            for parameter in owner.sources:
-                self[parameter].expected += 1
+            region = Region.contiguous(owner.shape)
         else:
-            region, device = Region.of_parameter(owner), owner.device
-        account = self[owner] = Account(owner, Columns(region, self.run.devices.on(device)))
+            region = Region.of_parameter(owner)
+        columns = Columns(region, self._run.devices.on(owner.device))
+        account = self[owner] = Account(owner, columns, self._expected[owner])
         return account
+
+
+class Sum:
+    """The sum of parts of the Gramian.
+
+    Args:
+        m: How many rows the Gramian has.
+    """
+
+    def __init__(self, m: int) -> None:
+        self._m = m
+        self._parts: list[Tensor] = []
+
+    def add(self, part: Tensor | None) -> None:
+        """Adds a part, ``(m, m)`` or ``(k, b, k, b)``; ``None`` where it is zero."""
+        if part is None:
+            return
+        parts, flat = self._parts, part if part.dim() == 2 else part.reshape(self._m, self._m)
+        parts.append(flat.to(parts[0].device) if parts else flat)
+        if len(parts) * flat.numel() > _MOST_IN_PARTS:
+            self._parts = [_together(parts)]
+
+    def total(self) -> Tensor | None:
+        """The sum, ``(m, m)``, or ``None`` if there are no parts."""
+        return _together(self._parts) if self._parts else None
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of some tensors of one shape."""
+    if len(parts) > 2:
+        return torch.stack(tuple(parts)).sum(0)
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -18,20 +18,19 @@ from autogram._blocks import (
     Region,
     gram_of_bundle,
     pieces,
+    settings_now,
 )
+from autogram._capture.alone import Conditions, contract_alone
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.backward.accounts import Account, Accounts
+from autogram._capture.backward.accounts import Account, Accounts, Sum
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.derived import pull_back_factors
 from autogram._capture.limit import retried
 from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import Use, pull_back
+from autogram._capture.uses import RuleUse, Use, pull_back
 from autogram._errors import NotConnectedError
-
-# Small parts of the Gramian are added up together, and larger ones as they come.
-_MOST_IN_PARTS = 2**17
 
 # Parameters, with all of their columns.
 Complete = list[tuple[Tensor, Columns]]
@@ -71,22 +70,27 @@ class Assembly:
     def __init__(self, run: Run, search: Search | None, *, is_by_use: bool = True) -> None:
         self._run, self._search = run, search
         self.limit, self.form = run.devices.limit, run.form
-        self._accounts = Accounts(run)
+        self._accounts = Accounts(run, run.survey.uses if is_by_use else ())
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
         self._rooms: dict[torch.device, int] = {}  # for such rows, when the pass began to keep any
         self._bundles = Bundles()
-        self._parts: list[Tensor] = []  # of the Gramian
-        for use in run.survey.uses if is_by_use else ():
-            for tracked in use.reads:
-                self._accounts[tracked].expected += 1
+        self._gramian = Sum(run.objectives.losses.numel())
         self._is_complete = not run.survey.may_hide_taps
+        listener = None if run.form is None else run.channel.listener
+        others = (run.check, run.summary, run.sink, listener)
+        # Whether nothing but the Gramian and what a fused step keeps is asked for.
+        self._is_bare = run.is_summed and self._is_complete and search is not None
+        self._is_bare &= all(other is None for other in others)
         run.unseen.clear()
         for listener in (run.check, run.summary, run.sink, run.channel.listener):
             if listener is not None:
                 listener.restart(run.objectives)
+        memory = None
         if run.arena is not None:
             run.arena.restart()
+            memory = run.arena.take
+        self._conditions = Conditions(run.devices, run.form, memory, settings_now())
         has_tail = is_by_use and run.survey.leaves_of_tail
         tail = use_in_tail(run.survey) if has_tail else None
         self._has_arrivals = tail is not None
@@ -98,6 +102,8 @@ class Assembly:
         self._has_arrivals = True
         if cotangent.numel():  # else it is of no sample, or of no position
             layout = self._search.layout(use, cotangent) if self._search else None
+            if isinstance(layout, Folded) and self._contract_alone(use, layout, saved, cotangent):
+                return
             if layout is not None or self._search is None:
                 self._add(use, layout, saved, cotangent)
                 if not self._is_complete and self._run.channel.before_pass is not None:
@@ -110,12 +116,7 @@ class Assembly:
         A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
         other uses of what they read are among them.
         """
-        run = self._run
-        listener = None if run.form is None else run.channel.listener
-        others = (run.check, run.summary, run.sink, listener)
-        if self._search is None or not (run.is_summed and self._is_complete):
-            return {}
-        if run.objectives.per_sample > 1 or any(other is not None for other in others):
+        if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
         layouts = {use: self._search.known(use) for use in uses}
         reads = {
@@ -158,7 +159,7 @@ class Assembly:
             kernels = self._run.devices.on(parameter.device)
             self._columns[parameter] = Columns.of(Region.of_parameter(parameter), kernels, factors)
         self._taken += taken
-        self._add_up(gramian)
+        self._gramian.add(gramian)
 
     def take_rows(self, parameter: Tensor, rows: Block) -> None:
         """Takes all rows of a parameter, of a pass that shows no use."""
@@ -186,14 +187,13 @@ class Assembly:
         if not run.is_summed:
             return
         for bundle in self._bundles.rest():
-            self._add_up(retried(self.limit, gram_of_bundle, bundle))
+            self._gramian.add(retried(self.limit, gram_of_bundle, bundle))
         losses = run.objectives.losses
-        m = losses.numel()
-        if self._parts:
-            total = _sum(self._parts)
-        else:
-            total = losses.new_zeros(m, m, dtype=torch.promote_types(losses.dtype, torch.float32))
-        run.gramian = run.objectives.in_order(total.reshape(m, m), 0, 1)
+        total = self._gramian.total()
+        if total is None:
+            dtype = torch.promote_types(losses.dtype, torch.float32)
+            total = losses.new_zeros(losses.numel(), losses.numel(), dtype=dtype)
+        run.gramian = run.objectives.in_order(total, 0, 1)
 
     def _add(
         self, use: Use, layout: Placement | None, saved: tuple[Tensor, ...], cotangent: Tensor
@@ -216,6 +216,30 @@ class Assembly:
                 account.is_reached = True
                 assert account.columns is not None
                 account.columns.add(region, block, subset)
+
+    def _contract_alone(
+        self, use: Use, layout: Folded, saved: tuple[Tensor, ...], cotangent: Tensor
+    ) -> bool:
+        """Contracts a use by a program, if there is one. Nothing else may read what it reads."""
+        run = self._run
+        if not self._is_bare or not isinstance(use, RuleUse) or run.channel.before_pass is not None:
+            return False
+        parameters = self._accounts.read_by(use)
+        if parameters is None:
+            return False
+        given = use, parameters, layout, (cotangent, *saved), self._conditions, self.room
+        found = retried(self.limit, contract_alone, *given)
+        if found is None:
+            return False
+        self._taken += found.taken
+        if run.form is not None:
+            self._columns.update({parameters[i]: of for i, of in found.columns.items()})
+        for part in found.parts:
+            self._gramian.add(part)
+        for i, form, elements in found.waiting:
+            if bundle := self._bundles.put(found.columns[i], form, elements):
+                self._gramian.add(retried(self.limit, gram_of_bundle, bundle))
+        return True
 
     def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
         """Counts an arrival for each owner, and finishes accounts where no other is expected."""
@@ -291,16 +315,9 @@ class Assembly:
         if run.is_summed:
             for bundle in self._bundles.add(*[columns for _, columns in complete]):
                 part = parts.get(bundle[0]) if len(bundle) == 1 else None
-                self._add_up(retried(self.limit, gram_of_bundle, bundle) if part is None else part)
-
-    def _add_up(self, part: Tensor | None) -> None:
-        """Adds the Gramian of some columns, ``None`` where they are zero."""
-        if part is None:
-            return
-        parts = self._parts
-        parts.append(part.to(parts[0].device) if parts else part)
-        if len(parts) * part.numel() > _MOST_IN_PARTS:
-            self._parts = [_sum(parts)]
+                self._gramian.add(
+                    retried(self.limit, gram_of_bundle, bundle) if part is None else part
+                )
 
 
 def _closed(reads: Mapping[Use, Sequence[Account]]) -> list[Use]:
@@ -317,10 +334,3 @@ def _closed(reads: Mapping[Use, Sequence[Account]]) -> list[Use]:
             return list(found)
         for use in others:
             del found[use]
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of some parts of the Gramian."""
-    if len(parts) > 2:
-        return torch.stack(tuple(parts)).sum(0)
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -11,16 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autogram._blocks import QUESTIONS
 from autogram._capture.autograd.slices import is_pointwise
 
-# Calls that read a property of a tensor and compute no tensor: a third of all in some models.
-_PROPERTIES = (
-    "shape dtype device ndim layout is_cuda requires_grad is_leaf grad_fn is_nested is_sparse"
-)
-_METHODS = "size dim numel stride is_contiguous is_floating_point is_complex element_size __len__"
+# A third of all calls in some models.
 _QUESTIONS = {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
-    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *QUESTIONS,
     # PyTorch sets it for a custom autograd Function that changes a view in place, and holds a lock
     # then: to read the view's other properties would wait for that lock without end.
     Tensor._backward_hooks.__set__,  # type: ignore[union-attr]  # of the class, a descriptor

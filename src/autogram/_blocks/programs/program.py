@@ -1,0 +1,284 @@
+"""Programs: the torch calls of a function, written down once and made again for other tensors."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autogram._blocks.kernels.workspace import Memory
+from autogram._containers import tensors_in
+
+T = TypeVar("T")
+
+# Calls that read a property of a tensor, which is no element, and compute no tensor.
+_PROPERTIES = (
+    "shape dtype device ndim layout is_cuda requires_grad is_leaf grad_fn is_nested is_sparse "
+    "_version _base nbytes itemsize"
+)
+_METHODS = "size dim numel stride is_contiguous is_floating_point is_complex element_size __len__"
+QUESTIONS = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+    ]
+)
+
+# What calls are given beside tensors and containers.
+_PLAIN = (type(None), type(...), bool, int, float, str, torch.dtype, torch.device, torch.layout)
+
+
+# Operators whose results, or the sizes of these, depend on values.
+_BY_VALUES = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
+_WHOLE = (torch.int32, torch.int64)
+
+
+class Program:
+    """The calls that a function has made, as code. Calling a program makes them again.
+
+    It is right for tensors that the function would make the same calls with: equal in whatever
+    decides about its calls. No call may decide by values, so that sizes, strides and dtypes are
+    enough where the function reads nothing else.
+
+    Args:
+        graph: The calls, in the language of `torch.fx`.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        module: Any = fx.GraphModule({}, graph)
+        # The function alone: the module would keep the graph, which is many times as large.
+        self._run, self._code = type(module).forward, module.code
+
+    def __call__(self, memory: Memory | None, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results for other tensors, with kept rows in given memory."""
+        found: Sequence[Tensor] = self._run(None, memory, *tensors)
+        return found
+
+    def __str__(self) -> str:
+        return str(self._code).strip()
+
+
+def written_down(
+    function: Callable[[Memory | None, Sequence[Tensor]], T],
+    results: Callable[[T], Sequence[Tensor]],
+    memory: Memory | None,
+    tensors: Sequence[Tensor],
+) -> tuple[T, Program | None]:
+    """Calls a function, and writes down the torch calls that it makes.
+
+    Args:
+        function: Takes memory and tensors.
+        results: Which tensors of its result a program is to compute.
+        memory: Gives memory for what is kept, if anything does.
+        tensors: Different ones.
+
+    Returns:
+        The result of the function, and a program for it: ``None`` if a call reads values, or a
+        tensor that neither was given nor computed by such calls.
+    """
+    writer = _Writer(memory, tensors)
+    before, _HERE.writer = _HERE.writer, writer
+    try:
+        with writer, writer.watching:
+            found = function(memory and partial(as_one_call, _taken, memory), tensors)
+    finally:
+        _HERE.writer = before
+    return found, writer.program(results(found))
+
+
+def as_one_call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Calls a function that gives a tensor, and is one call of the program that is written."""
+    writer = _HERE.writer
+    return function(*arguments) if writer is None else writer.call(function, arguments)
+
+
+def _taken(memory: Memory, shape: Sequence[int], like: Tensor) -> Tensor:
+    """A piece of memory."""
+    return memory(shape, like)
+
+
+class _Here(threading.local):
+    """The state of a thread."""
+
+    writer: _Writer | None = None
+    """What writes down the calls that are made now."""
+
+
+_HERE = _Here()
+
+
+class _UnwrittenError(Exception):
+    """A call cannot be written down."""
+
+
+class _Watching(TorchDispatchMode):
+    """Notices operators whose sizes or results are decided by values, as PyTorch tells of them."""
+
+    has_seen = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Makes one call."""
+        del types
+        if not _BY_VALUES.isdisjoint(function.tags):
+            is_index = function is torch.ops.aten.index.Tensor
+            # Of indices, PyTorch says so because some are masks.
+            self.has_seen |= not (is_index and all(x is None or x.dtype in _WHOLE for x in args[1]))
+        return function(*args, **(kwargs or {}))
+
+
+class _Writer(TorchFunctionMode):
+    """Writes down the torch calls that are made while it is active.
+
+    A view is taken in one call from the tensor whose memory it has, where it is read.
+    """
+
+    def __init__(self, memory: Memory | None, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._graph = fx.Graph()
+        self._memory = memory, self._graph.placeholder("memory")
+        self._nodes: dict[int, fx.Node] = {}  # by the `id` of a tensor
+        self._owners: dict[int, Tensor] = {}  # by the `id` of a view that has no node
+        self._kept: list[Tensor] = []  # so that no other tensor gets the `id`
+        self._is_whole = True
+        self.watching = _Watching()  # type: ignore[no-untyped-call]  # as typed in torch
+        for number, tensor in enumerate(tensors):
+            self._note(tensor, self._graph.placeholder(f"x{number}"))
+
+    def call(self, function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
+        """Calls a function, and writes this down as one call, whatever is called inside."""
+        with torch._C.DisableTorchFunction():
+            found = function(*arguments)
+        try:
+            self._note(found, self._graph.call_function(function, self._written(arguments)))
+        except _UnwrittenError:
+            self._is_whole = False
+        return found
+
+    def program(self, results: Iterable[Tensor]) -> Program | None:
+        """The program for some results, if all calls behind them were written down."""
+        try:
+            self._graph.output(self._written(tuple(results)))
+            is_whole = self._is_whole and not self.watching.has_seen
+            return Program(self._graph) if is_whole else None
+        except _UnwrittenError:
+            return None
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Makes one call."""
+        del types
+        found = function(*args, **(kwargs or {}))
+        if self._is_whole:
+            try:
+                self._write(function, args, kwargs or {}, found)
+            except _UnwrittenError:
+                self._is_whole = False
+        return found
+
+    def _write(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
+    ) -> None:
+        """Writes down one call, which has given a result."""
+        name = getattr(function, "__name__", "")
+        if function in QUESTIONS or self._is_view(name, args, kwargs, found):
+            return
+        results, changes = list(tensors_in(found)), _changes(name, kwargs)
+        if not (results or changes) and next(tensors_in((args, kwargs)), None) is None:
+            return  # of shapes or dtypes
+        given, named = self._written(args), {k: self._written(x) for k, x in kwargs.items()}
+        if name == "__get__":  # an attribute, such as `mT`
+            node = self._graph.call_function(getattr, (*given, function.__self__.__name__))
+        elif getattr(Tensor, name, None) is function and not name.startswith("__"):
+            node = self._graph.call_method(name, given, named)
+        elif _is_found(function, name):
+            node = self._graph.call_function(function, given, named)
+        else:
+            raise _UnwrittenError
+        if isinstance(found, Tensor):
+            self._note(found, node)
+        elif isinstance(found, (list, tuple)) and results:
+            for number, each in enumerate(found):
+                if isinstance(each, Tensor):
+                    self._note(each, self._graph.call_function(operator.getitem, (node, number)))
+        elif not (changes and found is None):
+            raise _UnwrittenError
+
+    def _is_view(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], found: Any) -> bool:
+        """Notes the result of a call that gave a view of its first argument, if it did."""
+        viewed = args[0] if args else None
+        if not (isinstance(found, Tensor) and isinstance(viewed, Tensor)):
+            return False
+        if _changes(name, kwargs):
+            return False
+        owner = self._owners.get(id(viewed), viewed)
+        if not _begin_together(found, owner):
+            return False
+        if found is not viewed:
+            self._owners[id(found)] = owner
+            self._kept.append(found)
+        return True
+
+    def _note(self, tensor: Tensor, node: fx.Node) -> None:
+        """Notes what computes a tensor."""
+        self._nodes[id(tensor)] = node
+        self._kept.append(tensor)
+
+    def _written(self, value: Any) -> Any:
+        """A value as an argument of the program's calls."""
+        if isinstance(value, Tensor):
+            if (owner := self._owners.pop(id(value), None)) is not None:
+                node = self._written(owner)
+                form = tuple(value.shape), value.stride()
+                if form != (tuple(owner.shape), owner.stride()):
+                    node = self._graph.call_method("as_strided", (node, *form))
+                self._nodes[id(value)] = node
+            if id(value) not in self._nodes:
+                raise _UnwrittenError
+            return self._nodes[id(value)]
+        if isinstance(value, (list, tuple)):
+            return tuple([self._written(each) for each in value])
+        if isinstance(value, _PLAIN):
+            return value
+        memory, node = self._memory
+        if value is memory:
+            return node
+        if isinstance(value, slice):
+            return slice(*[self._written(x) for x in (value.start, value.stop, value.step)])
+        raise _UnwrittenError
+
+
+def _changes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call changes a tensor, by the name of the function."""
+    is_operator = name == "__setitem__" or (name.startswith("__i") and name.endswith("__"))
+    return is_operator or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_found(function: Any, name: str) -> bool:
+    """Whether code can call a function: `torch.fx` writes the module and name of PyTorch's own."""
+    if isinstance(function, FunctionType):
+        return getattr(sys.modules.get(function.__module__), name, None) is function
+    return bool(name) and name != "__set__"
+
+
+def _begin_together(view: Tensor, owner: Tensor) -> bool:
+    """Whether a tensor has the memory of another one, of the same dtype, from the same place."""
+    if view.layout != torch.strided or owner.layout != torch.strided or view.dtype != owner.dtype:
+        return False
+    is_same = view.untyped_storage()._cdata == owner.untyped_storage()._cdata
+    return is_same and view.storage_offset() == owner.storage_offset()

@@ -1,0 +1,262 @@
+"""Uses that are contracted by themselves: each reads parameters that no other use reads.
+
+Once it is certain where the samples lie, no value decides about the contraction of such a use. So
+its calls are the same for all uses of equal form: for the layers of a model, and for the next step.
+Choosing these calls takes several times as long as making them, where a device waits for the host.
+So the calls are written down as a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import islice
+from types import FunctionType, MethodType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import (
+    Block,
+    Bundles,
+    Columns,
+    Devices,
+    Folded,
+    Keep,
+    Memory,
+    Program,
+    Region,
+    Room,
+    are_plain,
+    block_of,
+    form_in_bundle,
+    forms,
+    gram_of_bundle,
+    written_down,
+)
+from autogram._capture.uses import RuleUse
+from autogram.rules import Formula
+
+
+class Conditions(NamedTuple):
+    """How a pass contracts.
+
+    Attributes:
+        devices: How to contract blocks.
+        form: Whether to keep factors or rows, or ``None`` to keep nothing.
+        memory: Gives memory for kept rows, if anything does.
+        settings: Those of PyTorch that decide how tensors are contracted.
+    """
+
+    devices: Devices
+    form: Keep | None
+    memory: Memory | None
+    settings: Hashable
+
+
+class BlockForm(NamedTuple):
+    """A block of a parameter, without its tensors, of which there are so many ``operands``."""
+
+    region: Region
+    equation: str
+    operands: int
+
+
+class Addition(NamedTuple):
+    """What a use adds to a pass, contracted by itself.
+
+    Attributes:
+        parts: Parts of the Gramian, ``(k b, k b)``.
+        columns: The columns of each parameter, as far as they are kept, or wait for a bundle.
+        waiting: The numbers of those that wait, with their forms and numbers of elements there.
+        taken: How many elements of rows are kept that are larger than their factors.
+    """
+
+    parts: list[Tensor]
+    columns: dict[int, Columns]
+    waiting: list[tuple[int, Hashable, int]]
+    taken: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parts, and then what the columns are made of."""
+        return self.parts + [
+            x for columns in self.columns.values() for _, of in columns.found() for x in of.operands
+        ]
+
+
+class _Known(NamedTuple):
+    """A program for uses of one form, and what its results are."""
+
+    program: Program
+    parts: int
+    columns: list[tuple[int, Region, list[BlockForm]]]
+    waiting: list[tuple[int, Hashable, int]]
+    taken: int
+
+    @classmethod
+    def of(cls, program: Program, found: Addition) -> _Known:
+        """The program by which something was contracted."""
+        columns = [
+            (i, of.parameter, [BlockForm(r, x.equation, len(x.operands)) for r, x in of.found()])
+            for i, of in found.columns.items()
+        ]
+        return cls(program, len(found.parts), columns, found.waiting, found.taken)
+
+    def __call__(
+        self, parameters: Sequence[Tensor], conditions: Conditions, tensors: Sequence[Tensor]
+    ) -> Addition:
+        """Contracts another use of the form."""
+        rest = iter(self.program(conditions.memory, tensors))
+        parts = list(islice(rest, self.parts))
+        columns = {}
+        for number, whole, blocks in self.columns:
+            found = [
+                (kept.region, block_of(kept.equation, tuple(islice(rest, kept.operands))))
+                for kept in blocks
+            ]
+            kernels = conditions.devices.on(parameters[number].device)
+            columns[number] = Columns.of(whole, kernels, found)
+        return Addition(parts, columns, self.waiting, self.taken)
+
+
+def contract_alone(
+    use: RuleUse,
+    parameters: Sequence[Tensor],
+    layout: Folded,
+    tensors: Sequence[Tensor],
+    conditions: Conditions,
+    room: Room,
+) -> Addition | None:
+    """Contracts a use by the program for its form, if there is one or it is time to write it.
+
+    Where calls may depend on more than the form of a use, there is none.
+
+    Args:
+        use: The use.
+        parameters: What it reads, in the order of its reads, without repetitions.
+        layout: Where the samples lie.
+        tensors: Its cotangent ``(k, *output)``, and what its rule has saved.
+        conditions: How the pass contracts.
+        room: How many elements of rows that are larger than factors a device has room for.
+    """
+    key, programs = _key(use, layout, tensors, conditions), conditions.devices.programs
+    if key is None:
+        return None
+    known: _Known | Literal[False] | None = programs.get(key)
+    if known:
+        has_room = not known.taken or known.taken <= room(tensors[0].device)
+        return known(parameters, conditions, tensors) if has_room else None
+    if known is False or not programs.is_due(key):
+        return None
+    columns = {
+        p: Columns(Region.of_parameter(p), conditions.devices.on(p.device)) for p in parameters
+    }
+    contract = partial(_contract, use, columns, layout, conditions, room)
+    found, program = written_down(contract, lambda x: x.tensors, conditions.memory, tensors)
+    if program is not None and not any(map(_has_adjoint, found.columns.values())):
+        programs.keep(key, _Known.of(program, found))
+    else:
+        programs.keep(key, False)
+    return found
+
+
+def _contract(
+    use: RuleUse,
+    columns: Mapping[Tensor, Columns],
+    layout: Folded,
+    conditions: Conditions,
+    room: Room,
+    memory: Memory | None,
+    tensors: Sequence[Tensor],
+) -> Addition:
+    """Contracts a use by itself, into the columns of each parameter, which are empty before."""
+    cotangent, *saved = tensors
+    limit = conditions.devices.limit
+    for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), limit):
+        columns[tracked.sources[0]].add(region, block)
+    taken = 0
+
+    def left(device: torch.device) -> int:
+        return room(device) - taken
+
+    for of in columns.values() if conditions.form is not None else ():
+        taken += of.keep(conditions.form or "auto", left, memory)
+    bundles = Bundles()
+    found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
+    tiny = {id(of) for bundle in bundles.rest() for of in bundle}
+    numbered = dict(enumerate(columns.values()))
+    waiting = [
+        (i, *form_in_bundle(of, of.single))
+        for i, of in numbered.items()
+        if id(of) in tiny and of.single is not None
+    ]
+    return Addition(
+        [part.flatten(2).flatten(0, 1) for part in found if part is not None],
+        {i: of for i, of in numbered.items() if conditions.form is not None or id(of) in tiny},
+        waiting,
+        taken,
+    )
+
+
+def _has_adjoint(columns: Columns) -> bool:
+    """Whether some block has a faster way to its weighted sums, which is no tensor."""
+    return any(isinstance(x, Block) and x.adjoint is not None for _, x in columns.found())
+
+
+def _key(
+    use: RuleUse, layout: Folded, tensors: Sequence[Tensor], conditions: Conditions
+) -> Hashable | None:
+    """All that decides about the calls of a use's contraction, or ``None`` if more may decide."""
+    try:
+        recipes = tuple(
+            [
+                (tuple([x is not None for x in operands]), _pure(formula), saved.stop)
+                for operands, formula, saved in use.recipes
+            ]
+        )
+    except _ImpureError:
+        return None
+    if not are_plain(tensors):
+        return None
+    regions = tuple([(of.region, of.place, of.sources[0].device) for of in use.reads])
+    options = (
+        conditions.devices.limit.elements,
+        conditions.form,
+        conditions.memory is None,
+        conditions.settings,
+    )
+    return (recipes, layout, forms(tensors), regions, options)
+
+
+class _ImpureError(Exception):
+    """More than its arguments may decide about the calls of a function."""
+
+
+@lru_cache(maxsize=4096)
+def _pure(formula: Formula) -> Hashable:
+    """What a formula is made of, equal for formulas whose functions make equal calls.
+
+    Raises:
+        _ImpureError: The function may be the user's, or may read what is no argument.
+    """
+    parts: Hashable = _made_of(tuple(formula))
+    return parts
+
+
+def _made_of(value: Any) -> Any:
+    """What a function or an argument is made of."""
+    if isinstance(value, partial):
+        named = [(name, _made_of(x)) for name, x in value.keywords.items()]
+        return (_made_of(value.func), _made_of(value.args), *named)
+    if isinstance(value, tuple):
+        return tuple([_made_of(x) for x in value])
+    if isinstance(value, MethodType) and isinstance(value.__self__, tuple):
+        return _made_of(value.__func__), _made_of(value.__self__)
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    is_bare = isinstance(value, FunctionType) and value.__closure__ is None
+    if is_bare and value.__module__.partition(".")[0] in ("autogram", "torch"):
+        return value
+    raise _ImpureError
