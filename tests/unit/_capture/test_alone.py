@@ -468,7 +468,9 @@ def test_programs_keep_no_tensor() -> None:
         kept += [weakref.ref(losses), *(weakref.ref(p) for p in trainable(model))]
         del hidden, losses
         assert kept[0]() is kept[1]() is None
-        del model, engine
+        kept += [weakref.ref(kernels) for kernels in (engine._devices.on("cpu"), engine._devices)]
+        del model, engine  # which no program keeps
+        assert kept[-2]() is kept[-1]() is None
         gc.collect()
         assert all(reference() is None for reference in kept)
     finally:

@@ -69,13 +69,10 @@ class CpuKernels(Kernels):
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """Memory of this thread, unless it would be larger than a piece."""
-        return as_one_call(self._scratch, shape, like, purpose)
-
-    def _scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose) -> Tensor:
-        """The same, when it is needed."""
         if prod(shape) * like.dtype.itemsize > _PIECE:
             return like.new_empty(shape)
-        return self.workspace.scratch(shape, like, purpose)
+        # By a method of the workspace: a program that kept kernels would be kept by them.
+        return as_one_call(self.workspace.scratch, shape, like, purpose)
 
     def permuted_patches(self, patches: Tensor, order: tuple[int, ...], purpose: Purpose) -> Tensor:
         """By two copies: the first reads long runs of channels, which takes most of the time."""

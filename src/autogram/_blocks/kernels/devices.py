@@ -10,7 +10,7 @@ from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.traced import TracedCpuKernels, TracedCudaKernels, TracedKernels
-from autogram._blocks.kernels.workspace import Arena, Workspace
+from autogram._blocks.kernels.workspace import Arena
 from autogram._blocks.programs.known import Programs
 
 
@@ -43,7 +43,7 @@ class Devices:
 
     def free(self) -> None:
         """Lets go of memory that is kept between contractions."""
-        self._cpu.workspace = Workspace()
+        self._cpu.workspace.free()
 
     def step(self) -> AbstractContextManager[Arena | None]:
         """Memory for the rows of one step; ``None`` if another step in this thread has it."""

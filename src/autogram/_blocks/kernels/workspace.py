@@ -21,26 +21,39 @@ Memory = Callable[[Sequence[int], Tensor], Tensor]
 _ALIGNMENT = 64
 
 
-class Workspace(threading.local):
+class Workspace:
     """Memory that each thread has for itself, and that is freed with the engine.
 
     Fresh memory is slow: the system clears each page when it is touched for the first time.
-
-    Attributes:
-        arena: Memory for rows that a step keeps until its end.
     """
 
     def __init__(self) -> None:
-        self.arena = Arena()
-        self._scratch: dict[tuple[Purpose, torch.dtype], Tensor] = {}
+        self.free()
+
+    def free(self) -> None:
+        """Lets go of the memory of all threads."""
+        self._own = _OfThread()
+
+    @property
+    def arena(self) -> Arena:
+        """Memory of this thread for rows that a step keeps until its end."""
+        return self._own.arena
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose) -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
-        elements = prod(shape)
-        memory = self._scratch.get((purpose, like.dtype))
+        elements, own = prod(shape), self._own.scratch
+        memory = own.get((purpose, like.dtype))
         if memory is None or memory.numel() < elements:
-            memory = self._scratch[purpose, like.dtype] = like.new_empty(elements)
+            memory = own[purpose, like.dtype] = like.new_empty(elements)
         return memory[:elements].view(tuple(shape))
+
+
+class _OfThread(threading.local):
+    """The memory of one thread."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.scratch: dict[tuple[Purpose, torch.dtype], Tensor] = {}
 
 
 class Arena:

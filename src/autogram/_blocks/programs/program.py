@@ -33,9 +33,9 @@ QUESTIONS = frozenset(
     ]
 )
 
-# What calls are given beside tensors and containers.
+# What calls are given beside tensors and containers, of these very types: a number of another
+# library is written otherwise.
 _PLAIN = (type(None), type(...), bool, int, float, str, torch.dtype, torch.device, torch.layout)
-
 
 # Operators whose results, or the sizes of these, depend on values.
 _BY_VALUES = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
@@ -253,7 +253,7 @@ class _Writer(TorchFunctionMode):
             return self._nodes[id(value)]
         if isinstance(value, (list, tuple)):
             return tuple([self._written(each) for each in value])
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:
             return value
         memory, node = self._memory
         if value is memory:

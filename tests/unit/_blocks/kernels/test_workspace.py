@@ -1,6 +1,7 @@
 """Memory that is written to again and again."""
 
 import threading
+import weakref
 
 import torch
 from torch import Tensor
@@ -132,3 +133,15 @@ def test_each_thread_has_its_own() -> None:
     thread.join()
     assert found[0].data_ptr() != found[1].data_ptr()
     assert arenas[0] is not arenas[1]
+
+
+def test_memory_of_all_threads_is_freed() -> None:
+    workspace = Workspace()
+    memory = workspace.scratch((3, 5), LIKE, "rows")._base
+    assert memory is not None
+    kept = weakref.ref(memory)
+    del memory
+    arena = weakref.ref(workspace.arena)
+    workspace.free()
+    assert kept() is arena() is None
+    assert workspace.scratch((3, 5), LIKE, "rows").shape == (3, 5)

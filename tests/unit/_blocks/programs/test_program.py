@@ -99,6 +99,13 @@ def test_makes_the_same_calls_for_other_tensors(name: str) -> None:
             assert ours.stride() == plain.stride()
 
 
+class Other(float):
+    """A number as other libraries have them, which is written otherwise."""
+
+    def __repr__(self) -> str:
+        return f"library.Other({float(self)})"
+
+
 UNWRITTEN: dict[str, Function] = {
     "a value": lambda x, _: x * x[0, 0, 0].item(),
     "a truth": lambda x, y: x if x.sum() > 0 else y,
@@ -110,6 +117,7 @@ UNWRITTEN: dict[str, Function] = {
     "a tensor from elsewhere": lambda x, _: x + ELSEWHERE,
     "memory by its number": lambda x, _: x * (x.data_ptr() > 0),
     "another object": lambda x, _: x + torch.rand(8, generator=torch.Generator()),
+    "a number of another library": lambda x, _: torch.mul(x, Other(0.1)),
     "a function that code cannot find": lambda x, _: x**2,
 }
 ELSEWHERE = torch.ones(8)
