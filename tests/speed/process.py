@@ -19,9 +19,9 @@ from .measure import Timing, Visit, count_repeats, time_steps
 from .training import Trainer, make_trainer
 from .workloads import WORKLOADS
 
-# Planning, lazy initialisations, and verification of the first calls. That of the 16th is past, and
-# the next one is that of the 32nd.
-_WARM_UP = 17
+# Planning, lazy initialisations, programs, and verification of the first calls. That of the 32nd is
+# past, and the next one is that of the 64th.
+_WARM_UP = 33
 
 
 class TrainingProcess:

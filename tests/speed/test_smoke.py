@@ -167,7 +167,7 @@ def test_calls_visit_no_more_than_they_did() -> None:
         assert sum(found.values()) <= calls, (name, found)
 
 
-# With a slower step than the present package's, of which the warm-up takes 17.
+# With a slower step than the present package's, of which the warm-up takes 33.
 SLOWER = """
 import time
 

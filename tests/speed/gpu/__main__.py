@@ -24,8 +24,9 @@ from tests.speed.workloads import Workload
 from .models import TINY, WORKLOADS, Logits
 from .steps import PRECISIONS, STEPS, Backward, Precision, Problem, precision
 
-# Verification falls into the calls 1, 2, 4, 8 and 16, and into none of the next ones.
-WARM_UP = 17
+# Verification falls into the calls 1, 2, 4, 8, 16 and 32, and into none of the next ones. Programs
+# are written by then.
+WARM_UP = 33
 MEASURED = 10
 
 
