@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
+from autogram._blocks.programs import known
 from tests.unit.alive import live_objects, live_tensors
 from tests.unit.engines import batch, mlp, per_sample
 from tests.unit.networks import Sine
@@ -134,8 +135,9 @@ def test_no_reference_cycles(name: str, each: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_tensors_alive_over_fifty_steps(name: str) -> None:
-    """As many after the last step as after the first ones."""
+def test_tensors_alive_over_fifty_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many after the last step as after the first ones, in which programs are written."""
+    monkeypatch.setattr(known, "_WORTH_WRITING", 1)
     make, shape = MODELS[name]
     model = make()
     engine = Engine(model)
