@@ -141,19 +141,23 @@ def contract_alone(
         conditions: How the pass contracts.
         room: How many elements of rows that are larger than factors a device has room for.
     """
-    key, programs = _key(use, layout, tensors, conditions), conditions.devices.programs
+    available = 0
+    if conditions.form == "rows":
+        # All that the use could need, or nothing, so that its neighbours have the same program.
+        most = tensors[0].shape[0] * layout.batch * sum([p.numel() for p in parameters])
+        available = most if most <= room(tensors[0].device) else 0
+    key, programs = _key(use, layout, tensors, conditions, available), conditions.devices.programs
     if key is None:
         return None
     known: _Known | Literal[False] | None = programs.get(key)
     if known:
-        has_room = not known.taken or known.taken <= room(tensors[0].device)
-        return known(parameters, conditions, tensors) if has_room else None
+        return known(parameters, conditions, tensors)
     if known is False or not programs.is_due(key):
         return None
     columns = {
         p: Columns(Region.of_parameter(p), conditions.devices.on(p.device)) for p in parameters
     }
-    contract = partial(_contract, use, columns, layout, conditions, room)
+    contract = partial(_contract, use, columns, layout, conditions, available)
     found, program = written_down(contract, lambda x: x.tensors, conditions.memory, tensors)
     if program is not None and not any(map(_has_adjoint, found.columns.values())):
         programs.keep(key, _Known.of(program, found))
@@ -167,22 +171,26 @@ def _contract(
     columns: Mapping[Tensor, Columns],
     layout: Folded,
     conditions: Conditions,
-    room: Room,
+    available: int,
     memory: Memory | None,
     tensors: Sequence[Tensor],
 ) -> Addition:
-    """Contracts a use by itself, into the columns of each parameter, which are empty before."""
+    """Contracts a use by itself, into the columns of each parameter, which are empty before.
+
+    Of rows that are larger than factors, so many elements may be kept as are ``available``.
+    """
     cotangent, *saved = tensors
     limit = conditions.devices.limit
     for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), limit):
         columns[tracked.sources[0]].add(region, block)
     taken = 0
 
-    def left(device: torch.device) -> int:
-        return room(device) - taken
+    def left(_: torch.device) -> int:
+        return available - taken
 
-    for of in columns.values() if conditions.form is not None else ():
-        taken += of.keep(conditions.form or "auto", left, memory)
+    if (form := conditions.form) is not None:
+        for of in columns.values():
+            taken += of.keep(form, left, memory)
     bundles = Bundles()
     found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
     tiny = {id(of) for bundle in bundles.rest() for of in bundle}
@@ -194,7 +202,7 @@ def _contract(
     ]
     return Addition(
         [part.flatten(2).flatten(0, 1) for part in found if part is not None],
-        {i: of for i, of in numbered.items() if conditions.form is not None or id(of) in tiny},
+        {i: of for i, of in numbered.items() if form is not None or id(of) in tiny},
         waiting,
         taken,
     )
@@ -206,7 +214,11 @@ def _has_adjoint(columns: Columns) -> bool:
 
 
 def _key(
-    use: RuleUse, layout: Folded, tensors: Sequence[Tensor], conditions: Conditions
+    use: RuleUse,
+    layout: Folded,
+    tensors: Sequence[Tensor],
+    conditions: Conditions,
+    available: int,
 ) -> Hashable | None:
     """All that decides about the calls of a use's contraction, or ``None`` if more may decide."""
     try:
@@ -224,6 +236,7 @@ def _key(
     options = (
         conditions.devices.limit.elements,
         conditions.form,
+        available > 0,
         conditions.memory is None,
         conditions.settings,
     )
