@@ -14,7 +14,6 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autogram._blocks import (
@@ -177,20 +176,15 @@ def _contract(
 ) -> Addition:
     """Contracts a use by itself, into the columns of each parameter, which are empty before.
 
-    Of rows that are larger than factors, so many elements may be kept as are ``available``.
+    Rows that are larger than factors are kept where elements are ``available``, enough for all.
     """
     cotangent, *saved = tensors
     limit = conditions.devices.limit
     for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), limit):
         columns[tracked.sources[0]].add(region, block)
-    taken = 0
-
-    def left(_: torch.device) -> int:
-        return available - taken
-
-    if (form := conditions.form) is not None:
-        for of in columns.values():
-            taken += of.keep(form, left, memory)
+    form, taken = conditions.form, 0
+    if form is not None:
+        taken = sum([of.keep(form, lambda _: available, memory) for of in columns.values()])
     bundles = Bundles()
     found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
     tiny = {id(of) for bundle in bundles.rest() for of in bundle}
