@@ -14,6 +14,7 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autogram._blocks import (
@@ -140,23 +141,19 @@ def contract_alone(
         conditions: How the pass contracts.
         room: How many elements of rows that are larger than factors a device has room for.
     """
-    available = 0
-    if conditions.form == "rows":
-        # All that the use could need, or nothing, so that its neighbours have the same program.
-        most = tensors[0].shape[0] * layout.batch * sum([p.numel() for p in parameters])
-        available = most if most <= room(tensors[0].device) else 0
-    key, programs = _key(use, layout, tensors, conditions, available), conditions.devices.programs
+    key, programs = _key(use, layout, tensors, conditions), conditions.devices.programs
     if key is None:
         return None
     known: _Known | Literal[False] | None = programs.get(key)
     if known:
-        return known(parameters, conditions, tensors)
+        has_room = not known.taken or known.taken <= room(tensors[0].device)
+        return known(parameters, conditions, tensors) if has_room else None
     if known is False or not programs.is_due(key):
         return None
     columns = {
         p: Columns(Region.of_parameter(p), conditions.devices.on(p.device)) for p in parameters
     }
-    contract = partial(_contract, use, columns, layout, conditions, available)
+    contract = partial(_contract, use, columns, layout, conditions, room)
     found, program = written_down(contract, lambda x: x.tensors, conditions.memory, tensors)
     if program is not None and not any(map(_has_adjoint, found.columns.values())):
         programs.keep(key, _Known.of(program, found))
@@ -170,21 +167,22 @@ def _contract(
     columns: Mapping[Tensor, Columns],
     layout: Folded,
     conditions: Conditions,
-    available: int,
+    room: Room,
     memory: Memory | None,
     tensors: Sequence[Tensor],
 ) -> Addition:
-    """Contracts a use by itself, into the columns of each parameter, which are empty before.
-
-    Rows that are larger than factors are kept where elements are ``available``, enough for all.
-    """
+    """Contracts a use by itself, into the columns of each parameter, which are empty before."""
     cotangent, *saved = tensors
     limit = conditions.devices.limit
     for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), limit):
         columns[tracked.sources[0]].add(region, block)
-    form, taken = conditions.form, 0
-    if form is not None:
-        taken = sum([of.keep(form, lambda _: available, memory) for of in columns.values()])
+    taken = 0
+
+    def left(device: torch.device) -> int:
+        return room(device) - taken
+
+    for of in columns.values() if conditions.form is not None else ():
+        taken += of.keep(conditions.form or "auto", left, memory)
     bundles = Bundles()
     found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
     tiny = {id(of) for bundle in bundles.rest() for of in bundle}
@@ -196,7 +194,7 @@ def _contract(
     ]
     return Addition(
         [part.flatten(2).flatten(0, 1) for part in found if part is not None],
-        {i: of for i, of in numbered.items() if form is not None or id(of) in tiny},
+        {i: of for i, of in numbered.items() if conditions.form is not None or id(of) in tiny},
         waiting,
         taken,
     )
@@ -208,11 +206,7 @@ def _has_adjoint(columns: Columns) -> bool:
 
 
 def _key(
-    use: RuleUse,
-    layout: Folded,
-    tensors: Sequence[Tensor],
-    conditions: Conditions,
-    available: int,
+    use: RuleUse, layout: Folded, tensors: Sequence[Tensor], conditions: Conditions
 ) -> Hashable | None:
     """All that decides about the calls of a use's contraction, or ``None`` if more may decide."""
     try:
@@ -230,7 +224,6 @@ def _key(
     options = (
         conditions.devices.limit.elements,
         conditions.form,
-        available > 0,
         conditions.memory is None,
         conditions.settings,
     )
