@@ -181,8 +181,9 @@ def _contract(
     def left(device: torch.device) -> int:
         return room(device) - taken
 
-    for of in columns.values() if conditions.form is not None else ():
-        taken += of.keep(conditions.form or "auto", left, memory)
+    if (form := conditions.form) is not None:
+        for of in columns.values():
+            taken += of.keep(form, left, memory)
     bundles = Bundles()
     found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
     tiny = {id(of) for bundle in bundles.rest() for of in bundle}
@@ -194,7 +195,7 @@ def _contract(
     ]
     return Addition(
         [part.flatten(2).flatten(0, 1) for part in found if part is not None],
-        {i: of for i, of in numbered.items() if conditions.form is not None or id(of) in tiny},
+        {i: of for i, of in numbered.items() if form is not None or id(of) in tiny},
         waiting,
         taken,
     )
