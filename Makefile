@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit slow emulated programs compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow pretended programs compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,10 +48,18 @@ unit: $(VENV)/.test  ## Run the unit tests
 slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by inductor, processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
-emulated: $(VENV)/.test  ## Run the tests of models and rules with what a GPU computes, on a CPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.emulated --numprocesses $(JOBS) --dist worksteal \
-		-m "not slow" --deselect tests/unit/test_docstrings.py tests/unit/models tests/unit/rules \
-		tests/unit/integrations tests/unit/test_[a-j]*.py $(PYTEST_ARGS)
+pretended: build/pretended.so  ## Run the unit tests on a CUDA device that is pretended, without a GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.pretended --numprocesses $(JOBS) \
+		--dist worksteal -m "not slow and not gpu" -k "not sparse and not compressed" \
+		--ignore tests/unit/integrations --ignore tests/unit/test_docs.py \
+		--ignore tests/unit/test_docstrings.py $(PYTEST_ARGS)
+
+# Needs a C++ compiler.
+build/pretended.so: TORCH = $(firstword $(wildcard $(VENV)/lib/python*/site-packages/torch))
+build/pretended.so: $(wildcard tests/pretended/*.cpp tests/pretended/*.h) $(VENV)/.test
+	mkdir -p $(@D)
+	$(CXX) -std=c++20 -O1 -fPIC -shared -I$(TORCH)/include $(filter %.cpp,$^) -o $@ \
+		-L$(TORCH)/lib -Wl,-rpath,$(abspath $(TORCH)/lib) -ltorch_cpu -lc10
 
 programs: $(VENV)/.test  ## Run the unit tests with programs from the first step on, where others need many
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.programs --numprocesses $(JOBS) \

@@ -32,7 +32,8 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
             not require a gradient are left out.
 
     Returns:
-        ``(m, n)``, with rows in the row-major order of the losses, by m backward passes.
+        ``(m, n)``, with rows in the row-major order of the losses, by m backward passes; on the
+        device of the losses.
     """
     trainable = [p for p in parameters if p.requires_grad]
     rows = []
@@ -40,7 +41,8 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         gradients = torch.autograd.grad(
             loss, trainable, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        rows.append(torch.cat([gradient.to_dense().flatten() for gradient in gradients]))
+        columns = [gradient.to_dense().flatten().to(losses.device) for gradient in gradients]
+        rows.append(torch.cat(columns))
     return torch.stack(rows)
 
 

@@ -1,17 +1,15 @@
 """Fixtures of all unit tests."""
 
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-DTYPE = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float64"))
-DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
+from tests.unit.environment import DEVICE, DTYPE, use_device
 
-if DEVICE != "cpu":  # also for tensors that modules of tests make when they are imported
-    torch.set_default_device(DEVICE)
+use_device()  # also for tensors that modules of tests make when they are imported
+if DEVICE != "cpu":
     torch.backends.cudnn.allow_tf32 = False  # by default, convolutions would keep ten bits
 
 
@@ -33,11 +31,12 @@ def default_dtype() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def default_device() -> Iterator[None]:
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make tensors on the device of the environment, the CPU unless it says otherwise."""
     before = torch.get_default_device()
-    if torch.device(DEVICE) != before:
-        torch.set_default_device(DEVICE)
+    device = "cpu" if request.node.get_closest_marker("cpu") else DEVICE
+    if torch.device(device) != before:
+        torch.set_default_device(device)
     yield
     if torch.get_default_device() != before:
         torch.set_default_device(before)

@@ -11,6 +11,7 @@ from torchjd.aggregation import UPGradWeighting
 from autogram import Engine, Jacobian
 from tests.unit.checks import features
 from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.environment import DEVICE
 
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -44,7 +45,7 @@ class Seen:
 
     def __call__(self, gramian: Tensor) -> Tensor:
         self.gramians.append(gramian)
-        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        self.autocast.append(torch.is_autocast_enabled(DEVICE))
         return self.of(gramian)
 
 
@@ -64,7 +65,7 @@ def test_fused_step_inside_as_outside(
         weighting, found = Seen(), []
         for _ in range(3):
             model.zero_grad()
-            with torch.autocast("cpu", dtype=half):
+            with torch.autocast(DEVICE, dtype=half):
                 losses = features(
                     model(batch(5, next(model.parameters()).shape[1]).to(dtype)), each
                 )
@@ -85,7 +86,7 @@ def test_entries_above_the_range_of_float16() -> None:
     model = nn.Linear(3, 1, bias=False).float()
     engine = Engine(model)
     for _ in range(3):
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(DEVICE, dtype=torch.float16):
             losses = model(torch.full((2, 3), 1000.0, dtype=torch.float32)).squeeze(1)
             weights, gramian = engine.backward(
                 losses, lambda gramian: gramian.diagonal().rsqrt(), return_gramian=True
@@ -100,7 +101,7 @@ def test_weighting_of_torchjd(half: torch.dtype) -> None:
     model = deep().float()
     engine = Engine(model)
     for _ in range(3):
-        with torch.autocast("cpu", dtype=half):
+        with torch.autocast(DEVICE, dtype=half):
             losses = per_sample(model(batch(5, 6).float()))
             weights, gramian = engine.backward(losses, UPGradWeighting(), return_gramian=True)
         assert weights.dtype == torch.float32
@@ -122,7 +123,7 @@ def test_no_losses(half: torch.dtype) -> None:
     model = mlp().to(half)
     engine = Engine(model)
     losses = model(batch(0, 3).to(half))
-    with torch.autocast("cpu", dtype=half):
+    with torch.autocast(DEVICE, dtype=half):
         weights, gramian = engine.backward(losses, Seen(), return_gramian=True)
     assert weights.dtype == gramian.dtype == torch.float32
 
@@ -153,7 +154,7 @@ def test_products_inside_as_outside(each: int, cast: bool, half: torch.dtype, ke
     model = model.to(half) if cast else model
     engine = Engine(model)
     for _ in range(2):
-        with torch.autocast("cpu", dtype=half):
+        with torch.autocast(DEVICE, dtype=half):
             losses = features(model(batch(5, 6).to(next(model.parameters()).dtype)), each)
             jacobian = engine.jacobian(losses, keep=keep)
             inside = products(jacobian, model)

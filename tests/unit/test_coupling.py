@@ -286,10 +286,10 @@ def _function(derivative: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 WITHOUT_BATCHING_RULE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "numpy": lambda x, g: torch.from_numpy(g.numpy() * x.detach().cos().numpy()),
+    "numpy": lambda x, g: x.new_tensor(g.cpu().numpy() * x.detach().cos().cpu().numpy()),
     "item": lambda x, g: g * x.cos() if g.sum().item() > -1e9 else g,
     "branch": lambda x, g: g * x.cos() if g.abs().max() >= 0 else g,
-    "list": lambda x, g: torch.tensor(g.tolist()) * x.cos(),
+    "list": lambda x, g: x.new_tensor(g.tolist()) * x.cos(),
     "in place": lambda x, g: x.cos().mul_(g),
     "out": lambda x, g: torch.mul(g, x.cos(), out=torch.empty_like(x)),
     "random": lambda x, g: g * x.cos() + 0 * torch.rand_like(g),

@@ -185,6 +185,7 @@ def test_step_that_is_not_known_is_not_captured(monkeypatch: pytest.MonkeyPatch)
     step(5)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("is_fused", [False, True], ids=["two passes", "fused"])
 @pytest.mark.parametrize("make_model", [perceptron, convolutional])

@@ -677,7 +677,7 @@ HOOKED: dict[str, Callable[[Tensor], Tensor]] = {
 
 def hooked(derived: Tensor) -> Tensor:
     """A tensor with a hook that masks its gradient."""
-    derived.register_hook(lambda g: g * (torch.arange(4) > 1))
+    derived.register_hook(lambda g: g * (torch.arange(4, device=g.device) > 1))
     return derived
 
 

@@ -81,7 +81,17 @@ class Spread(nn.Module):
 
 
 @needs_a_gpu
-@pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("cuda", "cpu"),
+        ("cpu", "cuda"),
+        pytest.param(
+            *("cuda:0", "cuda:1"),
+            marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+        ),
+    ],
+)
 def test_model_on_two_devices(first: str, second: str) -> None:
     """Autograd has a thread for each, which arrive at the same time."""
     model = Spread(first, second)
@@ -89,7 +99,7 @@ def test_model_on_two_devices(first: str, second: str) -> None:
     parameters = list(model.parameters())
     for _ in range(7):
         losses = model(torch.randn(5, 4, device=first)).square().sum(1)
-        jacobian = row_by_row(losses, parameters)
+        jacobian = reference_jacobian(losses, parameters).cpu()
         assert_close_to_reference(engine.compute_gramian(losses).cpu(), jacobian @ jacobian.T)
         assert_close_to_reference(engine.jacobian(losses).dense().cpu(), jacobian)
         model.zero_grad()
@@ -98,22 +108,16 @@ def test_model_on_two_devices(first: str, second: str) -> None:
         assert_close_to_reference(gradient, weights.cpu() @ jacobian)
 
 
-def row_by_row(losses: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    """The Jacobian on the CPU, by plain autograd."""
-    rows = [torch.autograd.grad(x, parameters, retain_graph=True) for x in losses]
-    return torch.stack([torch.cat([x.flatten().cpu() for x in row]) for row in rows])
-
-
 @needs_a_gpu
 def test_forward_pass_on_a_stream_of_its_own() -> None:
     """The backward pass runs there, too, and what it computes is waited for."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
     engine = Engine(model, batch_dim=0)
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    side, main = torch.Stream("cuda"), torch.accelerator.current_stream("cuda")
     for _ in range(8):
         x = torch.randn(5, 4, device="cuda")
         side.wait_stream(main)
-        with torch.cuda.stream(side):
+        with side:
             y = model(x)
             y.register_hook(lambda g: torch.cuda._sleep(10**7) or g * 1)  # backward is late
         main.wait_stream(side)

@@ -539,6 +539,7 @@ def failing_scenarios() -> Mapping[str, Scenario]:
 # In one process
 
 
+@pytest.mark.cpu
 def test_data_parallel_on_one_device() -> None:
     """Exact: it is the module itself that runs."""
     model = mlp()

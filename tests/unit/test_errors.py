@@ -374,6 +374,7 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     assert_works(engine, model, torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
 
 
+@pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_behind_a_parameter_are_refused(layout: torch.layout) -> None:

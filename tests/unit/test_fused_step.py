@@ -229,6 +229,7 @@ def test_gradients_of_earlier_steps_stay() -> None:
         assert all(map(torch.equal, gradients, copies))
 
 
+@pytest.mark.cpu
 def test_a_removed_engine_lets_go_of_its_memory() -> None:
     model = positions_model()
     engine = Engine(model)

@@ -271,6 +271,7 @@ def test_methods_check_the_factors_that_they_read(method: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("name", VARIOUS)
 def test_memory_is_freed_with_the_jacobian(name: str) -> None:

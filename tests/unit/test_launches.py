@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("model", MODELS)
 def test_launches_do_not_grow(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a call that is not verified, and with a fused optimizer, which launches once."""

@@ -291,7 +291,8 @@ def test_samples_of_different_lengths() -> None:
     model = nn.LSTM(3, 4)
     engine = Engine(model)
     for lengths in ([4, 2, 5], [2, 2, 2], [1, 6, 2]):
-        packed = nn.utils.rnn.pack_sequence([batch(n, 3) for n in lengths], enforce_sorted=False)
+        padded, counts = batch(max(lengths), 3, 3), torch.tensor(lengths, device="cpu")
+        packed = nn.utils.rnn.pack_padded_sequence(padded, counts, enforce_sorted=False)
         _, (hidden, _) = model(packed)
         assert_exact(engine, per_sample(hidden[0]), model)
 

@@ -169,7 +169,8 @@ class TestPaused:
         engine = Engine(model, batch_dim=0)
         found: list[Tensor] = []
         with engine.paused():
-            thread = threading.Thread(target=lambda: found.append(model(batch(4, 3))))
+            x = batch(4, 3)
+            thread = threading.Thread(target=lambda: found.append(model(x)))
             thread.start()
             thread.join()
             assert not has_taps(model(batch(4, 3)))

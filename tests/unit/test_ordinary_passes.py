@@ -21,6 +21,7 @@ from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import assert_exact, batch, counted_passes
 
+pytestmark = pytest.mark.cpu  # what costs less is another question on a GPU
 TASKS = 3
 
 

@@ -76,7 +76,9 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         x = self.table(tokens if self.batch_first else tokens.T)
-        y = rnn.pack_padded_sequence(x, torch.tensor(lengths), self.batch_first, False)
+        y = rnn.pack_padded_sequence(
+            x, torch.tensor(lengths, device="cpu"), self.batch_first, False
+        )
         outputs, _ = rnn.pad_packed_sequence(self.recurrent(y)[0], self.batch_first)
         return self.head(outputs)
 

@@ -12,6 +12,7 @@ from autogram import Engine
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_same_gradients, features, trainable
 from tests.unit.engines import assert_as_rounded, batch, mlp, per_sample
+from tests.unit.environment import DEVICE
 
 # Largest error of an entry over the largest entry, beside the same model in float64. Activations
 # and cotangents are rounded at each layer: the error comes from that, and not from the Gramian.
@@ -95,7 +96,7 @@ def test_autocast(name: str, dtype: torch.dtype, each: int) -> None:
     x = batch(*shape).float()
     expected = exact(model, x, each)
     engine = Engine(model)
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(DEVICE, dtype=dtype):
         losses = _losses(model(x), each)
         inside = engine.compute_gramian(losses)
     outside = engine.compute_gramian(losses)
@@ -113,7 +114,7 @@ def test_gradients_under_autocast(name: str) -> None:
     engine = Engine(model)
     x = batch(*shape).float()
     for m in (model, twin):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             losses = _losses(m(x))
         if m is model:
             engine.compute_gramian(losses)
@@ -200,9 +201,9 @@ class PartlyAutocast(nn.Module):
         self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             y = self.shared(self.shared(x).tanh())
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(DEVICE, enabled=False):
                 y = self.shared(y.float()).tanh()
             return self.last(y)
 
@@ -221,7 +222,7 @@ def test_autocast_of_a_part(each: int) -> None:
 
 def scaled_losses(model: nn.Module, x: Tensor, size: float) -> Tensor:
     """Losses of some size, computed under autocast to float16."""
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(DEVICE, dtype=torch.float16):
         output = model(x)
     return per_sample(output.float()) * size
 
@@ -235,7 +236,7 @@ def test_scaling_keeps_small_cotangents(scale: float, is_exact: bool) -> None:
     model = mlp(6, 3).float()
     x = batch(8, 6).float()
     engine = Engine(model, verify="first" if is_exact else "never")
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=scale)
     losses = scaled_losses(model, x, 1e-7)
     gramian = engine.compute_gramian(scaler.scale(losses)).double() / scale**2
     twin = copy.deepcopy(model).double()
@@ -249,6 +250,6 @@ def test_scaled_losses_beside_unscaled_ones() -> None:
     model = mlp().float()
     engine = Engine(model)
     losses = per_sample(model(batch(4, 3).float()))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**8)
     scaled = engine.compute_gramian(scaler.scale(losses))
     assert torch.equal(scaled, engine.compute_gramian(losses) * 2.0**16)

@@ -48,6 +48,7 @@ def test_numbers_of_a_linear_layer() -> None:
     assert of.costs["rows"] < of.costs["factors"]
 
 
+@pytest.mark.cpu
 def test_factors_where_they_cost_less() -> None:
     b, o, i = 4, 30, 20
     of = by_name(report_on(nn.Linear(i, o), batch(b, i)))["weight"]

@@ -14,6 +14,7 @@ from autogram.testing import reference_jacobian
 from autogram.weightings import GradVac, UPGrad
 from tests.unit.checks import EVERY_KIND, Objectives, assert_close_to_reference, irregular
 from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.environment import DEVICE
 
 SCALE = 2.0**20
 
@@ -54,7 +55,7 @@ def weighting(gramian: Tensor) -> Tensor:
 
 def scaler_of(scale: float = SCALE) -> torch.amp.GradScaler:
     """A scaler, whose scale only falls."""
-    return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+    return torch.amp.GradScaler(DEVICE, init_scale=scale, growth_interval=10**6)
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
@@ -137,7 +138,7 @@ def test_training_in_half_precision(step: Step, first_scale: float, verify: Any,
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), scaler_of(first_scale)
     course, skipped = [], 0
     for _ in range(30):
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(DEVICE, dtype=torch.float16):
             output = model(x)
         losses = per_sample(output.float())
         if each == 2:
@@ -164,7 +165,7 @@ def test_gradients_of_the_same_weights_bit_for_bit() -> None:
         x = batch(8, 6).float()
         weights = None
         for m, optimizer, scaler in both:
-            with torch.autocast("cpu", dtype=torch.float16):
+            with torch.autocast(DEVICE, dtype=torch.float16):
                 losses = per_sample(m(x).float())
             if weights is None:
                 weights = engine.weights(losses, lambda g: g.mean(0) / g.sum(), scaler=scaler)
@@ -248,7 +249,7 @@ def test_a_disabled_scaler_is_none(step: Step) -> None:
     """There is nobody then who would skip a step."""
     model = mlp()
     engine = Engine(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=False)
     losses = per_sample(model(batch(4, 3)))
     expected = engine.weights(losses, weighting)
     assert torch.equal(step(engine, losses, weighting, scaler), expected)

@@ -182,6 +182,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", MIXING)
 def test_mixed_samples_are_refused(name: str) -> None:
     """Samples that meet in an element are coupled, which is found out once."""

@@ -431,6 +431,7 @@ def test_verification_agrees(groups: list[list[int]]) -> None:
         engine.verify(per_sample(model(batch(6, 4), groups)))
 
 
+@pytest.mark.cpu
 def test_samples_that_read_each_other_are_mixed() -> None:
     """A loop in which the state of one sample goes on to the next."""
     cell = nn.GRUCell(3, 4)

@@ -11,6 +11,7 @@ from autogram._blocks import Region
 from autogram._jacobian import Projections
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.environment import DEVICE
 from tests.unit.test_jacobian import Language, Norms, TwoLookups, Unused
 
 
@@ -153,12 +154,13 @@ def test_autocast_does_not_round_products() -> None:
     model = nn.Linear(20, 3, dtype=torch.float32)
     sketch = Engine(model).sketch(losses_of(model, torch.randn(4, 20, dtype=torch.float32)), 24)
     expected = sketch.gramian(), sketch.cross_gramian(sketch), sketch.standard_error()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         found = sketch.gramian(), sketch.cross_gramian(sketch), sketch.standard_error()
     for ours, without in zip(found, expected, strict=True):
         assert torch.equal(ours, without)
 
 
+@pytest.mark.cpu
 def test_threads_with_different_seeds() -> None:
     """What is drawn for one seed is not kept for another."""
     projections = Projections()

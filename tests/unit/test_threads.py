@@ -16,6 +16,7 @@ from autogram import CoupledObjectivesWarning, Engine
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, assert_same_gradients, features, trainable
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
+from tests.unit.environment import use_device
 
 Losses = Callable[[Tensor], Tensor]
 
@@ -46,7 +47,7 @@ class Turn:
 
 def in_threads(run: Callable[[int], None], count: int = 2) -> None:
     """Run 0, 1, ... in threads of their own, and raise what they raise."""
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count, initializer=use_device) as pool:
         for done in [pool.submit(run, i) for i in range(count)]:
             done.result()
 
@@ -303,6 +304,7 @@ def test_threads_that_load_data() -> None:
         assert_same_gradients(model, twin)
 
 
+@pytest.mark.cpu  # a GPU has one thread for all passes, which would wait for itself
 def test_gradients_that_are_retained_in_another_thread() -> None:
     """A pass of the engine puts back those of its own graph alone."""
 

@@ -19,6 +19,7 @@ from autogram import (
 from autogram.rules import Recipe, find_rule, product, register_rule, unregister_rule
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
+from tests.unit.environment import DEVICE
 from tests.unit.networks import Recurrent
 
 # How many random vectors right answers are verified with; `make fuzz` takes more.
@@ -94,7 +95,7 @@ def test_lower_precision_inside_passes() -> None:
     model = mlp().float()
     engine = Engine(model, verify="always")
     for _ in range(100):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             output = model(batch(6, 3).float())
         losses = per_sample(output.float())
         assert losses.dtype == torch.float32

@@ -34,7 +34,7 @@ from autogram._blocks.products import directional, explicit, merge, products, we
 from autogram._blocks.region import Region, from_storage, overlap, put, take
 
 Keep = Literal["auto", "factors", "rows"]
-Room = Callable[[torch.device], int]  # how many elements of rows a device has room for
+Room = Callable[[torch.device, int], bool]  # whether a device has room for so many elements
 
 
 class Columns:
@@ -125,7 +125,7 @@ class Columns:
         """Whether rows may be kept that have more elements than their factors."""
         positions, first = -(-contracted_again(blocks) // max(1, elements)), blocks[0].operands[0]
         is_worth_it = self.kernels.are_rows_worth_memory(positions, first.dtype)
-        return is_worth_it and elements <= room(first.device) - taken
+        return is_worth_it and room(first.device, taken + elements)
 
     @property
     def single(self) -> Block | None:

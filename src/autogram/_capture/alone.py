@@ -71,12 +71,14 @@ class Addition(NamedTuple):
         columns: The columns of each parameter, as far as they are kept, or wait for a bundle.
         waiting: The numbers of those that wait, with their forms and numbers of elements there.
         taken: How many elements of rows are kept that are larger than their factors.
+        is_short: Whether there was no room for others that were to be kept.
     """
 
     parts: list[Tensor]
     columns: dict[int, Columns]
     waiting: list[tuple[int, Hashable, int]]
     taken: int
+    is_short: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -139,14 +141,14 @@ def contract_alone(
         layout: Where the samples lie.
         tensors: Its cotangent ``(k, *output)``, and what its rule has saved.
         conditions: How the pass contracts.
-        room: How many elements of rows that are larger than factors a device has room for.
+        room: Whether a device has room for so many elements of rows that are larger than factors.
     """
     key, programs = _key(use, layout, tensors, conditions), conditions.devices.programs
     if key is None:
         return None
     known: _Known | Literal[False] | None = programs.get(key)
     if known:
-        has_room = not known.taken or known.taken <= room(tensors[0].device)
+        has_room = not known.taken or room(tensors[0].device, known.taken)
         return known(parameters, conditions, tensors) if has_room else None
     if known is False or not programs.is_due(key):
         return None
@@ -155,7 +157,9 @@ def contract_alone(
     }
     contract = partial(_contract, use, columns, layout, conditions, room)
     found, program = written_down(contract, lambda x: x.tensors, conditions.memory, tensors)
-    if program is not None and not any(map(_has_adjoint, found.columns.values())):
+    if found.is_short:
+        programs.put_off(key)
+    elif program is not None and not any(map(_has_adjoint, found.columns.values())):
         programs.keep(key, _Known.of(program, found))
     else:
         programs.keep(key, False)
@@ -178,12 +182,17 @@ def _contract(
         columns[tracked.sources[0]].add(region, block)
     taken = 0
 
-    def left(device: torch.device) -> int:
-        return room(device) - taken
+    is_short = False
+
+    def has_room(device: torch.device, elements: int) -> bool:
+        nonlocal is_short
+        found = room(device, taken + elements)
+        is_short = is_short or not found
+        return found
 
     if (form := conditions.form) is not None:
         for of in columns.values():
-            taken += of.keep(form, left, memory)
+            taken += of.keep(form, has_room, memory)
     bundles = Bundles()
     found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
     tiny = {id(of) for bundle in bundles.rest() for of in bundle}
@@ -198,6 +207,7 @@ def _contract(
         {i: of for i, of in numbered.items() if form is not None or id(of) in tiny},
         waiting,
         taken,
+        is_short,
     )
 
 

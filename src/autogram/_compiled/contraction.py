@@ -203,7 +203,7 @@ def _reads_strides(node: fx.Node) -> bool:
 
 def _room_beside(taken: int, kernels: Kernels) -> Room:
     """The room of a device beside rows that were taken before."""
-    return lambda device: kernels.room(device) - taken
+    return lambda device, elements: taken + elements <= kernels.room(device)
 
 
 def _contract(

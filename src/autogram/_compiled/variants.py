@@ -187,7 +187,7 @@ class Backward:
                 asked = Asked(receiver.limit.elements, receiver.form)
                 variant = self._contracting(inside, asked, form, args)
                 taken = 0 if variant.contracted is None else variant.contracted.taken
-                if taken > receiver.room(inside[0].use.reads[0].sources[0].device):
+                if not receiver.has_room(inside[0].use.reads[0].sources[0].device, taken):
                     asked = asked._replace(form="auto")
                     variant = self._contracting(inside, asked, form, args)
             except OutsideError as error:

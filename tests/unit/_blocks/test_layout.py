@@ -25,6 +25,7 @@ def test_split_of_a_fold(layout: Folded, shape: tuple[int, ...]) -> None:
     assert torch.equal(layout.split(x.reshape(12, 5).T, 1), x.movedim(-1, 0))
 
 
+@pytest.mark.cpu
 def test_places_are_copied_to_a_device_once() -> None:
     """A host that copies waits, and each use of an expert splits an input and a cotangent."""
     layout = Routed(0, 2, torch.tensor([1, 0, 1, -1]))

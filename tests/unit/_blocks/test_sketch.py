@@ -7,6 +7,7 @@ from autogram._blocks import Block, Lookup, Projection, Region
 from tests.unit.checks import assert_close_to_reference
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.parametrize(

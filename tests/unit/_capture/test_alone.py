@@ -282,6 +282,7 @@ def test_the_limit_changes(runs: list[str]) -> None:
     assert not cut & found[2**20]
 
 
+@pytest.mark.cpu
 class TestRoom:
     """How many elements of rows a device has room for decides what a fused step keeps."""
 
@@ -313,6 +314,24 @@ class TestRoom:
         room[0] = 0
         assert_step_is_exact(engine, model, lambda: per_sample(model(x)), fused=True)
         assert taken[-1] == 0
+
+    def test_may_be_short_when_a_program_is_due(
+        self, taken: list[int], runs: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Later steps keep rows where there is room, by a program that is written then."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(2)])
+        engine = Engine(model, verify="never")
+        x = torch.randn(4, 20, 64)
+        room = [0]
+        kernels = engine._devices.on("cpu")
+        monkeypatch.setattr(kernels, "room", lambda *_: room[0])
+        monkeypatch.setattr(kernels, "are_rows_worth_memory", lambda *_: True)
+        for room[0] in [0] * 4 + [2**30] * 4:
+            assert_step_is_exact(engine, model, lambda: per_sample(model(x)), fused=True)
+        assert set(taken[:4]) == {0}
+        assert set(taken[4:]) == {2 * 4 * 64**2}
+        assert runs
 
     def test_gradients_of_convolutions_are_those_of_pytorch(
         self, monkeypatch: pytest.MonkeyPatch

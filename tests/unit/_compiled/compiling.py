@@ -108,7 +108,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def body(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norms[0](x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
         x = x + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
         return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)))))

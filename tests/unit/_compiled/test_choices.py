@@ -73,6 +73,7 @@ def test_convolutions_whose_samples_are_groups(monkeypatch: pytest.MonkeyPatch) 
     assert_gramians(engine, losses, trainable(model), [])
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("inner", INNER)
 def test_large_results_of_calls(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
     """What would take much fresh memory in the graph is contracted outside, behind the same pass.
@@ -100,6 +101,7 @@ def test_large_results_of_calls(monkeypatch: pytest.MonkeyPatch, inner: str) -> 
     assert max(found) == 6 * (8 * 8) * (3 * 9)
 
 
+@pytest.mark.cpu
 def test_rows_that_are_kept_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes and a fused step choose on their own: only the latter leaves rows."""
     kept: set[int] = set()
@@ -127,6 +129,7 @@ def test_rows_that_are_kept_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == {0, 6 * 3 * 3, 6 * 2 * 3}
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("inner", INNER)
 def test_products_of_half_of_the_samples(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
     """Where a device leaves out what is the mirror of another part, so does the graph."""
@@ -158,6 +161,7 @@ class Linear(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("room", [1, 3])
 def test_rows_that_are_larger_than_factors(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """Equal parts share a graph, and keep larger rows while there is room for them."""

@@ -25,6 +25,7 @@ from tests.unit._compiled.compiling import (
     sequences,
 )
 from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.environment import DEVICE, use_device
 
 
 def _mlp() -> nn.Sequential:
@@ -77,7 +78,7 @@ def test_autocast_by_turns() -> None:
     run = compiled(model)
     for is_on in (False, True, False, True):
         x = torch.randn(4, 3, dtype=torch.float32)
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=is_on):
             losses = _squares(run(x).float(), x)
         jacobian = reference_jacobian(losses, list(model.parameters()))
         expected = jacobian @ jacobian.T
@@ -299,7 +300,7 @@ def test_threads() -> None:
             gramian = engine.compute_gramian(_squares(run(*batch), *batch))
             assert_close_to_reference(gramian, jacobian @ jacobian.T)
 
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3, initializer=use_device) as pool:
         list(pool.map(work, range(3)))
 
 

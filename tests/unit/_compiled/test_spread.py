@@ -23,6 +23,7 @@ from tests.unit._compiled.compiling import (
 )
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import batch, per_sample
+from tests.unit.environment import DEVICE
 from tests.unit.test_spread import QUERIES, SPREADS, WIDTH, Decoder, by_heads, linear
 
 
@@ -230,7 +231,7 @@ def test_surroundings(spread: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.seen += 1
             found: Tensor = checkpoint(self.decoder, x, use_reentrant=False)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=False):
                 found = found + self.bias.expand(len(x), 1, -1) * 2 * self.scale
             with torch.no_grad():
                 factor = self.decoder.norm.weight.exp()

@@ -310,6 +310,7 @@ class Odd(nn.Module):
         return found
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("inner", INNER)
 def test_derived_tensors_and_calls_without_a_rule(inner: str) -> None:
     model = Odd()

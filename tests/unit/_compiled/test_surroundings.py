@@ -24,6 +24,7 @@ from tests.unit._compiled.compiling import (
     sequences,
 )
 from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.environment import DEVICE
 
 
 def _mlp(width: int = 4) -> nn.Sequential:
@@ -234,7 +235,7 @@ def test_autocast(is_inside: bool) -> None:
             self.body, self.head = _mlp(8), nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=is_inside):
                 y = self.body(x)
             found: Tensor = self.head(y.float() if is_inside else y)
             return found
@@ -244,7 +245,7 @@ def test_autocast(is_inside: bool) -> None:
     run = compiled(model)
     for size in (6, 6, 4):
         x = torch.randn(size, 3, dtype=torch.float32)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=not is_inside):
             losses = _squares(run(x).float(), x)
         jacobian = reference_jacobian(losses, list(model.parameters()))
         expected = jacobian @ jacobian.T

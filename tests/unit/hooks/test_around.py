@@ -241,7 +241,8 @@ def test_replicas_in_threads() -> None:
     replica = model._replicate_for_data_parallel()
     replica.weight, replica.bias = torch.zeros(2, 2), torch.ones(2)
     found = []
-    thread = threading.Thread(target=lambda: found.append(replica(torch.randn(3, 2))))
+    x = torch.randn(3, 2)
+    thread = threading.Thread(target=lambda: found.append(replica(x)))
     thread.start()
     thread.join()
     assert torch.equal(found[0], torch.ones(3, 2))

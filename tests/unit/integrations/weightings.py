@@ -6,7 +6,8 @@ from torch import Tensor
 
 def weighting(gramian: Tensor) -> Tensor:
     """Different for each objective, and dependent on the others."""
-    return gramian.diagonal().rsqrt() * torch.arange(1, len(gramian) + 1) / len(gramian)
+    places = torch.arange(1, len(gramian) + 1, device=gramian.device)
+    return gramian.diagonal().rsqrt() * places / len(gramian)
 
 
 def mean(gramian: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tests.unit.environment import DEVICE
+
 Batch = dict[str, Tensor]
 Attention = Literal["eager", "sdpa"]
 Build = Callable[[Attention], nn.Module]
@@ -81,7 +83,7 @@ class Specimen:
 
         Batch normalisation is in evaluation mode, or it would couple the samples.
         """
-        model = self.build(attention).to(self.dtype).train()
+        model = self.build(attention).to(DEVICE, self.dtype).train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)

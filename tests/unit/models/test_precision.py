@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from tests.unit.engines import assert_as_rounded
+from tests.unit.environment import DEVICE
 
 from .adapters import GPT2_TARGETS, LOW_RANK, adapted
 from .zoo import GPT2, SPECIMENS, Batch, Specimen
@@ -34,7 +35,7 @@ def test_models_under_autocast(name: str) -> None:
     model = specimen.make_model(specimen.attentions[-1]).float()
     engine = Engine(model)
     batch = in_dtype(specimen.make_batch(specimen.sizes[1]), torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         losses = float_losses(specimen, model, batch)
     assert_as_rounded(engine, losses, model, torch.bfloat16)
 

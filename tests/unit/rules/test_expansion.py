@@ -17,6 +17,7 @@ from tests.unit._capture.seen import seen_uses
 from tests.unit._compiled.compiling import compiled
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
 from tests.unit.engines import assert_exact, batch, per_sample
+from tests.unit.environment import DEVICE
 
 SAMPLES, HEADS, LENGTH, WIDTH = 4, 2, 5, 6
 
@@ -169,7 +170,7 @@ def test_results_are_those_without_an_engine(name: str, dtype: torch.dtype) -> N
     found = []
     for engine in (None, Engine(model)):
         torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=is_half):
             output = model(x)
         model.zero_grad()
         output.square().sum().backward()

@@ -30,6 +30,7 @@ from tests.unit.checks import (
     irregular,
 )
 from tests.unit.engines import assert_exact, batch, per_sample
+from tests.unit.environment import DEVICE
 from tests.unit.networks import trained
 from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
 
@@ -420,7 +421,7 @@ def test_autocast() -> None:
     torch.set_default_dtype(torch.float32)
     net = Net(nn.GRU(8, 8), last_step)
     engine = Engine(net)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         losses = per_sample(net(batch(B, T, 8)).float())
     jacobian = reference_jacobian(losses, net.parameters())
     gramian = engine.compute_gramian(losses)

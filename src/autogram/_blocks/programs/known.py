@@ -40,6 +40,11 @@ class Programs:
             count = self._counts[key] = self._counts.get(key, 0) + 1
         return count >= _WORTH_WRITING
 
+    def put_off(self, key: Hashable) -> None:
+        """Has a key wait as if it had not come before: something that passes decided its calls."""
+        with self._lock:
+            self._counts[key] = 0
+
     def keep(self, key: Hashable, known: Any) -> None:
         """Keeps something under a key, or ``False``: the calls cannot be written down."""
         with self._lock:

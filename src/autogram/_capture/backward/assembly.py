@@ -126,14 +126,14 @@ class Assembly:
         }
         return {use: layout for use in _closed(reads) if (layout := layouts[use]) is not None}
 
-    def room(self, device: torch.device) -> int:
-        """How many more elements of rows that are larger than factors may be kept.
+    def has_room(self, device: torch.device, elements: int) -> bool:
+        """Whether so many more elements of rows that are larger than factors may be kept.
 
         The kernels are asked once in a pass. For a GPU, they walk all statistics of its allocator.
         """
         if device not in self._rooms:
             self._rooms[device] = self._run.devices.on(device).room(device)
-        return self._rooms[device] - self._taken
+        return self._taken + elements <= self._rooms[device]
 
     def take_part(
         self,
@@ -227,7 +227,7 @@ class Assembly:
         parameters = self._accounts.read_by(use)
         if parameters is None:
             return False
-        given = use, parameters, layout, (cotangent, *saved), self._conditions, self.room
+        given = use, parameters, layout, (cotangent, *saved), self._conditions, self.has_room
         found = retried(self.limit, contract_alone, *given)
         if found is None:
             return False
@@ -303,7 +303,7 @@ class Assembly:
                 run.summary.elements_of_rows += parameter.numel()
             if run.form is not None:
                 memory = None if run.arena is None else run.arena.take
-                self._taken += retried(self.limit, columns.keep, run.form, self.room, memory)
+                self._taken += retried(self.limit, columns.keep, run.form, self.has_room, memory)
                 self._columns[parameter] = columns
             if run.check is not None:
                 see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None

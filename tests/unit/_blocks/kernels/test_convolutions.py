@@ -71,6 +71,7 @@ def test_rows_by_gradients_are_exact(kernel: str, dims: int, limit: int) -> None
         assert_close(torch.cat([p.grad.flatten() for p in parameters]), weights @ rows)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("size", "is_large"), [(2, False), (12, True)])
 def test_large_images_have_no_patches_on_a_cpu(
@@ -94,6 +95,7 @@ def test_large_images_have_no_patches_on_a_cpu(
     assert (BY_GRADIENT in operators.names) == (is_large and torch.backends.mkldnn.is_available())
 
 
+@pytest.mark.cpu
 def test_large_images_are_not_cut_for_patches() -> None:
     """The limit of memory concerns what is made: rows, which are small."""
     torch.manual_seed(0)
@@ -122,6 +124,7 @@ class Twice(nn.Module):
         return result
 
 
+@pytest.mark.cpu
 def test_a_layer_that_is_shared_has_no_patches_either() -> None:
     """The rows of its uses are added up, with the terms between them."""
     model = Twice().float()

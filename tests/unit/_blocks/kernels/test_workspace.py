@@ -3,13 +3,16 @@
 import threading
 import weakref
 
+import pytest
 import torch
 from torch import Tensor
 
 from autogram._blocks import Arena
 from autogram._blocks.kernels.workspace import Workspace
 
-LIKE = torch.zeros((), dtype=torch.float32)
+pytestmark = pytest.mark.cpu
+
+LIKE = torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def take(arena: Arena | None, *shapes: tuple[int, ...]) -> list[Tensor]:

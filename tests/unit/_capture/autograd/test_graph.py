@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from autogram import Engine
 from autogram._capture.autograd.graph import dtypes_of, nodes_behind
 from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.environment import DEVICE
 
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
 
@@ -34,7 +35,7 @@ def dtypes_behind(x: Tensor) -> set[torch.dtype]:
 
 
 def under_autocast(x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=HALF):
+    with torch.autocast(DEVICE, dtype=HALF):
         return F.linear(x.to(SINGLE), torch.ones(2, x.shape[1], dtype=SINGLE, requires_grad=True))
 
 

@@ -1,5 +1,6 @@
 """Tensors whose status has changed since they were seen, or is not what their call suggests."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,6 +39,7 @@ class Initialized(nn.Module):
         return y + nn.init.constant_(torch.empty(3), 2.0)
 
 
+@pytest.mark.cpu
 def test_inputs_of_inference_mode() -> None:
     """Autograd saves none of them, but a call may save a copy that it has made."""
     layer, recurrent = nn.Linear(3, 3), nn.GRU(3, 3, batch_first=True)

@@ -127,6 +127,7 @@ def changed_slices() -> Iterator[Tensor]:
                     yield changed
 
 
+@pytest.mark.cpu
 def test_slices_that_were_changed_keep_samples_apart() -> None:
     claims = {"whole": 0, "other": 0}
     with warnings.catch_warnings():

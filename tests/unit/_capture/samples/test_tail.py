@@ -355,6 +355,7 @@ def test_other_nodes_have_rows_sample_by_sample() -> None:
 WEIGHTS = ("weight_ih", "bias_hh", "weight_hh", "bias_ih")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("model", "names"),
     [

@@ -31,7 +31,7 @@ class Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
         zeros = cotangent.new_zeros(ctx.shape)
-        return zeros.index_add(0, torch.tensor(ctx.order), cotangent), None
+        return zeros.index_add(0, torch.tensor(ctx.order, device=zeros.device), cotangent), None
 
 
 class Product(torch.autograd.Function):
@@ -48,7 +48,7 @@ class Product(torch.autograd.Function):
         x, y = ctx.saved_tensors
         if ctx.order is None:
             return cotangent * y, None, None
-        order = torch.tensor(ctx.order)
+        order = torch.tensor(ctx.order, device=y.device)
         moved = torch.zeros_like(y).index_add(0, order, cotangent * x)
         return cotangent * y[order], moved, None
 
