@@ -1,5 +1,8 @@
 """Losses of every shape and number, on models with several layouts."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from tests.unit.checks import (
     features,
     trainable,
 )
+from tests.unit.engines import counted_passes
 from tests.unit.networks import Call
 
 
@@ -194,3 +198,66 @@ def test_layout_that_one_batch_leaves_open(folded: bool) -> None:
         losses = model(torch.randn(2, 2, 3))[torch.arange(2), torch.tensor(tokens)].sum(1)
         jacobian = reference_jacobian(losses, trainable(model))
         assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+class Branches(nn.Module):
+    """Two branches, the second of which has a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.second = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor, gate: float = 1.0, order: Tensor | None = None) -> Tensor:
+        h = self.second(x)
+        return self.first(x) + gate * (h if order is None else h[order])
+
+
+CANCELLING: dict[str, Callable[[Tensor, int], Tensor]] = {
+    # The multiples by which the search for the samples adds objectives up are 1 and 2.
+    "all": lambda y, _: torch.stack([y[:, 0], y[:, 0] / -2], 1),
+    "one branch": lambda y, _: torch.stack([y.sum(1), y[:, 0] / -2 + y[:, 1].sin()], 1),
+    "some samples": lambda y, step: torch.stack(
+        [y[:, 0], torch.where(torch.arange(5) < 3 + step % 2, y[:, 0] / -2, y[:, 0].sin())], 1
+    ),
+}
+
+
+@pytest.mark.parametrize("batch_dim", [0, "auto"])
+@pytest.mark.parametrize("name", CANCELLING)
+def test_objectives_of_a_sample_that_cancel(name: str, batch_dim: Any) -> None:
+    """Where a sum of them has no cotangent, each has passes of its own, once."""
+    model = Branches()
+    engine = Engine(model, batch_dim=batch_dim, verify="never")
+    for step in range(4):
+        losses = CANCELLING[name](model(torch.randn(5, 3)), step)
+        jacobian = reference_jacobian(losses, trainable(model))
+        with counted_passes(losses) as passes:
+            gramian = engine.compute_gramian(losses)
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+        assert step == 0 or len(passes) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_branches_that_are_silent_at_times(fused: bool) -> None:
+    """Several objectives, whose one pass shows that a branch has no cotangent, or has one again."""
+    model = Branches()
+    engine = Engine(model, batch_dim=0, verify="never")
+    order = torch.tensor([1, 0, 2, 4, 3])
+    counts = []
+    for step in range(16):
+        x, gate = torch.randn(5, 3), float(step % 4 == 3)
+        losses = model(x, gate, order if step % 8 == 7 else torch.arange(5)).square()
+        jacobian = reference_jacobian(losses, trainable(model))
+        weights = torch.rand(losses.numel())
+        with counted_passes(losses) as passes:
+            if fused:
+                model.zero_grad()
+                engine.backward(losses, lambda _, w=weights: w, retain_graph=True)
+                gradient = torch.cat([p.grad.flatten() for p in trainable(model)])
+                assert_close_to_reference(gradient, weights @ jacobian)
+            else:
+                gramian = engine.compute_gramian(losses)
+                assert_close_to_reference(gramian, jacobian @ jacobian.T)
+        counts.append(len(passes))
+    assert [counts[step] for step in (1, 2, 9, 10, 13, 14)] == [1] * 6

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from autogram import Engine, VerificationError
 from autogram.rules import Recipe, find_rule, product, register_rule, unregister_rule
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, trainable
 
 from .decoders import LLAMA, LLAMA_LIKE, MIXTRAL, MIXTRAL_LIKE, Specimen
 from .specimen import Batch, Build, from_config
@@ -107,6 +109,20 @@ def test_right_answers_pass(name: str, each: int) -> None:
     for _ in range(10):
         engine.verify(losses)
     assert engine.compute_gramian(losses).dtype == torch.float64
+
+
+@pytest.mark.parametrize("seed", range(12, 21))
+def test_cotangents_that_are_rounding_alone(seed: int) -> None:
+    """The largest of some numbers cancels in an RWKV, and of its cotangent some digits are left.
+
+    Sums of objectives have others than each of them.
+    """
+    torch.manual_seed(seed)
+    model, engine, batch = prepared("rwkv")
+    losses = two_losses(model, batch)
+    engine.verify(losses)
+    jacobian = reference_jacobian(losses, trainable(model))
+    assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
 
 
 @contextmanager

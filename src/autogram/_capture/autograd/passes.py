@@ -140,7 +140,12 @@ class Pass:
         its end, and the receiver is shown nothing more.
         """
         call = partial(self._keep if is_kept else self.receiver, use, saved)
-        others = () if is_kept else saved
+        self.tell_of(call, cotangent, () if is_kept else saved)
+
+    def tell_of(
+        self, call: Callable[[Tensor], object], cotangent: Tensor, others: Sequence[Tensor] = ()
+    ) -> None:
+        """Makes a call with a cotangent, as :meth:`tell` does, of shape ``(k, *shape)``."""
         if self.hidden is None:
             self.tell(call, cotangent.unsqueeze(0), others)
         else:

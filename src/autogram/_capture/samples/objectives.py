@@ -63,15 +63,20 @@ class Objectives:
         eye = torch.eye(k, **options)
         return self._by_loss(eye.unsqueeze(-1).repeat(1, 1, b))
 
-    def weighted(self, weights: Tensor) -> Tensor:
-        """A weight for each sample, ``(b,)``, as a cotangent of the losses.
+    def weighted(self, weights: Tensor, *, are_apart: bool = False) -> Tensor:
+        """A weight for each sample, ``(b,)``, as cotangents of the losses, ``(n, *losses)``.
 
         The objectives of a sample get different multiples of the weight: with equal multiples,
-        outputs that add up to a constant, such as probabilities, would have no gradient.
+        outputs that add up to a constant, such as probabilities, would have no gradient. If they
+        ``are_apart``, each is in a cotangent of its own, of n = k. Otherwise n is one.
         """
-        multiples = torch.linspace(1.0, 2.0, self.per_sample, device=self.losses.device)
+        if are_apart:
+            multiples = torch.eye(self.per_sample, device=self.losses.device)
+        else:
+            multiples = torch.linspace(1.0, 2.0, self.per_sample, device=self.losses.device)
+            multiples = multiples.unsqueeze(0)
         multiples = multiples.to(self.losses.dtype)
-        return self._by_loss((multiples.unsqueeze(1) * weights.to(multiples)).unsqueeze(0))
+        return self._by_loss(multiples.unsqueeze(2) * weights.to(multiples))
 
     def by_sample(self, values: Tensor) -> Tensor:
         """``(*, *losses)`` as ``(*, k, b)``."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from math import prod
 
 import torch
@@ -59,28 +60,33 @@ def are_none(owners: Owners) -> bool:
 
 
 def owners_by_zeros(
-    channel: Channel, objectives: Objectives, prover: Prover
+    channel: Channel, objectives: Objectives, prover: Prover, *, are_apart: bool = False
 ) -> tuple[dict[Use, Owners], dict[Spot, Owners]]:
     """The owners of all uses and spots that are reached, by passes for some of the samples alone.
 
     The places of a sample whose objectives are not finite are hidden: zero times infinity is not
     zero, so that they have a cotangent in every pass. The other samples show the layout.
+
+    Args:
+        channel: The channel of the taps.
+        objectives: What is differentiated.
+        prover: Has the spots.
+        are_apart: Whether to make other passes as well, in which the objectives of a sample are
+            apart. Together, what they contribute to a place may cancel.
     """
     zeros = _Zeros(objectives)
-    samples = torch.arange(objectives.samples, device="cpu")
-    with shown(prover.survey, prover.spots, zeros.mark):
-        for digit in range(zeros.digits):
-            for bit in (0, 1):
-                zeros.digit, zeros.bit = digit, bit
-                show_uses(channel, objectives, samples >> digit & 1 == bit, zeros.see)
+    with shown(prover.survey, prover.spots, zeros.hear):
+        for is_apart in [False, True] if are_apart else [False]:
+            for chosen in zeros.choices():
+                show_uses(channel, objectives, chosen, zeros.see, are_apart=is_apart)
     uses = {use: zeros.owners(use) for use in zeros.counts}
     met = [use for use, owners in uses.items() if not owners]
     # Samples that meet along every dimension of a use may still have elements of their own.
-    most = {use: 0 if _is_by_element(use) else zeros.digits * prod(use.shape) for use in met}
+    most = {use: 0 if _is_by_element(use) else zeros.passes // 2 * prod(use.shape) for use in met}
     mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
         channel.by_element.update([_name(use) for use in met])
-        uses, spots = owners_by_zeros(channel, objectives, prover)
+        uses, spots = owners_by_zeros(channel, objectives, prover, are_apart=are_apart)
         channel.by_element.difference_update([_name(use) for use in uses if not uses[use]])
         return uses, spots
     for use in mixed:
@@ -94,9 +100,7 @@ class _Zeros:
     """Which places have a cotangent in passes for the samples with some bit of their number.
 
     Attributes:
-        digits: How many binary digits the numbers of samples have.
-        digit: The digit by which the samples of the current pass are chosen.
-        bit: The value of this digit.
+        passes: How many passes there were.
         marks: For each place, ``(3, places)``: the digits for which it had a cotangent in the pass
             of bit 0, those for which it had one in the pass of bit 1, and whether its cotangent was
             not finite.
@@ -105,18 +109,26 @@ class _Zeros:
 
     def __init__(self, objectives: Objectives) -> None:
         self._samples = objectives.samples
-        self.digits = (objectives.samples - 1).bit_length()
-        self.digit = self.bit = 0
+        self._digits = (objectives.samples - 1).bit_length()
+        self._digit = self._bit = 0  # by which the samples of the current pass are chosen
+        self.passes = 0
         self.marks: dict[Use | Spot, dict[int, Tensor]] = defaultdict(dict)
         self.counts = Counter[Use]()
         self._is_finite = objectives.is_finite
+
+    def choices(self) -> Iterator[Tensor]:
+        """Whether each sample takes part in a pass, ``(b,)``, for one pass after the other."""
+        samples = torch.arange(self._samples, device="cpu")
+        for digit, bit in product(range(self._digits), (0, 1)):
+            self._digit, self._bit, self.passes = digit, bit, self.passes + 1
+            yield samples >> digit & 1 == bit
 
     def owners(self, seen: Use | Spot) -> Owners:
         """The owners of a use or a spot."""
         found = {}
         for dim, (lacked, had, hidden) in self.marks[seen].items():
             is_seen, is_hidden = (had | lacked) != 0, hidden != 0
-            is_apart = bool(((had ^ lacked)[is_seen] == (1 << self.digits) - 1).all())
+            is_apart = bool(((had ^ lacked)[is_seen] == (1 << self._digits) - 1).all())
             if is_apart and not self._is_finite[had[is_seen & is_hidden]].any():
                 found[dim] = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
         return found
@@ -130,12 +142,12 @@ class _Zeros:
             self._mark(use, ~is_finite, 2, 1)
             cotangent = torch.where(is_finite, cotangent, 0)
         self.counts[use] += int(cotangent.count_nonzero())
-        self.mark(use, cotangent)
-
-    def mark(self, seen: Use | Spot, cotangent: Tensor) -> None:
-        """Marks the places where a cotangent is not zero."""
         # On a CPU, the largest of absolute values is found in a fraction of the time of `any`.
-        self._mark(seen, cotangent.abs(), self.bit, 1 << self.digit)
+        self._mark(use, cotangent.abs(), self._bit, 1 << self._digit)
+
+    def hear(self, spot: Spot, cotangents: Tensor) -> None:
+        """Takes in the cotangents of a spot."""
+        self._mark(spot, cotangents.abs().amax(0), self._bit, 1 << self._digit)
 
     def _mark(self, seen: Use | Spot, values: Tensor, row: int, mark: int) -> None:
         """Adds a mark to places where values, which are not negative, are not zero."""
@@ -197,16 +209,25 @@ class Scales:
 
 
 def show_uses(
-    channel: Channel, objectives: Objectives, weights: Tensor, see: Callable[[Use, Tensor], None]
+    channel: Channel,
+    objectives: Objectives,
+    weights: Tensor,
+    see: Callable[[Use, Tensor], None],
+    *,
+    are_apart: bool = False,
 ) -> None:
-    """Shows the cotangent ``(*output,)`` of each use in a pass with a weight for each sample."""
+    """Shows the cotangent ``(*output,)`` of each use in a pass with a weight for each sample.
+
+    If the objectives of a sample ``are_apart``, shows the largest absolute values of theirs.
+    """
 
     def receive(use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         del saved
         if cotangent.numel():
-            see(use, cotangent[0])
+            see(use, cotangent.abs().amax(0) if are_apart else cotangent[0])
 
-    visit(channel, objectives.losses, objectives.weighted(weights), lambda: receive)
+    cotangents = objectives.weighted(weights, are_apart=are_apart)
+    visit(channel, objectives.losses, cotangents, lambda: receive)
 
 
 def _by_place(

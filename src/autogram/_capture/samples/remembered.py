@@ -243,8 +243,8 @@ class RememberedGraph:
         samples = self._objectives.samples
         if not all(keeps_places(survey, trial, samples) for trial in proof.moving):
             return
-        if (proof.silent or proof.trials) and self._objectives.per_sample > 1:
-            return  # a batched pass cannot read whether a silent spot has a cotangent now
+        if proof.trials and self._objectives.per_sample > 1:
+            return  # a node is tried with one cotangent, and a batched pass has several
         in_order = tuple(found.get(use, ()) for use in survey.uses)
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
         layouts = self._together(in_order, constants)

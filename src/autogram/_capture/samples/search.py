@@ -74,6 +74,7 @@ class Search:
         self._objectives = objectives
         self._survey = survey
         self._needed: set[Use] = set()
+        self._are_apart = False
         self._forget()
         self.has_searched = False
 
@@ -228,11 +229,7 @@ class Search:
         self.has_searched = True
         self._forget()
         if use in self._needed:
-            raise MixedSamplesError(
-                f"{describe(use)} has a cotangent for single objectives where it has none for some "
-                "of them together, so that it cannot be seen where the samples lie. Pass "
-                "`batch_dim=None` to `Engine`."
-            )
+            self._search_apart(f"{describe(use)} has a cotangent, and none for some samples alone")
         if use is not None:
             self._needed.add(use)
             self._graph.forget_layouts(and_what_was_shown=False)
@@ -269,15 +266,28 @@ class Search:
                 self._scales, self._silent, self._trials, self._heard = None, (), (), []
         return True
 
+    def _search_apart(self, found: str) -> None:
+        """Lets this search look at each objective of a sample alone, or raises if it does so.
+
+        What they contribute to a place may cancel, or may be nothing but rounding.
+        """
+        if self._are_apart or self._objectives.per_sample == 1:
+            raise MixedSamplesError(
+                f"{found}, so that the losses are not per-sample, or it cannot be seen where the "
+                "samples lie. Pass `batch_dim=None` to `Engine`."
+            )
+        self._are_apart = True
+
     def _search_by_zeros(self, wanted: Use | None) -> None:
         """Finds the layouts of all uses, and a proof of what the layouts depend on."""
         prover = Prover(self._survey)
-        uses, spots = owners_by_zeros(self._channel, self._objectives, prover)
+        given = self._channel, self._objectives, prover
+        uses, spots = owners_by_zeros(*given, are_apart=self._are_apart)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
-            raise MixedSamplesError(
-                f"{describe(wanted)} has a cotangent for all samples together and none for parts "
-                "of them, so the losses are not per-sample. Pass `batch_dim=None` to `Engine`."
-            )
+            name = describe(wanted)
+            self._search_apart(f"{name} has a cotangent for all samples, and none for some of them")
+            self._search_by_zeros(wanted)
+            return
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
         if self._objectives.are_finite:  # if not, the layouts are for this call alone
             fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}

@@ -69,7 +69,10 @@ def in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
 def shown(
     survey: Survey, spots: Iterable[Spot], observe: Callable[[Spot, Tensor], None]
 ) -> Iterator[None]:
-    """Shows the cotangents of some spots in the passes of an engine inside of a block."""
+    """Shows the cotangents of some spots in the passes of an engine inside of a block.
+
+    They have the shape ``(k, *shape)``, for a spot's own.
+    """
 
     def show(spot: Spot, *cotangents: tuple[Tensor | None, ...]) -> None:
         current = running_pass()
@@ -77,7 +80,7 @@ def shown(
             return  # only passes from the losses to the taps show where samples are
         cotangent = cotangents[not spot.is_input][spot.position]
         if cotangent is not None and cotangent.numel():
-            current.tell(partial(observe, spot), in_dense(cotangent))
+            current.tell_of(partial(observe, spot), in_dense(cotangent))
 
     with ExitStack() as stack:
         for spot in spots:
