@@ -75,7 +75,9 @@ def pytest_configure() -> None:
         "mem_get_info": (_FREE, _FREE + _TAKEN),
         "memory_stats_as_nested_dict": statistics,
     }.items():
-        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+        for module in (torch.cuda, torch.cuda.random):  # which has imported some
+            if hasattr(module, name):
+                setattr(module, name, lambda *_, value=value, **__: value)
     # Functions of their own: Dynamo tells them from those that they call.
     torch._C._cuda_getDevice = lambda: torch.accelerator.current_device_index()
     torch.cuda.set_device = lambda device: torch.accelerator.set_device_index(device)
@@ -83,6 +85,7 @@ def pytest_configure() -> None:
     torch.cuda._exchange_device = lambda index: _exchanged(index)
     torch.cuda._maybe_exchange_device = lambda index: _exchanged(index)
     torch.cuda.default_generators = tuple(torch.Generator(f"cuda:{i}") for i in range(2))
+    torch.cuda._initialized = True
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.backends.cudnn.is_acceptable = lambda *_: False
     UntypedStorage.clone, UntypedStorage.to = _clone, _moved

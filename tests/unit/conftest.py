@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.unit.environment import DEVICE, DTYPE, use_device
+from tests.unit.environment import DEVICE, DTYPE
 
-use_device()  # also for tensors that modules of tests make when they are imported
-if DEVICE != "cpu":
+if DEVICE != "cpu":  # also for tensors that modules of tests make when they are imported
+    torch.set_default_device(DEVICE)
     torch.backends.cudnn.allow_tf32 = False  # by default, convolutions would keep ten bits
 
 
@@ -36,7 +36,7 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_default_device()
     device = "cpu" if request.node.get_closest_marker("cpu") else DEVICE
     if torch.device(device) != before:
-        torch.set_default_device(device)
+        torch.set_default_device(None if device == "cpu" else device)
     yield
     if torch.get_default_device() != before:
         torch.set_default_device(before)

@@ -1,6 +1,7 @@
 """What the environment says of the tests: where tensors are made, and in which dtype."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -8,7 +9,7 @@ DTYPE: torch.dtype = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float
 DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
 
 
-def use_device() -> None:
-    """Makes tensors of this thread on the device: PyTorch's default is that of a thread."""
-    if DEVICE != "cpu":
-        torch.set_default_device(DEVICE)
+def device_of_threads() -> Callable[[], None]:
+    """A function that a thread calls, so that it makes tensors where this one does by default."""
+    device = torch.get_default_device()
+    return lambda: None if device.type == "cpu" else torch.set_default_device(device)

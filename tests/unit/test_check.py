@@ -82,6 +82,7 @@ def make():
 """
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("source", [LOSSES, FUNCTION], ids=["losses", "function"])
 def test_a_model_that_is_fine(files: Files, source: str) -> None:
     code, out, err = files.check(source)

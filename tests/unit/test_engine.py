@@ -35,7 +35,7 @@ from tests.unit.engines import (
     mlp,
     per_sample,
 )
-from tests.unit.environment import use_device
+from tests.unit.environment import device_of_threads
 
 PER_SAMPLE = Objectives("(B,)", per_sample, 0)
 EACH_WAY = [
@@ -981,7 +981,7 @@ def test_two_threads() -> None:
         for x in inputs[i]:
             assert_exact(engines[i], per_sample(models[i](x)), models[i])
 
-    with ThreadPoolExecutor(2, initializer=use_device) as pool:
+    with ThreadPoolExecutor(2, initializer=device_of_threads()) as pool:
         for done in [pool.submit(run, i) for i in range(2)]:
             done.result()
 

@@ -21,7 +21,7 @@ from autogram import ChangedTensorError, Engine, InvalidLossesError, concatenate
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, assert_same_gradients, features
 from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
-from tests.unit.environment import use_device
+from tests.unit.environment import device_of_threads
 
 
 def several(output: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def wait(turn: threading.Barrier) -> None:
 
 def in_threads(run: Callable[[int], None]) -> None:
     """Run 0 and 1 in two threads, and raise what they raise."""
-    with ThreadPoolExecutor(2, initializer=use_device) as pool:
+    with ThreadPoolExecutor(2, initializer=device_of_threads()) as pool:
         for done in [pool.submit(run, i) for i in range(2)]:
             done.result()
 

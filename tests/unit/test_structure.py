@@ -112,3 +112,20 @@ def test_one_name_has_one_meaning() -> None:
 def test_a_circle_is_found() -> None:
     with pytest.raises(pytest.fail.Exception, match=r"one another: (a <- b <- a|b <- a <- b)"):
         in_order({"a": {"b"}, "b": {"a"}})
+
+
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones", "rand"}
+FACTORIES |= {"randint", "randn", "randperm", "tensor", "zeros"}
+
+
+def test_each_new_tensor_is_on_a_device_that_is_named() -> None:
+    """The default device may be a GPU, where nothing of the host is to be."""
+    unnamed = [
+        f"{path.relative_to(SOURCE)}:{call.lineno}"
+        for path in FILES
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES}
+        and not {keyword.arg for keyword in call.keywords} & {"device", None}
+    ]
+    assert unnamed == []

@@ -16,7 +16,7 @@ from autogram import CoupledObjectivesWarning, Engine
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, assert_same_gradients, features, trainable
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
-from tests.unit.environment import use_device
+from tests.unit.environment import device_of_threads
 
 Losses = Callable[[Tensor], Tensor]
 
@@ -47,7 +47,7 @@ class Turn:
 
 def in_threads(run: Callable[[int], None], count: int = 2) -> None:
     """Run 0, 1, ... in threads of their own, and raise what they raise."""
-    with ThreadPoolExecutor(count, initializer=use_device) as pool:
+    with ThreadPoolExecutor(count, initializer=device_of_threads()) as pool:
         for done in [pool.submit(run, i) for i in range(count)]:
             done.result()
 
@@ -80,6 +80,7 @@ class Sorted(nn.Module):
 MODELS = [mlp, Checkpointed, Sorted]
 
 
+@pytest.mark.cpu  # hooks wait for other threads, and a GPU has one for all passes
 @pytest.mark.parametrize("losses_of", EACH)
 @pytest.mark.parametrize("make", MODELS)
 class TestOneEngine:
@@ -256,6 +257,7 @@ def test_threads_that_come_and_go_know_what_others_have_found() -> None:
     assert "remembered" in str(engine.report())
 
 
+@pytest.mark.cpu
 def test_two_models_with_hooks_that_ask_for_the_other() -> None:
     """An engine is asked in a pass of another one, crosswise, in two threads."""
     models = [mlp() for _ in range(2)]

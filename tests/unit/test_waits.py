@@ -123,6 +123,7 @@ def test_index_values_are_compared_on_the_device() -> None:
     assert len(waits.names) <= 2
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to wait for")
 @pytest.mark.parametrize("is_fused", [False, True], ids=["two passes", "fused"])
 @pytest.mark.parametrize("problem", PROBLEMS)

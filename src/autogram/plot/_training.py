@@ -87,7 +87,7 @@ def plot_norms(
     axes = axes or new_axes()
     for label in sorted(set(labels), key=rank):
         own = norms[[i for i, other in enumerate(labels) if other == label]].sort().values
-        shares = torch.linspace(0, 1, len(own))
+        shares = torch.linspace(0, 1, len(own), device="cpu")
         axes.plot(shares.numpy(), own.numpy(), label=None if label is None else str(label))
     if bool((norms > 0).all()):
         axes.set_yscale("log")

@@ -25,7 +25,7 @@ from tests.unit._compiled.compiling import (
     sequences,
 )
 from tests.unit.checks import assert_close_to_reference, trainable
-from tests.unit.environment import DEVICE, use_device
+from tests.unit.environment import DEVICE, device_of_threads
 
 
 def _mlp() -> nn.Sequential:
@@ -300,7 +300,7 @@ def test_threads() -> None:
             gramian = engine.compute_gramian(_squares(run(*batch), *batch))
             assert_close_to_reference(gramian, jacobian @ jacobian.T)
 
-    with ThreadPoolExecutor(3, initializer=use_device) as pool:
+    with ThreadPoolExecutor(3, initializer=device_of_threads()) as pool:
         list(pool.map(work, range(3)))
 
 

@@ -33,9 +33,9 @@ def counted_passes() -> Iterator[list[int]]:
     passes: list[int] = []
     show = owners.show_uses
 
-    def noted(*args: object) -> None:
+    def noted(*args: Any, **options: bool) -> None:
         passes.append(1)
-        show(*args)  # type: ignore[arg-type]
+        show(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owners, "show_uses", noted)

@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps samples ``(n, length, 3)`` to samples."""
-        heads = self.layer(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)  # (n, heads, length, w)
+        heads = self.layer(x).view(*x.shape[:2], HEADS, WIDTH).transpose(1, 2)
         return self._attend(heads, self.parameter).flatten(1)
 
 
@@ -205,6 +205,7 @@ def test_in_a_checkpoint_of_a_function(name: str) -> None:
         assert_exact(engine, losses, model)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", [name for name in CASES if name != "with dropout"])
 def test_compiled(name: str) -> None:
     """Without rows of the whole part, where what is read can be computed again."""

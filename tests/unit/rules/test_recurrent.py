@@ -441,7 +441,7 @@ class Packed(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor, *states: Any) -> Tensor:
         packed = pack_padded_sequence(
-            self.embed(x), lengths, batch_first=True, enforce_sorted=self.is_sorted
+            self.embed(x), lengths.cpu(), batch_first=True, enforce_sorted=self.is_sorted
         )
         result, final = self.layer(packed, *states)
         finals = [final] if isinstance(final, Tensor) else list(final)
@@ -548,6 +548,7 @@ def test_packed_with_other_lengths_at_each_step() -> None:
         assert_exact(engine, losses, model)
 
 
+@pytest.mark.cpu
 def test_packed_outside_of_the_model() -> None:
     """The recorder sees no call that packs: equal totals, other numbers at each step."""
     model = nn.GRU(WIDTH, UNITS)
@@ -558,6 +559,7 @@ def test_packed_outside_of_the_model() -> None:
         assert_exact(engine, per_sample(padded), model)
 
 
+@pytest.mark.cpu
 def test_numbers_of_sequences_are_remembered_with_the_places() -> None:
     """Equal shapes and equal calls: nothing else tells the second batch from the first."""
     model = nn.GRU(WIDTH, UNITS)
@@ -591,6 +593,7 @@ def test_samples_along_the_steps_behind_another_layer() -> None:
         assert_exact(engine, losses, both)
 
 
+@pytest.mark.cpu
 def test_samples_in_one_packed_sequence() -> None:
     """Its state carries one sample over to the next."""
     model = nn.GRU(WIDTH, UNITS)
@@ -622,6 +625,7 @@ class NamedWeights(nn.Module):
         return output
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("function", "make"),
     [

@@ -56,6 +56,7 @@ def test_pcgrad_is_that_of_torchjd(m: int, some_zero: bool) -> None:
         assert_close(found, PCGradWeighting()(gramian))
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("orders")
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("some_zero", [False, True])

@@ -23,6 +23,7 @@ from autogram._errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
 
 _CPU = torch.device("cpu")
+_Told = Callable[[Tensor], object]
 
 
 def running_pass() -> Pass | None:
@@ -74,7 +75,7 @@ class Pass:
         self._kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = []
         self._reached: set[Recording] = set()
         self._streams: Streams | None = None  # of a pass with a receiver, not on the CPU alone
-        self._waiting: deque[tuple[Callable[[Tensor], object], Tensor]] = deque()
+        self._waiting: deque[tuple[_Told, Tensor]] = deque()
         self._turn = threading.Lock()
 
     def differentiate(
@@ -142,9 +143,7 @@ class Pass:
         call = partial(self._keep if is_kept else self.receiver, use, saved)
         self.tell_of(call, cotangent, () if is_kept else saved)
 
-    def tell_of(
-        self, call: Callable[[Tensor], object], cotangent: Tensor, others: Sequence[Tensor] = ()
-    ) -> None:
+    def tell_of(self, call: _Told, cotangent: Tensor, others: Sequence[Tensor] = ()) -> None:
         """Makes a call with a cotangent, as :meth:`tell` does, of shape ``(k, *shape)``."""
         if self.hidden is None:
             self.tell(call, cotangent.unsqueeze(0), others)
@@ -152,9 +151,7 @@ class Pass:
             tell = partial(self.tell, call, others=others)
             _Unbatch.apply(cotangent, tell, self.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
 
-    def tell(
-        self, call: Callable[[Tensor], object], shown: Tensor, others: Sequence[Tensor] = ()
-    ) -> None:
+    def tell(self, call: _Told, shown: Tensor, others: Sequence[Tensor] = ()) -> None:
         """Makes a call with a tensor, and keeps an error as :meth:`show` does.
 
         Autograd has a thread for each device. Where another thread makes a call now, it makes this
