@@ -180,9 +180,7 @@ def _contract(
     limit = conditions.devices.limit
     for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), limit):
         columns[tracked.sources[0]].add(region, block)
-    taken = 0
-
-    is_short = False
+    taken, is_short = 0, False
 
     def has_room(device: torch.device, elements: int) -> bool:
         nonlocal is_short
