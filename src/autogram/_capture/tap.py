@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class _Tap(torch.autograd.Function):
         passed_on = cotangent
         if current and cotangent is not None and use.recording.channel is current.channel:
             if current.reach(use.recording):
-                # Read once: under checkpointing, that computes again.
-                current.show(use, ctx.saved_tensors, cotangent)
+                saved = ctx.saved_tensors  # once: under checkpointing, that computes again
+                current.show(partial(current.receiver, use, saved), cotangent, saved)
             if current.is_blocked:
                 # In place, zeros: with `None` autograd would drop what lies beside a slice, too.
                 passed_on = torch.zeros_like(cotangent) if ctx.in_place else None

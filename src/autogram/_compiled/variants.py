@@ -165,7 +165,7 @@ class Backward:
             use = uses[number]
             if use is not None:
                 cotangent, *saved = [(given if x.is_input else found)[x.number] for x in places]
-                current.show(use, tuple(saved), cotangent)
+                current.show(partial(current.receiver, use, tuple(saved)), cotangent, saved)
         return found[: self._results]
 
     def _choose(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from autogram._capture.autograd.passes import Pass
+from autogram._capture.uses import Use
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
     Decoder,
@@ -27,9 +28,10 @@ def shown_uses() -> Iterator[list[str]]:
     found: list[str] = []
     show = Pass.show
 
-    def noted(self: Pass, use: Any, *rest: Any) -> None:
-        found.append(use.function)
-        show(self, use, *rest)
+    def noted(self: Pass, call: Any, *rest: Any) -> None:
+        if isinstance(call.args[0], Use):
+            found.append(call.args[0].function)
+        show(self, call, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pass, "show", noted)

@@ -131,20 +131,18 @@ class Pass:
         self._reached.add(recording)
         return self.receiver is not None and self._error is None
 
-    def show(self, use: Any, saved: Any, cotangent: Tensor, *, is_kept: bool = False) -> None:
-        """Shows the receiver the cotangent of a use, or keeps it for :meth:`show_kept`.
+    def show(self, call: _Told, cotangent: Tensor, others: Sequence[Tensor] = ()) -> None:
+        """Makes a call with a cotangent, ``(k, *shape)`` also where a batched pass hides ``k``.
 
-        The tensors that the use has ``saved`` come with it; for later, a function that reads them.
-        The receiver is given ``(k, *output)``, also where a batched pass hides the first dimension.
-        An error of the receiver is raised after the pass: if the error went through autograd,
-        callbacks that others have queued for the end of the pass would not run. The pass goes on to
-        its end, and the receiver is shown nothing more.
+        An error of the call is raised after the pass: if the error went through autograd, callbacks
+        that others have queued for the end of the pass would not run. The pass goes on to its end,
+        and nothing more is shown.
+
+        Args:
+            call: Tells the receiver something.
+            cotangent: What the running node has computed.
+            others: What the call reads, too.
         """
-        call = partial(self._keep if is_kept else self.receiver, use, saved)
-        self.tell_of(call, cotangent, () if is_kept else saved)
-
-    def tell_of(self, call: _Told, cotangent: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Makes a call with a cotangent, as :meth:`tell` does, of shape ``(k, *shape)``."""
         if self.hidden is None:
             self.tell(call, cotangent.unsqueeze(0), others)
         else:
@@ -156,11 +154,6 @@ class Pass:
 
         Autograd has a thread for each device. Where another thread makes a call now, it makes this
         call as well: a thread that waited could be needed for that call.
-
-        Args:
-            call: Tells the receiver something.
-            shown: What the running node has computed.
-            others: What the call reads, too.
         """
         try:
             if self._streams is not None:
@@ -184,8 +177,8 @@ class Pass:
             finally:
                 self._turn.release()
 
-    def _keep(self, *shown: Any) -> None:
-        """Keeps a cotangent that is shown behind the pass."""
+    def keep(self, *shown: Any) -> None:
+        """Keeps a use, a function that reads what it saved, and its cotangent until later."""
         self._kept.append(shown)
 
     def show_kept(self) -> None:

@@ -347,4 +347,4 @@ def _show(uses: Iterable[TailUse], cotangents: tuple[Tensor | None, ...]) -> Non
             continue
         if current.reach(recording):
             # Not here: what a checkpoint computes again can be read once in a pass.
-            current.show(each.use, each.tensors, in_dense(cotangent), is_kept=True)
+            current.show(partial(current.keep, each.use, each.tensors), in_dense(cotangent))

@@ -80,7 +80,7 @@ def shown(
             return  # only passes from the losses to the taps show where samples are
         cotangent = cotangents[not spot.is_input][spot.position]
         if cotangent is not None and cotangent.numel():
-            current.tell_of(partial(observe, spot), in_dense(cotangent))
+            current.show(partial(observe, spot), in_dense(cotangent))
 
     with ExitStack() as stack:
         for spot in spots:
