@@ -36,12 +36,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 def _clone(storage: UntypedStorage) -> UntypedStorage:
     """A copy of a storage, on its device."""
-    return (
-        torch.empty(0, dtype=torch.uint8, device=storage.device)
-        .set_(storage)
-        .clone()
-        .untyped_storage()
-    )
+    return _bytes_of(storage).clone().untyped_storage()
 
 
 def _moved(storage: UntypedStorage, *, device: Any, non_blocking: bool = False) -> UntypedStorage:
@@ -75,9 +70,9 @@ def pytest_configure() -> None:
         "mem_get_info": (_FREE, _FREE + _TAKEN),
         "memory_stats_as_nested_dict": statistics,
     }.items():
-        for module in (torch.cuda, torch.cuda.random):  # which has imported some
-            if hasattr(module, name):
-                setattr(module, name, lambda *_, value=value, **__: value)
+        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+        if hasattr(torch.cuda.random, name):  # which has imported some
+            setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     # Functions of their own: Dynamo tells them from those that they call.
     torch._C._cuda_getDevice = lambda: torch.accelerator.current_device_index()
     torch.cuda.set_device = lambda device: torch.accelerator.set_device_index(device)
