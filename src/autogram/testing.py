@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Folded, Kernels, Layout, Limit, Region, Routed
+from autogram._blocks import Columns, Folded, Kernels, Layout, Limit, Region, Routed, as_real
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.forward.calls import kind_of
 from autogram._capture.forward.recorder import Recorder
@@ -33,7 +33,7 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
 
     Returns:
         ``(m, n)``, with rows in the row-major order of the losses, by m backward passes; on the
-        device of the losses.
+        device of the losses. A complex number has two columns, for its real and imaginary part.
     """
     trainable = [p for p in parameters if p.requires_grad]
     rows = []
@@ -41,7 +41,8 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
         gradients = torch.autograd.grad(
             loss, trainable, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        columns = [gradient.to_dense().flatten().to(losses.device) for gradient in gradients]
+        dense = [as_real(gradient.to_dense()) for gradient in gradients]
+        columns = [gradient.flatten().to(losses.device) for gradient in dense]
         rows.append(torch.cat(columns))
     return torch.stack(rows)
 
@@ -134,7 +135,7 @@ def _check_output(
                 ) from error
             for parameter, name in names.items():
                 gap = _gap(name, found[parameter], expected[parameter][:count])
-                if not gap <= _TOLERANCES.get(parameter.dtype, _HALF_PRECISION):
+                if not gap <= _TOLERANCES.get(parameter.dtype.to_real(), _HALF_PRECISION):
                     raise RuleCheckError(
                         f"The rule of `{use.function}` is wrong for {name} of shape "
                         f"{tuple(parameter.shape)}: {setting}, its rows are off by {gap:.1e} of "
@@ -148,7 +149,8 @@ def _only_use(
     """The only use that was recorded, what its tap saved, and cotangents ``(3, *output)``."""
     shape = (max(_PER_SAMPLE), *output.shape)
     generator = torch.Generator().manual_seed(0)  # the user's random state is not changed
-    random = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    dtype = torch.complex128 if output.is_complex() else torch.float64
+    random = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
     cotangents = random.to(output.device, output.dtype)
     shown: list[tuple[Use, tuple[Tensor, ...], Tensor]] = []
     with torch.no_grad():
@@ -210,10 +212,16 @@ def _rows_of_autograd(
 ) -> dict[Tensor, Tensor]:
     """Rows by plain autograd: the rows of a sample are those of its part of the output."""
     (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT.elements, 1)  # (k, b, *output)
-    losses = (masked * output).flatten(2).sum(2)
+    # Of complex numbers, the cotangent g is that of the real part of conj(g) y.
+    products = (masked.conj() * output).real if output.is_complex() else masked * output
+    losses = products.reshape(*masked.shape[:2], -1).sum(2)
     jacobian = reference_jacobian(losses, parameters)
-    parts = jacobian.split([p.numel() for p in parameters], 1)
-    return {p: x.view(*losses.shape, *p.shape) for p, x in zip(parameters, parts, strict=True)}
+    shapes = [as_real(p).shape for p in parameters]
+    parts = jacobian.split([shape.numel() for shape in shapes], 1)
+    return {
+        p: part.view(*losses.shape, *shape)
+        for p, part, shape in zip(parameters, parts, shapes, strict=True)
+    }
 
 
 def _gap(name: str, found: Tensor | None, expected: Tensor) -> float:

@@ -64,6 +64,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def in_real(x: Tensor) -> Tensor:
+    """A tensor with a last dimension for the parts of complex numbers, if it has such."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def assert_close_to_reference(actual: Tensor, expected: Tensor) -> None:
     """Assert that the largest error is small beside the largest entry."""
     assert actual.shape == expected.shape

@@ -13,6 +13,7 @@ from tests.unit.checks import (
     ModelFactory,
     Objectives,
     assert_close_to_reference,
+    in_real,
     irregular,
     trainable,
 )
@@ -57,11 +58,15 @@ def assert_operator_is(jacobian: Jacobian, expected: Tensor) -> None:
     assert_close_to_reference(flat(jacobian.vjp(weights[0])), weights[0] @ expected)
     assert_close_to_reference(flat(jacobian.vjp(weights), 3), weights @ expected)
 
-    shapes = {name: x.shape for name, x in jacobian.vjp(weights[0]).items()}
-    sizes = [shape.numel() for shape in shapes.values()]
+    like = jacobian.vjp(weights[0])
     v = irregular(n).to(expected)
-    parts = zip(shapes.items(), v.split(sizes), strict=True)
-    direction = {name: part.view(shape) for (name, shape), part in parts}
+    parts = v.split([in_real(x).numel() for x in like.values()])
+    direction = {
+        name: torch.view_as_complex(part.view(*x.shape, 2))
+        if x.is_complex()
+        else part.view(x.shape)
+        for (name, x), part in zip(like.items(), parts, strict=True)
+    }
     assert_close_to_reference(jacobian.jvp(direction), expected @ v)
 
     last = [m - 1, 0]
@@ -86,12 +91,14 @@ def assert_gradients_are_close(model: nn.Module, twin: nn.Module) -> None:
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None:
             assert parameter.grad.stride() == other.grad.to_dense().stride(), name
-            found.append((parameter.grad.flatten(), other.grad.to_dense().flatten()))
+            pair = parameter.grad, other.grad.to_dense()
+            assert pair[0].dtype == pair[1].dtype, name
+            found.append([in_real(x).flatten() for x in pair])
     assert_close_to_reference(*(torch.cat(some) for some in zip(*found, strict=True)))
 
 
 def flat(gradients: dict[str, Tensor], count: int | None = None) -> Tensor:
     """Gradients as one vector, or as a matrix if each is a stack of ``count``."""
     if count is None:
-        return torch.cat([gradient.flatten() for gradient in gradients.values()])
-    return torch.cat([gradient.reshape(count, -1) for gradient in gradients.values()], 1)
+        return torch.cat([in_real(gradient).flatten() for gradient in gradients.values()])
+    return torch.cat([in_real(gradient).reshape(count, -1) for gradient in gradients.values()], 1)

@@ -100,13 +100,6 @@ class TestModules:
         with pytest.raises(InvalidModulesError, match=r"`0\.2`"):
             Engine(model, model[0][2])
 
-    def test_a_complex_parameter(self) -> None:
-        """Its gradients have no agreed inner product; as two real numbers they do."""
-        model = nn.Linear(3, 2, dtype=torch.complex128)
-        engine = Engine(model)
-        with pytest.raises(UnsupportedError, match=r"`weight` is complex.*view_as_complex"):
-            engine.compute_gramian(model(batch(4, 3).to(torch.complex128)).abs().sum(1))
-
 
 def assert_no_hooks(model: nn.Module) -> None:
     """Assert that an engine that was refused has left nothing."""

@@ -35,7 +35,7 @@ from autogram._blocks.programs import (
     settings_now,
     written_down,
 )
-from autogram._blocks.region import Region
+from autogram._blocks.region import Region, as_real, in_numbers_of
 from autogram._blocks.sketch import Projection, projected
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Subset",
     "agree",
     "are_plain",
+    "as_real",
     "block_of",
     "block_of_equation",
     "bundled",
@@ -74,6 +75,7 @@ __all__ = [
     "form_in_bundle",
     "forms",
     "gram_of_bundle",
+    "in_numbers_of",
     "in_places",
     "joined",
     "largest_result",

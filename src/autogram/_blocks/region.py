@@ -39,12 +39,12 @@ class Region:
 
     @classmethod
     def of_parameter(cls, parameter: Tensor) -> Region:
-        """All elements of a parameter.
+        """All elements of a parameter, a complex one with a last dimension of two.
 
         Elements of an expanded parameter share their memory. To autograd they are independent, and
         so they are here.
         """
-        region = cls.of(parameter)
+        region = cls.of(as_real(parameter))
         return region if region.is_whole else cls.contiguous(region.shape)
 
     @cached_property
@@ -125,6 +125,16 @@ def overlap(first: Region, second: Region) -> bool:
     if end < other_start or other_end < start:
         return False
     return bool(torch.isin(first.indices(), second.indices()).any())
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A tensor with a last dimension for the real and the imaginary part, if it is complex."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def in_numbers_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A real tensor as one of complex numbers, if those of a parameter are complex."""
+    return torch.view_as_complex(tensor.contiguous()) if parameter.is_complex() else tensor
 
 
 def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:

@@ -114,8 +114,9 @@ def _pull_back(channel: Channel, edge: GradientEdge, rows: _Rows, kernels: Kerne
         if hasattr(node, "variable"):
             pulled.append((node.variable, Block(rows.equation, rows.operands, rows.adjoint)))
             continue
-        formula = _FORMULAS[kind_of_node(node.__class__).operation]
-        if result != 0 or len(pulled) + len(pending) > _MOST:
+        operation = kind_of_node(node.__class__).operation
+        is_complex = operation != "ViewAsComplex" and node._input_metadata[0].dtype.is_complex
+        if result != 0 or is_complex or len(pulled) + len(pending) > _MOST:
             raise _UnknownError
         for position, (following, number) in enumerate(node.next_functions):
             if following is None:
@@ -125,7 +126,9 @@ def _pull_back(channel: Channel, edge: GradientEdge, rows: _Rows, kernels: Kerne
             if of.dtype.is_complex:
                 raise _UnknownError
             after, given = GradientEdge(following, number), tuple(of.shape)
-            found = formula(_Step(node, position, after, given, rows, kernels, channel))
+            found = _FORMULAS[operation](
+                _Step(node, position, after, given, rows, kernels, channel)
+            )
             pending += [(following, number, _narrowed(x, given, kernels)) for x in found]
     return pulled
 
@@ -328,23 +331,19 @@ def _weight_norm(at: _Step) -> Iterator[_Rows]:
         yield _times(of_g._replace(labels=at.rows.labels), -v * g / norms.square())
 
 
-_ELEMENTWISE = "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Log Pow Reciprocal Relu Rsqrt Sigmoid Sin"
-_CHEAP = {
-    *(*VIEWS, "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "T", "Transpose"),
-    *("Neg", "Add", "Sub", "Rsub", "Mm"),
-}
+_ELEMENTWISE = (
+    "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Expm1 Log Log1p Pow Reciprocal Relu Rsqrt Sigmoid "
+    "Sin Softplus Sqrt Tanh Tril Triu"
+)
+_VIEWS, _SAME = (*VIEWS, "Squeeze", "Unsqueeze"), ("ToCopy", "Clone", "Alias", "ViewAsComplex")
+_CHEAP = {*_VIEWS, *_SAME, "T", "Transpose", "Neg", "Add", "Sub", "Rsub", "Mm"}
 _FORMULAS: dict[str, _Formula] = {
-    **dict.fromkeys((*_ELEMENTWISE.split(), "Softplus", "Sqrt", "Tanh"), _elementwise),
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(("Sum", "Mean", "Var", "Std", "Norm", "LinalgVectorNorm"), _reduction),
-    **dict.fromkeys(("ToCopy", "Clone", "Alias", "Expand"), lambda at: iter([at.rows])),
-    **dict.fromkeys((*VIEWS, "Squeeze", "Unsqueeze"), _view),
+    **dict.fromkeys((*_SAME, "Expand"), lambda at: iter([at.rows])),
+    **dict.fromkeys(_VIEWS, _view),
     **dict.fromkeys(("Dot", "Vdot"), _dot),
     **dict.fromkeys(("Add", "Sub", "Rsub", "Neg"), _plus),
-    "Mul": _mul,
-    "Div": _div,
-    "T": _t,
-    "Transpose": _transpose,
-    "Mm": _mm,
-    "Mv": _mv,
+    **{"Mul": _mul, "Div": _div, "Mm": _mm, "Mv": _mv, "T": _t, "Transpose": _transpose},
     "WeightNormInterface": _weight_norm,
 }

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autogram._capture.counting import Counted, Counting
-from autogram._errors import UnsupportedError
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
@@ -66,7 +65,6 @@ class Channel:
         names, left_out = self.parameters_now(), self.left_out_now()
         if left_out:
             names = {p: name for p, name in names.items() if p not in left_out}
-        _refuse_complex(names)
         recording = Recording(self, names, left_out)
         with self._lock:
             self._recordings.add(recording)
@@ -154,14 +152,3 @@ class Recording:
     each exchanges gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
-
-
-def _refuse_complex(parameters: Mapping[Tensor, str]) -> None:
-    """Refuses trainable parameters that are complex."""
-    for parameter, name in parameters.items():
-        if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedError(
-                f"The parameter `{name}` is complex, and the inner product of complex gradients "
-                "has no single meaning. Keep it as a real parameter with a last dimension of size "
-                "two, and use `torch.view_as_complex` of it in the forward."
-            )

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._blocks import Region
+from autogram._blocks import Region, as_real
 
 
 @dataclass(eq=False)
 class Tracked:
     """The status of a parameter, or of a batch-free tensor that was derived from parameters.
 
-    A view or a cast of one parameter is addressed as a region of it. Any other derived tensor has
-    blocks of its own, which are pulled back along its edge to the parameters, as factors or rows.
+    A complex tensor counts as a real one with a last dimension of two. A view or a cast of one
+    parameter is addressed as a region of it. Any other derived tensor has blocks of its own, which
+    are pulled back along its edge to the parameters, as factors or rows.
     """
 
     sources: tuple[Tensor, ...]
@@ -49,7 +50,7 @@ class Tracked:
         place: Region | None = None,
     ) -> Tracked:
         """A tensor as it is now. Without a region, its blocks are pulled back."""
-        shape = tuple(tensor.shape) if region is None else region.shape
+        shape = real_shape(tensor) if region is None else region.shape
         version = tensor._version
         return cls(sources, region, shape, tensor.dtype, tensor.device, version, place=place)
 
@@ -90,9 +91,7 @@ def track_derived(
         region, place = _region_of_view(derived, derived._base, base.region), base.place
     if any(derived.device != parameter.device for parameter in sources):
         region = None
-    if derived.is_complex() or derived.is_neg():
-        region = None  # counted in complex numbers, where the parameter has real ones, or negated
-    if region is not None and (region.shape != tuple(derived.shape) or not region.is_injective):
+    if region is not None and (region.shape != real_shape(derived) or not region.is_injective):
         region = None
     found = Tracked.of(derived, sources, region, place)
     found.is_recorded = all(x.place is not None or x.is_recorded for x in origins)
@@ -132,9 +131,17 @@ def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
 
 def _region_of_view(view: Tensor, base: Tensor, region: Region) -> Region | None:
     """The elements of the parameter behind a view, if its base has the strides of the region."""
+    if view.is_conj() or view.is_neg():
+        return None  # other numbers than those of the parameter
+    view, base = as_real(view), as_real(base)
     if tuple(base.stride()) != region.strides or tuple(base.shape) != region.shape:
         return None
     return Region.of(view, region.offset - int(base.storage_offset()))
+
+
+def real_shape(of: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or by its metadata, with a last dimension of two if it is complex."""
+    return (*of.shape, 2) if of.dtype.is_complex else tuple(of.shape)
 
 
 def base_of(tensor: Tensor) -> Tensor:

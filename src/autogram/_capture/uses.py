@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._blocks import Block, Layout, Limit, Lookup, Region, joined, rows_block
+from autogram._blocks import Block, Layout, Limit, Lookup, Region, as_real, joined, rows_block
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
@@ -161,8 +161,9 @@ def pull_back(
     assert tracked.edge is not None
     needed = prod(tracked.shape) + sum(p.numel() for p in tracked.sources)
     parts = rows.split(max(1, limit.elements // (rows.shape[0] * needed)), 1)
-    shape, dtype = tracked.shape, tracked.dtype
-    cotangents = (some.reshape(*some.shape[:2], *shape).to(dtype) for some in parts)
+    of_samples = (some.reshape(*some.shape[:2], *tracked.shape) for some in parts)
+    is_complex, dtype = tracked.dtype.is_complex, tracked.dtype
+    cotangents = ((torch.view_as_complex(x) if is_complex else x).to(dtype) for x in of_samples)
     vjps = partial(many_vjps, channel, tracked.edge, tracked.sources)
     found = _rows_by(vjps, len(tracked.sources), cotangents)
     pairs = zip(tracked.sources, found, strict=True)
@@ -182,6 +183,7 @@ def _rows_by(
         found = vjps(some.flatten(0, 1))
         for rows, part in zip(found, parts, strict=True):
             if rows is not None:
+                rows = as_real(rows)
                 dtype = torch.promote_types(rows.dtype, torch.float32)
                 part.append(rows.to(dtype).unflatten(0, some.shape[:2]))
     for part in parts:

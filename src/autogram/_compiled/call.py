@@ -17,7 +17,13 @@ from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.session import recorders_of
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
-from autogram._capture.tracked import Tracked, as_of_now, base_of, track_parameter
+from autogram._capture.tracked import (
+    Tracked,
+    as_of_now,
+    base_of,
+    real_shape,
+    track_parameter,
+)
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._compiled.placement import find_carried
 from autogram._compiled.tracing.part import Part
@@ -159,7 +165,7 @@ class PartCall:
             raise ChangedTensorError(_CHANGED) from error
         (derived,) = source.derivation.run([given[i] for i in source.derivation.inputs])
         sources = tuple({id(p): p for root in roots for p in root.sources}.values())
-        shape, edge = tuple(derived.shape), get_gradient_edge(derived)
+        shape, edge = real_shape(derived), get_gradient_edge(derived)
         version, device = derived._version, derived.device
         return Tracked(sources, None, shape, source.dtype, device, version, edge)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autogram._blocks import as_real, in_numbers_of
 from autogram._capture import Shards, add_to_grad
 from autogram._distributed.group import Group
 from autogram._distributed.wrapper import Wrappers
@@ -96,7 +97,9 @@ def _sums(group: Group, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
 
 def _summed(group: Group, bucket: list[Tensor]) -> Iterator[Tensor]:
     """The sums of some tensors, by one call."""
-    flat = torch.cat([x.reshape(-1) for x in bucket])
+    real = [as_real(x) for x in bucket]
+    flat = torch.cat([x.reshape(-1) for x in real])
     group.add_up(flat).wait()
-    for x, found in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
-        yield torch.empty_like(x).copy_(found.view(x.shape))
+    parts = flat.split([x.numel() for x in real])
+    for of, x, found in zip(bucket, real, parts, strict=True):
+        yield in_numbers_of(of, torch.empty_like(x).copy_(found.view(x.shape)))

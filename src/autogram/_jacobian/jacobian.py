@@ -16,7 +16,7 @@ from autogram._arguments import (
     labels,
     parameter_of,
 )
-from autogram._blocks import Columns, Limit
+from autogram._blocks import Columns, Limit, as_real
 from autogram._capture import (
     add_to_grad,
     exact,
@@ -80,7 +80,7 @@ class Jacobian:
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of objectives and of parameters, m and n."""
-        return sum(self._parts.sizes), sum(p.numel() for p in self._names)
+        return sum(self._parts.sizes), sum(as_real(p).numel() for p in self._names)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,7 +168,7 @@ class Jacobian:
             for parameter, name in self._names.items():
                 gradient = found.get(parameter)
                 if gradient is None:
-                    gradient = parameter.new_zeros(shape + parameter.shape, dtype=dtype)
+                    gradient = _zeros(parameter, shape, dtype)
                 gradients[name] = gradient
             return gradients
 
@@ -223,7 +223,9 @@ class Jacobian:
         by_parameter = direction_of(direction, self._names)
         return self._per_objective(
             lambda parameter, columns: (
-                columns.directional(by_parameter[parameter]) if parameter in by_parameter else None
+                columns.directional(as_real(by_parameter[parameter]))
+                if parameter in by_parameter
+                else None
             )
         )
 
@@ -298,8 +300,7 @@ class Jacobian:
             gradients = {}
             for parameter, name in self._names.items():
                 if names is None or name in names:
-                    shape = len(index), *parameter.shape
-                    gradients[name] = parameter.new_zeros(shape, dtype=self.dtype)
+                    gradients[name] = _zeros(parameter, (len(index),), self.dtype)
                     self._parts.put_rows(gradients[name], parameter, index)
             return gradients
 
@@ -307,7 +308,7 @@ class Jacobian:
         """J itself, ``(m, n)``, with each parameter's columns in row-major order."""
         m = self.shape[0]
         found = zip(self._names, self.rows(slice(None)).values(), strict=True)
-        flat = [gradient.reshape(m, p.numel()) for p, gradient in found]
+        flat = [as_real(gradient).reshape(m, as_real(p).numel()) for p, gradient in found]
         return torch.cat([x.to(self.device, self.dtype) for x in flat], 1)
 
     def _per_objective(self, function: Callable[[Tensor, Columns], Tensor | None]) -> Tensor:
@@ -316,6 +317,12 @@ class Jacobian:
             dtype = self.dtype
             found = [part.per_objective(function, dtype) for part in self._parts.each]
             return torch.cat([x.to(self.device) for x in found]) if len(found) > 1 else found[0]
+
+
+def _zeros(parameter: Tensor, first: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros for gradients of a parameter, in its own kind of numbers."""
+    dtype = dtype.to_complex() if parameter.is_complex() else dtype
+    return parameter.new_zeros((*first, *parameter.shape), dtype=dtype)
 
 
 def check_jacobian(given: object) -> None:

@@ -16,6 +16,7 @@ from autogram._blocks import (
     Subset,
     bundled,
     gram_of_bundle,
+    in_numbers_of,
     in_places,
     side_by_side,
     weighted_sums,
@@ -73,7 +74,9 @@ class JacobianPart:
         among = numbers[index]  # (k, b), flattened
         samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
         found = columns.rows(samples.to(parameter.device))
-        return None if found is None else found[among // self.objectives.samples, b]
+        if found is None:
+            return None
+        return in_numbers_of(parameter, found[among // self.objectives.samples, b])
 
 
 class MergedParts:
@@ -184,6 +187,8 @@ class Parts:
         totals: dict[Tensor, Tensor | None] = {}
         for part, w in zip(self.each, weights, strict=True):
             for parameter, found in weighted_sums(part.columns, w):
+                if found is not None:
+                    found = in_numbers_of(parameter, found)
                 if len(self.each) == 1:
                     yield parameter, found
                     continue

@@ -8,6 +8,7 @@ from autogram.rules import (  # noqa: F401 - importing a file registers its rule
     linear,
     normalization,
     recurrent,
+    solving,
 )
 from autogram.rules._recipe import (
     Formula,
@@ -21,6 +22,7 @@ from autogram.rules._recipe import (
 from autogram.rules._registry import (
     Rule,
     find_rule,
+    holds_for_complex,
     register_rule,
     registered_functions,
     unregister_rule,
@@ -31,6 +33,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "find_rule",
+    "holds_for_complex",
     "lookup",
     "multilinear",
     "positions",

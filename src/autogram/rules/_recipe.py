@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autogram._blocks import Block, Layout, Lookup, block_of_equation
 from autogram._errors import RuleError
+from autogram.rules._complex import in_real_numbers
 
 _POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
 
@@ -68,11 +69,13 @@ def product(
     """The recipe of a block that is an einsum of the cotangent and saved tensors.
 
     Args:
-        operand: The tensor that the block belongs to.
+        operand: The tensor that the block belongs to. The block of a complex one has a last
+            dimension of two, which the equation does not name.
         equation: Indices of the cotangent, then of each factor, then (after the arrow) of the
             operand's dimensions: ``"to,ti->oi"`` for the weight of a linear layer. An operand's
             dimension of size one may be written ``1``. The letters ``k`` and ``b`` are reserved.
-        saved: Tensors to keep. They are the factors, if ``prepare`` is ``None``.
+        saved: Tensors to keep. They are the factors, if ``prepare`` is ``None``. The conjugates of
+            complex factors count.
         prepare: A function of ``(cotangent, *saved)`` that returns the cotangent and the factors.
             The first dimension of a cotangent counts the objectives. The function must not hold
             tensors, and should compute with :func:`promoted` tensors.
@@ -91,7 +94,8 @@ def product(
     # A cache may keep no function of the user's, and nothing of a compiler's.
     is_kept = prepare is None and are_numbers(groups, scale)
     make = formula_of if is_kept else formula_of.__wrapped__
-    return Recipe((operand,), make(equation, dims, prepare, groups, scale), saved, output)
+    formula = make(equation, dims, prepare, groups, scale, operand.is_complex())
+    return Recipe((operand,), formula, saved, output)
 
 
 @lru_cache(maxsize=4096)
@@ -101,6 +105,7 @@ def formula_of(
     prepare: Prepare | None = None,
     groups: int | None = None,
     scale: float = 1,
+    is_complex: bool = False,
 ) -> Formula:
     """The formula of a product, as :func:`product` describes it, if the equation is valid."""
     inputs, output = equation.split("->")
@@ -111,7 +116,7 @@ def formula_of(
             "Pass other letters."
         )
     dims = dims or inputs.split(",")[0]
-    return Formula(dims, partial(_einsum, equation, dims, prepare, scale), groups)
+    return Formula(dims, partial(_einsum, equation, dims, prepare, scale, is_complex), groups)
 
 
 def are_numbers(*values: float | None) -> bool:
@@ -127,6 +132,7 @@ def _einsum(
     dims: str,
     prepare: Prepare | None,
     scale: float,
+    is_complex: bool,
     layout: Layout | None,
     cotangent: Tensor,
     *saved: Tensor,
@@ -135,6 +141,8 @@ def _einsum(
     if scale != 1:
         cotangent = promoted(cotangent)[0] * scale
     factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
+    if cotangent.is_complex():
+        equation, factors = in_real_numbers(equation, *factors, is_complex=is_complex)
     return (block_of_equation(equation, dims, layout, *factors),)
 
 

@@ -15,9 +15,12 @@ Rule = Callable[..., Sequence[Recipe] | None]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
+_OF_COMPLEX: set[Callable[..., Any]] = set()  # functions whose rules hold for complex tensors, too
 
 
-def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
+def register_rule(
+    *functions: Callable[..., Any], holds_for_complex: bool = False
+) -> Callable[[R], R]:
     """Registers the decorated function as the rule of some functions.
 
     A rule takes the arguments of the call and returns a recipe for each tensor that may be a
@@ -35,6 +38,9 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
             operator of ``torch.library``. Or custom autograd Functions (the classes): their `apply`
             is replaced by a function that recordings see, and that otherwise does the same. Take
             shorthands such as ``scale = Scale.apply`` after the registration.
+        holds_for_complex: Whether the rule holds for complex tensors, too. A recipe by
+            :func:`product` or :func:`multilinear` does where PyTorch's gradient is this einsum of
+            the cotangent and of the conjugated factors. By default, such calls do without the rule.
 
     Raises:
         RuleError: A function has another rule already, or its calls cannot be recorded.
@@ -55,6 +61,8 @@ def register_rule(*functions: Callable[..., Any]) -> Callable[[R], R]:
         for function in functions:
             show(function)
             _RULES[as_seen(function)] = rule
+            if holds_for_complex:
+                _OF_COMPLEX.add(as_seen(function))
         return rule
 
     return register
@@ -76,6 +84,7 @@ def unregister_rule(*functions: Callable[..., Any]) -> None:
                 "`register_rule` was given."
             )
         del _RULES[as_seen(function)]
+        _OF_COMPLEX.discard(as_seen(function))
         hide(function)
 
 
@@ -108,6 +117,11 @@ def variants(*names: str) -> list[Callable[..., Any]]:
 def find_rule(function: Callable[..., Any]) -> Rule | None:
     """The rule of a function, if there is one."""
     return _RULES.get(function) or _RULES.get(as_seen(function))
+
+
+def holds_for_complex(function: Callable[..., Any]) -> bool:
+    """Whether the rule of a function holds for complex tensors, too."""
+    return function in _OF_COMPLEX or as_seen(function) in _OF_COMPLEX
 
 
 def registered_functions() -> list[Callable[..., Any]]:

@@ -18,7 +18,7 @@ from autogram.rules._recipe import Recipe, addend, broadcast, multilinear, produ
 from autogram.rules._registry import register_rule, variants
 
 
-@register_rule(*variants("add", "add_"))
+@register_rule(*variants("add", "add_"), holds_for_complex=True)
 def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input + alpha * other``."""
     terms = [(x, scale) for x, scale in ((input, 1), (other, alpha)) if isinstance(x, Tensor)]
@@ -26,19 +26,19 @@ def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     return [addend(x, *shapes, scale=scale) for x, scale in terms if x.requires_grad]
 
 
-@register_rule(*variants("sub", "sub_", "subtract", "subtract_"))
+@register_rule(*variants("sub", "sub_", "subtract", "subtract_"), holds_for_complex=True)
 def sub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input - alpha * other``."""
     return add(input, other, alpha=-alpha)
 
 
-@register_rule(torch.rsub)
+@register_rule(torch.rsub, holds_for_complex=True)
 def rsub(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``other - alpha * input``."""
     return add(other, input, alpha=-alpha)
 
 
-@register_rule(*variants("mul", "mul_", "multiply", "multiply_"))
+@register_rule(*variants("mul", "mul_", "multiply", "multiply_"), holds_for_complex=True)
 def mul(input: Any, other: Any) -> list[Recipe] | None:
     """``input * other``."""
     if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
@@ -47,7 +47,10 @@ def mul(input: Any, other: Any) -> list[Recipe] | None:
     return multilinear(output, (input, left), (other, right))
 
 
-@register_rule(*variants("div", "div_", "true_divide", "true_divide_", "divide", "divide_"))
+@register_rule(
+    *variants("div", "div_", "true_divide", "true_divide_", "divide", "divide_"),
+    holds_for_complex=True,
+)
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Recipe] | None:
     """``input / other``, not rounded."""
     if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
@@ -61,7 +64,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
     return recipes
 
 
-@register_rule(torch.where)
+@register_rule(torch.where, holds_for_complex=True)
 def where(condition: Tensor, input: Any, other: Any) -> list[Recipe]:
     """``input`` where a condition holds, and ``other`` elsewhere."""
     branches = [(x, kept) for x, kept in ((input, True), (other, False)) if isinstance(x, Tensor)]
@@ -73,10 +76,16 @@ def where(condition: Tensor, input: Any, other: Any) -> list[Recipe]:
     ]
 
 
-@register_rule(torch.Tensor.where)
+@register_rule(torch.Tensor.where, holds_for_complex=True)
 def where_method(input: Tensor, condition: Tensor, other: Any) -> list[Recipe]:
     """``input.where(condition, other)``."""
     return where(condition, input, other)
+
+
+@register_rule(*variants("masked_fill", "masked_fill_"), holds_for_complex=True)
+def masked_fill(input: Tensor, mask: Tensor, value: Any) -> list[Recipe]:
+    """``value`` where a mask holds, and ``input`` elsewhere."""
+    return where(mask, value, input)
 
 
 @register_rule(torch.prelu)
@@ -91,13 +100,13 @@ def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
 def _by_numerator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``x``."""
     cotangent, other = promoted(*tensors)
-    return (cotangent / other,)
+    return (cotangent / other.conj(),)
 
 
 def _by_denominator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``y``."""
     cotangent, input, other = promoted(*tensors)
-    return (cotangent * (-input / other.square()),)
+    return (cotangent * (-input / other.square()).conj(),)
 
 
 def _masked(kept: bool, cotangent: Tensor, condition: Tensor) -> tuple[Tensor]:

@@ -74,14 +74,15 @@ def is_of_slices(index: Any) -> bool:
 _ELEMENTWISE = (
     "pow __pow__ __rpow__ __ipow__ float_power maximum minimum max min fmax fmin clamp clip "
     "clamp_min clamp_max lerp atan2 arctan2 hypot logaddexp logaddexp2 xlogy "
-    "copysign remainder fmod ldexp"
+    "copysign remainder fmod ldexp addcmul addcdiv complex polar cosine_similarity "
+    "pairwise_distance"
 )
 # Those that change a part of a tensor in place, which shows no use of its own.
 _CHANGES = "add_ sub_ mul_ div_ true_divide_ copy_ addcmul_ addcdiv_"
 _NAMES = [name + end for name in _ELEMENTWISE.split() for end in ("", "_")] + _CHANGES.split()
 _EXPANSIONS: dict[Callable[..., Any], Callable[..., Shapes]] = {
     F.scaled_dot_product_attention: attention,
-    **dict.fromkeys(variants(*_NAMES), elementwise),
+    **dict.fromkeys((*variants(*_NAMES), torch.linalg.cross, torch.special.xlog1py), elementwise),
     Tensor.__setitem__: assigned,
 }
 

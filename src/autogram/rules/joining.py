@@ -11,7 +11,7 @@ from autogram.rules._recipe import Recipe, positions, product
 from autogram.rules._registry import register_rule, variants
 
 
-@register_rule(*variants("cat", "concat", "concatenate"))
+@register_rule(*variants("cat", "concat", "concatenate"), holds_for_complex=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> list[Recipe] | None:
     """Tensors joined along a dimension, along which no samples can lie."""
     dim = (dim if axis is None else axis) % tensors[0].dim()
@@ -28,7 +28,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> 
     return recipes
 
 
-@register_rule(*variants("stack"))
+@register_rule(*variants("stack"), holds_for_complex=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> list[Recipe]:
     """Tensors joined along a new dimension, along which no samples can lie."""
     dim %= tensors[0].dim() + 1

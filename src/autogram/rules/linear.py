@@ -35,24 +35,26 @@ from autogram.rules._registry import register_rule, variants
 _USABLE = "acdefghijlmnopqrstuvwxyzACDEFGHIJ"
 
 
-@register_rule(F.linear)
+@register_rule(F.linear, holds_for_complex=True)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Recipe] | None:
     """Weight and bias of ``F.linear``."""
     if weight.dim() != 2:
         return None
-    of_weight, of_bias = _linear_formulas(input.dim())
+    of_weight, of_bias = _linear_formulas(input.dim(), weight.is_complex())
     recipes = [Recipe((weight,), of_weight, (input,))]
     return recipes if bias is None else [*recipes, Recipe((bias,), of_bias)]
 
 
 @lru_cache
-def _linear_formulas(dims: int) -> tuple[Formula, Formula]:
+def _linear_formulas(dims: int, is_complex: bool) -> tuple[Formula, Formula]:
     """The formulas of weight and bias, by the number of dimensions of the input."""
     t = positions(dims - 1)
-    return formula_of(f"{t}o,{t}i->oi"), formula_of(f"{t}o->o")
+    equations = f"{t}o,{t}i->oi", f"{t}o->o"
+    of_weight, of_bias = [formula_of(x, is_complex=is_complex) for x in equations]
+    return of_weight, of_bias
 
 
-@register_rule(torch.bilinear)
+@register_rule(torch.bilinear, holds_for_complex=True)
 def bilinear(
     input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> list[Recipe]:
@@ -62,26 +64,73 @@ def bilinear(
     return [of_weight] if bias is None else [of_weight, product(bias, f"{t}o->o")]
 
 
-@register_rule(*variants("matmul", "mm", "bmm"))
+@register_rule(*variants("matmul", "mm", "bmm", "mv"), holds_for_complex=True)
 def matmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
     """Both sides of a matrix product, with batches broadcast."""
     return _of_product(input, other)
 
 
-@register_rule(torch.Tensor.__rmatmul__)
+@register_rule(torch.Tensor.__rmatmul__, holds_for_complex=True)
 def rmatmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
     """``other @ input``."""
     return matmul(other, input)
 
 
-@register_rule(*variants("addmm", "addmm_", "baddbmm", "baddbmm_"))
+@register_rule(
+    *variants("addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "addmv_"), holds_for_complex=True
+)
 def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Recipe] | None:
     """``beta * input + alpha * mat1 @ mat2``."""
     recipes = _of_product(mat1, mat2, alpha)
-    shape = (*mat1.shape[:-1], mat2.shape[-1])
+    shape = (*mat1.shape[:-1], *mat2.shape[max(1, mat2.dim() - 1) :])
     return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
+
+
+@register_rule(*variants("outer", "ger"), holds_for_complex=True)
+def outer(input: Tensor, vec2: Tensor) -> list[Recipe] | None:
+    """Both vectors of an outer product."""
+    return multilinear("op", (input, "o"), (vec2, "p"))
+
+
+@register_rule(*variants("inner", "dot"), holds_for_complex=True)
+def inner(input: Tensor, other: Tensor) -> list[Recipe] | None:
+    """Both sides of inner products along the last dimensions."""
+    if 0 in (input.dim(), other.dim()):
+        return None  # a number times a tensor
+    t = positions(input.dim() + other.dim() - 2)
+    left, right = t[: input.dim() - 1], t[input.dim() - 1 :]
+    return multilinear(t, (input, f"{left}i"), (other, f"{right}i"))
+
+
+@register_rule(torch.linalg.vecdot)
+def vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> list[Recipe] | None:
+    """Both sides of inner products along a dimension, with the others broadcast."""
+    output, (left, right) = broadcast(x.dim(), y.dim())
+    return multilinear(output.replace(output[dim], ""), (x, left), (y, right))
+
+
+@register_rule(torch.tensordot, holds_for_complex=True)
+def tensordot(
+    a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None
+) -> list[Recipe] | None:
+    """Both sides of a product that is summed over some dimensions of each."""
+    if out is not None:
+        return None  # torch says that no gradient is there
+    if isinstance(dims, int):
+        dims = range(a.dim() - dims, a.dim()), range(dims)
+    elif not isinstance(dims, (list, tuple)):
+        return None
+    each = [(x,) if isinstance(x, int) else x for x in dims]
+    pairs = [(i % a.dim(), j % b.dim()) for i, j in zip(*each, strict=True)]
+    letters = positions(a.dim() + b.dim())
+    left, right = list(letters[: a.dim()]), list(letters[a.dim() :])
+    for i, j in pairs:
+        right[j] = left[i]
+    shared = set(left) & set(right)
+    output = "".join([x for x in (*left, *right) if x not in shared])
+    return multilinear(output, (a, "".join(left)), (b, "".join(right)))
 
 
 @register_rule(*variants("_grouped_mm"))
@@ -101,7 +150,7 @@ def grouped_mm(
     return [Recipe((mat2,), Formula("t-", _by_group), (input, offs))]
 
 
-@register_rule(torch.einsum)
+@register_rule(torch.einsum, holds_for_complex=True)
 def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
     """Every operand of ``torch.einsum`` in its string form."""
     if not isinstance(equation, str):

@@ -16,6 +16,7 @@ from autogram.testing import reference_jacobian
 from tests.unit._distributed.worlds import (
     Routed,
     Tied,
+    Waves,
     World,
     assert_close,
     assert_same_on_all,
@@ -50,6 +51,7 @@ WORLDS = {
     "mlp": World(),
     "two losses each": World(losses=two_of_each),
     "images": World(cnn, images),
+    "complex": World(Waves),
     "tied embedding": World(Tied, tokens),
     "checkpoint": World(Checkpointed),
     "ranks without objectives": World(sizes=[3, 0, 2, 4]),

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
-from tests.unit.checks import assert_close_to_reference
+from tests.unit.checks import assert_close_to_reference, in_real
 
 SIZES = [3, 5, 2, 4]
 """Samples of each rank."""
@@ -59,6 +59,19 @@ class Gappy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.wide.T * self.scale) @ self.turned
+
+
+class Waves(nn.Module):
+    """Complex parameters beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+        self.phases = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((torch.fft.rfft(x * x.sin()) * self.phases * self.scale) @ self.turned).abs()
 
 
 class Routed(nn.Module):
@@ -181,7 +194,7 @@ def weighting(gramian: Tensor) -> Tensor:
 def flat_gradient(model: nn.Module) -> Tensor:
     """All gradients, with zeros where there is none."""
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return torch.cat([x.flatten() for x in found])
+    return torch.cat([in_real(x).flatten() for x in found])
 
 
 def assert_same_on_all(x: Tensor) -> None:

@@ -26,6 +26,17 @@ def p(*shape: int) -> Tensor:
     return x(*shape).requires_grad_()
 
 
+def _matrix(*shape: int) -> Tensor:
+    """A parameter: square matrices far from singular ones."""
+    return (x(*shape, shape[-1]) + 4 * torch.eye(shape[-1])).requires_grad_()
+
+
+def _partly_equal() -> Arguments:
+    """Points of which some have no distance, where the gradient is zero."""
+    points = x(6, 3)
+    return of(points, torch.cat([points[:2], x(3, 3)]).requires_grad_())
+
+
 def tokens(*shape: int) -> Tensor:
     return torch.randint(0, TOKENS, shape)
 
@@ -105,6 +116,34 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of(x(4, 2, 6, 3), p(2, 3, 5)),
         of(x(6, 3), p(3)),
     ],
+    "mv": lambda: [of(x(6, 3), p(3)), of(p(6, 3), x(3))],
+    "addmv": lambda: [of(p(6), x(6, 3), p(3), beta=0.5, alpha=2.0), of(x(6), x(6, 3), p(3))],
+    "addmv_": _changed_in_place("addmv"),
+    "outer": lambda: [of(x(6), p(3)), of(p(6), x(3))],
+    "inner": lambda: [of(x(4, 6, 3), p(5, 3)), of(p(3), x(4, 6, 3))],
+    "dot": lambda: [of(x(3), p(3))],
+    "linalg_vecdot": lambda: [of(x(4, 6, 3), p(6, 3)), of(p(6, 1), x(4, 6, 3), dim=1)],
+    "tensordot": lambda: [
+        of(x(4, 6, 3), p(3, 5), dims=1),
+        of(x(4, 6, 3), p(5, 3, 6), dims=([1, -1], [2, 1])),
+        of(p(2), x(4, 3), dims=0),
+    ],
+    "linalg_solve": lambda: [
+        of(_matrix(3), x(3, 6)),
+        of(_matrix(1, 3), x(4, 3, 6)),
+        of(_matrix(3), x(4, 6, 3), left=False),
+    ],
+    "linalg_solve_triangular": lambda: [
+        of(_matrix(3), x(4, 3, 6), upper=True),
+        of(_matrix(1, 3), x(3, 6), upper=False),
+        of(_matrix(3), x(4, 6, 3), upper=False, left=False, unitriangular=True),
+    ],
+    "cdist": lambda: [
+        of(x(4, 6, 3), p(5, 3)),
+        of(p(1, 5, 3), x(4, 6, 3)),
+        of(x(6, 3), p(5, 3), compute_mode="use_mm_for_euclid_dist"),
+        _partly_equal(),
+    ],
     "mm": lambda: [of(x(6, 3), p(3, 5)), of(p(6, 3), x(3, 5))],
     "bmm": lambda: [of(x(4, 6, 3), p(4, 3, 5)), of(p(4, 6, 3), x(4, 3, 5))],
     "__rmatmul__": lambda: [of(p(3, 5), x(4, 6, 3)), of(x(4, 6, 3), p(5, 6))],
@@ -148,6 +187,10 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of(x(4, 6, 3) > 0, p(3), x(4, 6, 3)),
         of(x(4, 6, 3) > 0, x(6, 1), p(4, 1, 1)),
     ],
+    "masked_fill": lambda: [
+        of(p(3), x(4, 6, 3) > 0, 2.0),
+        of(x(4, 6, 3), x(6, 1) > 0, torch.tensor(0.5, requires_grad=True)),
+    ],
     "prelu": lambda: [of(x(4, 3, 6), p(3)), of(x(4, 3, 6), p(1))],
     "embedding": lambda: [of(tokens(4, 6), p(TOKENS, 3))],
     "embedding_bag": lambda: [
@@ -169,6 +212,7 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
     "batch_norm": lambda: [_statistics(training=False), _statistics(training=True)],
 }
 EXAMPLES |= {
+    "ger": EXAMPLES["outer"],
     "concat": EXAMPLES["cat"],
     "concatenate": EXAMPLES["cat"],
     "subtract": EXAMPLES["sub"],
@@ -178,7 +222,10 @@ EXAMPLES |= {
 }
 EXAMPLES |= {
     f"{name}_": _changed_in_place(name)
-    for name in ("add", "sub", "subtract", "mul", "multiply", "div", "true_divide", "divide")
+    for name in (
+        *("add", "sub", "subtract", "mul", "multiply", "div", "true_divide", "divide"),
+        "masked_fill",
+    )
 }
 # Functions of one name whose arguments have another order.
 BY_FUNCTION: dict[Callable[..., Any], Callable[[], list[Arguments]]] = {

@@ -131,7 +131,7 @@ def _flipped(cotangent: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
-    "no rule": (lambda: check_rule(torch.cdist, x(4, 3), p(5, 3)), "`cdist` has no rule"),
+    "no rule": (lambda: check_rule(torch.kron, x(4, 3), p(5, 3)), "`kron` has no rule"),
     "rule of another overload": (
         lambda: check_rule(torch.Tensor.__getitem__, p(5, 3), slice(0, 2)),
         "not a single call",

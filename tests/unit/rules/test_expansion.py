@@ -102,6 +102,22 @@ def between(x: Tensor, p: Tensor) -> Tensor:
     return torch.lerp(p, x, p.sigmoid()) + x.lerp(x.sin(), p)
 
 
+def products_added(x: Tensor, p: Tensor) -> Tensor:
+    p = p.to(x.dtype)
+    return torch.addcmul(p, x, p.sin(), value=0.5) + x.addcdiv(p, p.exp())
+
+
+def similar(x: Tensor, p: Tensor) -> Tensor:
+    """To each of some prototypes."""
+    near = F.pairwise_distance(x.unsqueeze(3), p)
+    return F.cosine_similarity(p, x.unsqueeze(3), dim=-1) + near
+
+
+def turned(x: Tensor, p: Tensor) -> Tensor:
+    x = x.to(p.dtype)  # there are no complex numbers of half precision
+    return (torch.complex(x, p) * torch.polar(p.exp(), x)).abs()
+
+
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "a bias": (biased, (LENGTH, LENGTH)),
     "a bias by head": (biased, (HEADS, LENGTH, LENGTH)),
@@ -133,6 +149,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
         (2, HEADS, 1, 1),
     ),
     "between": (between, (LENGTH, 1)),
+    "products added": (products_added, (WIDTH,)),
+    "prototypes": (similar, (3, WIDTH)),
+    "axes": (lambda x, p: torch.linalg.cross(x[..., :3], p.to(x.dtype)), (1, 1, 1, 3)),
+    "logarithms": (lambda x, p: torch.special.xlog1py(x.contiguous(), p.exp()), (WIDTH,)),
+    "complex numbers": (turned, (WIDTH,)),
     "angles": (
         lambda x, p: torch.atan2(x, p) * torch.hypot(p, x) + torch.logaddexp(x, p),
         (WIDTH,),

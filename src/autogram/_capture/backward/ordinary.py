@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks import Region, rows_block
+from autogram._blocks import Region, as_real, rows_block
 from autogram._capture.autograd.graph import in_dense
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward.assembly import Assembly
@@ -74,7 +74,7 @@ def assemble_rows(run: Run) -> None:
     use = FallbackUse.of(whole, "an ordinary pass", losses, (), ())
     while gradients:
         parameter, rows_of = gradients.popitem()
-        dense = [None if x is None else in_dense(x) for x in rows_of]
+        dense = [None if x is None else as_real(in_dense(x)) for x in rows_of]
         like = next((x for x in dense if x is not None), None)
         if like is not None:
             rows = torch.stack([torch.zeros_like(like) if x is None else x for x in dense])

@@ -55,10 +55,11 @@ def _columns(parameter: Tensor, m: int, devices: Devices) -> Columns:
 
     They are the product of two factors, one of which repeats one element.
     """
-    dtype, device = parameter.dtype, parameter.device
+    dtype, device = parameter.dtype.to_real(), parameter.device
+    columns = Columns(Region.of_parameter(parameter), devices.on(device))
+    shape = columns.parameter.shape
     nans = torch.full((m, 1, 1), torch.nan, dtype=dtype, device=device)  # (k, b, t)
-    ones = torch.ones((), dtype=dtype, device=device).expand(1, *parameter.shape)
-    dims = ascii_uppercase[: parameter.dim()]
-    columns = Columns(Region.of_parameter(parameter), devices.on(parameter.device))
+    ones = torch.ones((), dtype=dtype, device=device).expand(1, *shape)
+    dims = ascii_uppercase[: len(shape)]
     columns.add(columns.parameter, Block(f"kbt,t{dims}->kb{dims}", (nans, ones)))
     return columns

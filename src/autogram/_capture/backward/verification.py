@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns
+from autogram._blocks import Columns, as_real
 from autogram._capture.autograd.graph import dtypes_of, kind_of_node, use_of
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.samples.objectives import Objectives
@@ -243,7 +243,7 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 def _squared_norm(gradient: Tensor) -> float:
     """The squared norm of a gradient, in double precision."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 

@@ -19,7 +19,7 @@ from autogram._capture.forward.changes import changed_part
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
-from autogram.rules import Rule, find_rule
+from autogram.rules import Rule, find_rule, holds_for_complex
 from autogram.rules.composed import COMPOSED, composed
 from autogram.rules.expansion import find_expansion, find_spread, formula_of_expansion
 
@@ -149,6 +149,10 @@ def decide(
         )
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
+    if True in [tensor.is_complex() for tensor, _ in reads] and not holds_for_complex(
+        kind.function
+    ):
+        rule = None
     # Of an expanded tensor, a call may save more. A tap on a part of a tensor would be no node of
     # the graph, and an expansion has a tap of its own.
     is_change = kind.changes_slices and changed_part(kind, args, kwargs) is not None
@@ -165,7 +169,7 @@ def decide(
         return RunBody(body)
     if rule is None:
         return UseRows(now)
-    answers = _ask(rule, args, kwargs, reads, now)
+    answers = _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
 
 
@@ -277,15 +281,9 @@ def _ask(
     rule: Rule,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    reads: Sequence[tuple[Tensor, Status]],
     now: Reads,
 ) -> dict[int, Answer] | None:
-    """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe.
-
-    Rules are written for real numbers; vector-Jacobian products know how to conjugate.
-    """
-    if True in [tensor.is_complex() for tensor, _ in reads]:
-        return None
+    """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe."""
     try:
         recipes = rule(*args, **kwargs)
     except TypeError as error:

@@ -36,7 +36,7 @@ from autogram._capture.autograd.graph import (
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.proofs.carrying import Edge, moves_nothing
-from autogram._capture.tracked import Tracked, track_parameter
+from autogram._capture.tracked import Tracked, real_shape, track_parameter
 from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
 from autogram.rules import find_rule, positions
 from autogram.rules import product as factors
@@ -310,7 +310,7 @@ def _tracked(
             return Tracked.of(view, (parameter,), Region.of(view), whole.region)
     sources = tuple(_sources([node], reading, parameters))
     of = node._input_metadata[result]
-    shape, edge = tuple(of.shape), GradientEdge(node, result)
+    shape, edge = real_shape(of), GradientEdge(node, result)
     return Tracked(sources, None, shape, of.dtype, of.device, 0, edge)
 
 

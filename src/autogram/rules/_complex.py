@@ -1,0 +1,69 @@
+"""Complex numbers as pairs of real ones.
+
+To parameters, which are real, a complex tensor is a real one with a last dimension of two. With g
+the cotangent of y = x w, in PyTorch's convention of complex gradients,
+
+    dw = g conj(x) = (g_r x_r + g_i x_i) + i (g_i x_r - g_r x_i)
+
+which is the product of the vector g with a real matrix of size two. So an einsum of complex tensors
+is one of real tensors, with indices for these two dimensions.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from autogram._blocks.kernels.paths import unused_labels
+
+
+def in_real_numbers(
+    equation: str, cotangent: Tensor, *factors: Tensor, is_complex: bool
+) -> tuple[str, tuple[Tensor, ...]]:
+    """An einsum of a complex cotangent and factors, of which some may be complex, in real tensors.
+
+    Args:
+        equation: Indices of the cotangent and the factors, and of the operand's dimensions.
+        cotangent: Complex, ``(k, *result)``.
+        factors: What the operand is multiplied by. Complex ones are to be conjugated.
+        is_complex: Whether the operand is complex. Of the gradient of a real one, the real part
+            counts.
+
+    Returns:
+        The new equation and its tensors. If the operand is complex, it has a last dimension of two.
+    """
+    are_complex = tuple([x.is_complex() for x in factors])
+    if not is_complex and True not in are_complex:
+        return equation, (cotangent.real, *factors)
+    real = [_pairs(cotangent)]
+    places = [i for i, is_so in enumerate(are_complex) if is_so]
+    for i, factor in enumerate(factors):
+        if not are_complex[i]:
+            real.append(factor)
+        elif i == places[-1] and not is_complex:
+            real.append(_pairs(factor))
+        else:
+            real.append(torch.stack((_pairs(factor), _pairs(1j * factor)), -1))
+    return _with_pairs(equation, are_complex, is_complex), tuple(real)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """A complex tensor with a last dimension for the real and the imaginary part."""
+    return torch.view_as_real(x.resolve_conj())
+
+
+@lru_cache(maxsize=4096)
+def _with_pairs(equation: str, are_complex: tuple[bool, ...], is_operand: bool) -> str:
+    """The equation with indices behind those of complex tensors, from one tensor to the next."""
+    inputs, output = equation.split("->")
+    first, *others = inputs.split(",")
+    chain = list(islice(unused_labels(equation), 1 + sum(are_complex)))
+    found, place = [first + chain[0]], 0
+    for indices, is_complex in zip(others, are_complex, strict=True):
+        found.append(indices + "".join(chain[place : place + 2] if is_complex else ()))
+        place += is_complex
+    text = f"{','.join(found)}->{output}{chain[-1]}"
+    return text if is_operand else text.replace(chain[-1], "")

@@ -1,0 +1,108 @@
+"""Rules of what a matrix solves, and of distances.
+
+With Y the solution of A Y = B, and g its cotangent (Giles 2008, "An extended collection of matrix
+derivative results"),
+
+    h = A^-T g        dA = -h Y^T        of a triangular A, its own triangle of that
+
+and with d[p, r] = |x[p] - y[r]| and t = g / d, zero where d is,
+
+    dy[r] = sum_p t[p, r] (y[r] - x[p])        dx[p] = sum_r t[p, r] (x[p] - y[r])
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autogram.rules._recipe import Recipe, broadcast, product, promoted
+from autogram.rules._registry import register_rule
+
+
+@register_rule(torch.linalg.solve)
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> list[Recipe] | None:
+    """The matrix of a linear system, for all samples the same."""
+    return _of_matrix(A, B, left, torch.linalg.solve, {"left": left}, {"left": left})
+
+
+@register_rule(torch.linalg.solve_triangular)
+def solve_triangular(
+    A: Tensor,
+    B: Tensor,
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
+) -> list[Recipe] | None:
+    """The triangular matrix of a linear system, for all samples the same."""
+    options = {"left": left, "unitriangular": unitriangular}
+    forward, adjoint = options | {"upper": upper}, options | {"upper": not upper}
+    return _of_matrix(A, B, left, torch.linalg.solve_triangular, forward, adjoint)
+
+
+def _of_matrix(
+    matrix: Tensor, other: Tensor, left: bool, function: Any, forward: Any, adjoint: Any
+) -> list[Recipe] | None:
+    """The recipe of the matrix, which may have dimensions of size one in front."""
+    is_vector = other.dim() < 2 or other.shape == matrix.shape[:-1]
+    if is_vector or any(n != 1 for n in matrix.shape[:-2]):
+        return None
+    t, (_, of_other) = broadcast(max(matrix.dim(), other.dim()) - 2, other.dim() - 2)
+    cotangent, solution, dims = ("ip", "jp", "-p") if left else ("pj", "pi", "p-")
+    equation = f"{t}{cotangent},{of_other}{solution}"
+    if "upper" in forward:
+        equation += ",ij"
+    target = "1" * (matrix.dim() - 2) + "ij"
+    prepare = partial(_solved, function, forward, adjoint)
+    saved = matrix, other
+    return [product(matrix, f"{equation}->{target}", *saved, prepare=prepare, dims=t + dims)]
+
+
+def _solved(
+    function: Any, forward: Any, adjoint: Any, cotangent: Tensor, matrix: Tensor, other: Tensor
+) -> tuple[Tensor, ...]:
+    """The cotangent of the other side, negative, the solution, and where the matrix is not zero."""
+    cotangent, matrix, other = promoted(cotangent, matrix, other)
+    matrix = matrix.reshape(matrix.shape[-2:])
+    found = -function(matrix.mT, cotangent, **adjoint), function(matrix, other, **forward)
+    if "upper" not in forward:
+        return found
+    n, skipped = len(matrix), int(forward["unitriangular"])
+    ones = torch.ones(n, n, dtype=matrix.dtype, device=matrix.device)
+    return *found, ones.triu(skipped) if forward["upper"] else ones.tril(-skipped)
+
+
+@register_rule(torch.cdist)
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, **options: Any) -> list[Recipe] | None:
+    """Both sets of points of Euclidean distances."""
+    if p != 2:
+        return None
+    recipes = []
+    for own, other, index in ((x1, x2, "p"), (x2, x1, "r")):
+        if own.requires_grad and all(n == 1 for n in own.shape[:-2]):
+            t, (_, of_other) = broadcast(max(own.dim(), other.dim()) - 2, other.dim() - 2)
+            opposite = "r" if index == "p" else "p"
+            factors = f"s{index}m,s{of_other}{opposite}m"
+            target = "1" * (own.dim() - 2) + f"{index}m"
+            prepare = partial(_moved, own is x1, options)
+            recipes.append(product(own, f"{t}pr,{factors}->{target}", x1, x2, prepare=prepare))
+    return recipes
+
+
+def _moved(
+    is_first: bool, options: dict[str, Any], cotangent: Tensor, x1: Tensor, x2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangent over the distances, and the two terms of the difference of points."""
+    cotangent, x1, x2 = promoted(cotangent, x1, x2)
+    distances = torch.cdist(x1, x2, **options)
+    own, other = (x1, x2) if is_first else (x2, x1)
+    own = own.reshape(own.shape[-2:])
+    scaled = torch.where(distances > 0, cotangent / distances, 0)
+    return (
+        scaled,
+        torch.stack((own, -torch.ones_like(own))),
+        torch.stack((torch.ones_like(other), other)),
+    )
