@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial, reduce
 from typing import NamedTuple
 
@@ -204,7 +205,8 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
 
     Returns:
         Recipes for the terms that require a gradient, or ``None`` where an index repeats within a
-        term or stands in that term alone: the rows of such a call are left to the fallback.
+        term, or is summed over and stands in that term alone: the rows of such a call are left to
+        the fallback.
     """
     labels, are_one = tuple([of for _, of in terms]), tuple([_are_one(x.shape) for x, _ in terms])
     equations, repeated = _equations(output, labels, are_one)
@@ -229,7 +231,9 @@ def _equations(
     ``None`` in the place of an equation that no product can have.
     """
     pairs = list(zip(labels, are_one, strict=True))
-    targets = [_target(of, ones, pairs) for of, ones in pairs]
+    found = Counter(x for of in labels for x in set(of))
+    alone = {x for x, terms in found.items() if terms == 1 and x not in output}
+    targets = [_target(of, ones, _larger(pairs) | alone) for of, ones in pairs]
     inputs = [target.replace("1", "") for target in targets]
     equations: list[str | None] = []
     for i, target in enumerate(targets):
@@ -245,13 +249,15 @@ def _are_one(shape: Sequence[int]) -> tuple[bool, ...]:
     return tuple([bool(n == 1) for n in shape])  # sizes that a compiler leaves open have no hash
 
 
-def _target(
-    labels: str, are_one: Sequence[bool], terms: Iterable[tuple[str, Sequence[bool]]]
-) -> str:
-    """The indices of a term, with ``1`` for the dimensions along which it is broadcast."""
-    larger = {x for of, ones in terms for x, is_one in zip(of, ones, strict=True) if not is_one}
+def _target(labels: str, are_one: Sequence[bool], left_out: Collection[str]) -> str:
+    """The indices of a term, with ``1`` for those of size one that are to be left out."""
     pairs = zip(labels, are_one, strict=True)
-    return "".join("1" if is_one and label in larger else label for label, is_one in pairs)
+    return "".join("1" if is_one and label in left_out else label for label, is_one in pairs)
+
+
+def _larger(terms: Iterable[tuple[str, Sequence[bool]]]) -> set[str]:
+    """The indices that are larger than one in some term, along which others are broadcast."""
+    return {x for of, ones in terms for x, is_one in zip(of, ones, strict=True) if not is_one}
 
 
 def addend(
@@ -275,7 +281,7 @@ def _sum_equation(own: tuple[bool, ...], others: tuple[tuple[bool, ...], ...]) -
     """The equation of a tensor that is added to others, by which of their sizes are one."""
     output, labels = broadcast(len(own), *map(len, others))
     terms = list(zip(labels, (own, *others), strict=True))
-    return f"{output}->{_target(labels[0], own, terms)}"
+    return f"{output}->{_target(labels[0], own, _larger(terms))}"
 
 
 @lru_cache

@@ -161,6 +161,7 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of("bti,oi->bto", x(4, 6, 3), p(5, 3)),
         of("...i,io", x(4, 6, 3), p(3, 5)),
         of("bi,ijo,bj->bo", x(4, 3), p(3, 2, 5), x(4, 2)),
+        of("bi,rio,sr->bo", x(4, 3), p(1, 3, 5), p(1, 1)),
     ],
     "_grouped_mm": _grouped,
     "rnn_tanh": lambda: _layers(1),
