@@ -102,7 +102,8 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     called = function.apply if is_function else function  # type: ignore[attr-defined]  # as just seen
     with recorder:
         output = called(*args, **kwargs)
-    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    computed = args[0] if output is None and args else output  # assignments return nothing
+    outputs = [tensor for tensor in tensors_in(computed) if tensor.requires_grad]
     if not outputs:
         raise RuleCheckError(
             f"`{kind_of(function).name}` returned a {type(output).__name__}, and no tensor that "

@@ -91,7 +91,16 @@ def padded_in_a_circle(model: Changing, h: Tensor) -> Tensor:
     )
 
 
+def masked(model: Changing, h: Tensor) -> Tensor:
+    """As hidden states are that a model has to predict."""
+    mask = torch.rand(h.shape[:2]) < 0.4
+    h[mask] = model.row
+    h[h > 0.9] = model.pair[0]
+    return h
+
+
 CHANGES = [
+    masked,
     padded_in_a_circle,
     added,
     scaled,

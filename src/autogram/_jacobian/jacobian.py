@@ -43,8 +43,10 @@ class Jacobian:
     For calls without a rule, and for derived tensors such as weight-normed ones, rows are kept.
 
     Rows are in the row-major order of the losses, and columns in the order of
-    ``named_parameters``, each parameter flattened. Results are detached, and in the dtype of the
-    parameters, at least float32. The columns of a parameter that no objective reaches are zero.
+    ``named_parameters``, each parameter flattened. A complex number has two columns, for its real
+    and its imaginary part; gradients of its parameter are complex. Results are detached, and in the
+    dtype of the parameters, at least float32. The columns of a parameter that no objective reaches
+    are zero.
 
     Every method raises :class:`autogram.ChangedTensorError` if a factor that it reads was changed
     in place in the meantime, for instance by a step of the optimizer, and

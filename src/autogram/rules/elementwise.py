@@ -88,6 +88,19 @@ def masked_fill(input: Tensor, mask: Tensor, value: Any) -> list[Recipe]:
     return where(mask, value, input)
 
 
+@register_rule(torch.Tensor.__setitem__)
+def setitem(tensor: Tensor, index: Any, value: Any) -> list[Recipe] | None:
+    """What the elements under a mask are set to, of a tensor that is no view."""
+    is_masked = isinstance(index, Tensor) and index.dtype == torch.bool
+    if not is_masked or not isinstance(value, Tensor) or tensor._base is not None:
+        return None
+    behind = tensor.dim() - index.dim()  # the mask has the first dimensions
+    if value.dim() > behind:
+        return None  # a value for each element, in their order
+    mask = index.view(*index.shape, *(1,) * behind)
+    return [addend(value, tensor.shape, saved=(mask,), prepare=partial(_masked, True))]
+
+
 @register_rule(torch.prelu)
 def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
     """The slope: dw = sum g min(x, 0), per channel or over all of them."""

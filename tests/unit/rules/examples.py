@@ -192,6 +192,11 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of(p(3), x(4, 6, 3) > 0, 2.0),
         of(x(4, 6, 3), x(6, 1) > 0, torch.tensor(0.5, requires_grad=True)),
     ],
+    "__setitem__": lambda: [
+        of(x(4, 6, 3), x(4, 6) > 0, p(3)),
+        of(x(4, 6, 3), x(4) > 0, p(6, 1)),
+        of(x(4, 6), x(4, 6) > 0, torch.tensor(0.5, requires_grad=True)),
+    ],
     "prelu": lambda: [of(x(4, 3, 6), p(3)), of(x(4, 3, 6), p(1))],
     "embedding": lambda: [of(tokens(4, 6), p(TOKENS, 3))],
     "embedding_bag": lambda: [
