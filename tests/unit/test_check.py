@@ -133,14 +133,14 @@ def test_rows_with_advice(files: Files) -> None:
     code, out, _ = files.check("""
         class Odd(Net):
             def forward(self, x):
-                return super().forward(x).addcdiv(self.last.bias, torch.ones(2))
+                return torch.kron(super().forward(x), self.last.bias)
 
         def make():
             model = Odd()
             return model, lambda: sizes(model(x)) + model.scale.square().sum()
     """)
     assert code == 0
-    assert "Explicit rows: `last.bias` in addcdiv (12 numbers)" in out
+    assert "Explicit rows: `last.bias` in kron (12 numbers)" in out
     assert "registered_functions" in out
     assert "Explicit rows: `scale` in the losses (12 numbers). No recorded call" in out
     assert "Warning: Some parameters are used where calls are not recorded" in out
@@ -351,4 +351,4 @@ def test_the_page(files: Files, tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(source)
     code, out, _ = files.run("check", "training:make", "--seconds", "0.01")
     assert code == 0
-    assert "Explicit rows: `scale` in addcdiv (96 numbers)" in out
+    assert "Explicit rows: `centres` in cdist (288 numbers)" in out

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_derived_tensor() -> None:
         pytest.param(
             lambda x, p: x.unsqueeze(2) + F.embedding(torch.arange(3)[None], p), (5, 2), id="table"
         ),
-        pytest.param(lambda x, p: torch.addcmul(x, x, (2 * p)[None]), (3,), id="fallback"),
+        pytest.param(lambda x, p: torch.kron(x, (2 * p)[None]), (3,), id="fallback"),
         pytest.param(lambda x, p: x * p.exp(), (), id="number"),
         pytest.param(lambda x, p: F.embedding((x > 0).long(), 2 * p)[..., 0], (2, 1), id="lookup"),
     ],
@@ -170,33 +171,35 @@ def test_derived_tensors_with_dimensions_of_size_one(
     assert of[0].flops > 0
 
 
-class Interpolating(nn.Module):
+class Multiplied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
+        self.weight = nn.Parameter(torch.randn(1, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(x, x, self.weight)
+        return torch.kron(x, self.weight)
 
 
 def test_a_fallback() -> None:
-    report = report_on(Interpolating(), batch(5, 4))
+    report = report_on(Multiplied(), batch(5, 4))
     assert report.parameters[0].uses[0].rule is None
-    assert "addcmul (fallback)" in str(report)
+    assert "kron (fallback)" in str(report)
     assert "backward passes that are not counted" in str(report)
 
 
-def test_a_rule_from_elsewhere() -> None:
-    @register_rule(torch.addcmul)
-    def rule(input: Tensor, one: Tensor, weight: Tensor) -> list[Recipe]:
-        assert input.shape == one.shape
-        return [product(weight, "to,to->o", one)]
+def _unflattened(size: int, cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    return cotangent.unflatten(-1, (-1, size)), input
 
-    report = report_on(Interpolating(), batch(5, 4))
-    unregister_rule(torch.addcmul)
-    assert "addcmul (tests.unit.test_report.test_a_rule_from_elsewhere.<locals>.rule)" in str(
-        report
-    )
+
+def test_a_rule_from_elsewhere() -> None:
+    @register_rule(torch.kron)
+    def rule(input: Tensor, other: Tensor) -> list[Recipe]:
+        unflatten = partial(_unflattened, other.shape[1])
+        return [product(other, "tio,ti->1o", input, prepare=unflatten, dims="t-")]
+
+    report = report_on(Multiplied(), batch(5, 4))
+    unregister_rule(torch.kron)
+    assert "kron (tests.unit.test_report.test_a_rule_from_elsewhere.<locals>.rule)" in str(report)
 
 
 def test_what_is_not_covered() -> None:
