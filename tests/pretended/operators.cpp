@@ -51,6 +51,7 @@ class Call {
         Storage(inside_.at(own)), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
     TensorImpl* impl = entered.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    set_bits(entered, tensor);
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
     given_.emplace_back(entered, tensor);
     return entered;
@@ -107,7 +108,14 @@ class Call {
   static Tensor like(const Tensor& result, Tensor made) {
     made.unsafeGetTensorImpl()->set_sizes_and_strides(
         result.sizes(), result.strides(), result.storage_offset());
+    set_bits(made, result);
     return made;
+  }
+
+  // Views that are conjugated or negated when they are read stay so.
+  static void set_bits(const Tensor& to, const Tensor& from) {
+    to._set_conj(from.is_conj());
+    to._set_neg(from.is_neg());
   }
 
   const std::string& name_;
