@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, InvalidOperandError, InvalidOptionError, Sketch
-from autogram._blocks import Region
-from autogram._jacobian import Projections
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.environment import DEVICE
@@ -158,27 +156,6 @@ def test_autocast_does_not_round_products() -> None:
         found = sketch.gramian(), sketch.cross_gramian(sketch), sketch.standard_error()
     for ours, without in zip(found, expected, strict=True):
         assert torch.equal(ours, without)
-
-
-@pytest.mark.cpu
-def test_threads_with_different_seeds() -> None:
-    """What is drawn for one seed is not kept for another."""
-    projections = Projections()
-    where = Region.contiguous((50, 3)), torch.device("cpu"), 24
-
-    class Interrupted(str):
-        """A name that lets another call come between a question and its answer."""
-
-        def __format__(self, spec: str) -> str:
-            projections.one("weight", *where, 2)
-            return super().__format__(spec)
-
-    projections.one(Interrupted("weight"), *where, 1)
-    rows = torch.randn(2, 150)
-    for seed in (2, 1, 2):
-        found = projections.one("weight", *where, seed)
-        fresh = Projections().one("weight", *where, seed)
-        assert torch.equal(found.of_rows(rows), fresh.of_rows(rows))
 
 
 class Temperature(nn.Module):

@@ -340,7 +340,7 @@ class Engine(Hooked):
             Charikar, Chen and Farach-Colton 2002; Pham and Pagh 2013, doi:10.1145/2487575.2487591.
         """
         losses = self._checked(losses)
-        sketching = Sketching(self._channel, dimensions, seed, self._projections)
+        sketching = Sketching(self._channel, dimensions, seed)
         if not losses.numel():
             return Sketch(sketching.rows(Objectives(losses, None)), seed)
         run = self._drivers.run(losses, sink=sketching, is_summed=False)

@@ -35,7 +35,7 @@ from autogram._capture.forward.session import hook_all, take_off
 from autogram._capture.samples.survey import Survey
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
-from autogram._jacobian import Jacobian, JacobianPart, Projections
+from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, as_one_tensor
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
@@ -69,7 +69,6 @@ class Hooked:
         self._session = session = Session(channel, references, Checkpoints())
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
-        self._projections = Projections()
         self._drivers = Drivers(
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )

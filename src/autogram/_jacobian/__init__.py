@@ -4,8 +4,8 @@ from autogram._compiled.frames import stay_outside
 from autogram._jacobian.concatenation import concatenate
 from autogram._jacobian.jacobian import Jacobian
 from autogram._jacobian.parts import JacobianPart
-from autogram._jacobian.sketch import Projections, Sketch, Sketching
+from autogram._jacobian.sketch import Sketch, Sketching
 
-__all__ = ["Jacobian", "JacobianPart", "Projections", "Sketch", "Sketching", "concatenate"]
+__all__ = ["Jacobian", "JacobianPart", "Sketch", "Sketching", "concatenate"]
 
 stay_outside(Jacobian, Sketch)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, Projection, Region, projected
+from autogram._blocks import Columns, Projection, projected
 from autogram._capture import Channel, Objectives, exact
 from autogram._errors import InvalidOperandError, InvalidOptionError
 
@@ -83,29 +83,6 @@ class Sketch:
             return self.rows @ other.rows.T
 
 
-class Projections:
-    """The projections of the last seed and d, kept for the next call."""
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[int, int], dict[object, Projection]] = (0, 0), {}
-
-    def one(
-        self, name: str, region: Region, device: torch.device, dimensions: int, seed: int
-    ) -> Projection:
-        """The projection of a parameter, drawn from its name: the same in every process."""
-        of, known = self._last  # read at once, as other threads may want others
-        if of != (dimensions, seed):
-            known = {}
-            self._last = (dimensions, seed), known
-        key = name, region, device
-        found = known.get(key)
-        if found is None:
-            text = f"{seed}/{name}".encode()
-            number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-            found = known[key] = Projection(region, dimensions, number, device)
-        return found
-
-
 class Sketching:
     """Adds up the projections of all parameters, whose columns a pass gives one after the other.
 
@@ -113,12 +90,9 @@ class Sketching:
         channel: The channel of the engine.
         dimensions: d.
         seed: As for the sketch.
-        projections: The projections of earlier calls.
     """
 
-    def __init__(
-        self, channel: Channel, dimensions: int, seed: int, projections: Projections
-    ) -> None:
+    def __init__(self, channel: Channel, dimensions: int, seed: int) -> None:
         given: tuple[object, object] = dimensions, seed
         if not all(isinstance(x, int) for x in given) or dimensions < 1:
             raise InvalidOptionError(
@@ -128,7 +102,6 @@ class Sketching:
         self._channel = channel
         self._dimensions = dimensions
         self._seed = seed
-        self._projections = projections
         self._names: Mapping[Tensor, str] = {}
         self._taken: dict[str, int] = {}
         self._objectives: Objectives | None = None
@@ -149,9 +122,8 @@ class Sketching:
         name = self._names.get(parameter, "")
         # Tensors that `functional_call` put in the parameter's place have the same name.
         number = self._taken.get(name, 0)
-        projection = self._projections.one(
-            f"{name}#{number}", columns.parameter, parameter.device, self._dimensions, self._seed
-        )
+        seed = _seed_of(f"{self._seed}/{name}#{number}")
+        projection = Projection(columns.parameter, self._dimensions, seed, parameter.device)
         objectives = self._objectives
         part = projected(columns, projection, objectives.per_sample, objectives.samples)
         self._taken[name] = number + 1
@@ -166,3 +138,8 @@ class Sketching:
             dtype = torch.promote_types(losses.dtype, torch.float32)
             return losses.new_zeros(losses.numel(), self._dimensions, dtype=dtype)
         return objectives.in_order(total.to(losses.device).flatten(0, 1), 0).detach()
+
+
+def _seed_of(text: str) -> int:
+    """A seed that is the same in every process, and another for any other text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
