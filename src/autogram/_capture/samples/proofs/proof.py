@@ -52,7 +52,7 @@ from autogram._capture.samples.proofs.carrying import (
 from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes, stays_regular
 from autogram._capture.samples.proofs.routes import Routes, find_routes
 from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
-from autogram._capture.samples.proofs.trials import RegularPlace, Trial, can_try
+from autogram._capture.samples.proofs.trials import Trial, can_try
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -207,7 +207,7 @@ class Prover:
     def _trial(self, spot: Spot, regular: Mapping[Spot, tuple[Folded, ...] | None]) -> Trial | None:
         """How to try a node, if one layout fits its result and one fits each of its inputs."""
         place = _place(regular[spot])
-        inputs: list[tuple[int, RegularPlace]] = []
+        inputs: list[tuple[int, Folded]] = []
         silent: list[int] = []
         for arrival, target, stays in self.ways[spot.node]:
             arrived, total = regular.get(arrival), regular.get(target)
@@ -336,8 +336,6 @@ def dims_of(survey: Survey, found: Mapping[Use, tuple[Placement, ...]]) -> Dims:
     )
 
 
-def _place(layouts: tuple[Folded, ...] | None) -> RegularPlace | None:
+def _place(layouts: tuple[Folded, ...] | None) -> Folded | None:
     """The only layout that fits, if there is one."""
-    if not layouts or len(layouts) > 1:
-        return None
-    return RegularPlace(layouts[0].dim, layouts[0].before, layouts[0].after)
+    return layouts[0] if layouts and len(layouts) == 1 else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -32,43 +33,26 @@ from autogram._capture.samples.survey import Survey
 EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
 
 
-class RegularPlace(NamedTuple):
-    """A regular layout, for any number of samples."""
-
-    dim: int
-    before: int
-    after: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is folded with the samples, so that it is a place at other sizes, too."""
-        return self.before == self.after == 1
-
-    def factors(self, of_samples: Tensor, like: Tensor) -> Tensor:
-        """A factor for each place of a tensor, from those of the samples."""
-        layout = Folded(self.dim, self.before, len(of_samples), self.after)
-        return of_samples.to(like.device, like.real.dtype)[layout.owners(like)]
-
-
 class Trial(NamedTuple):
     """A node that must take samples from the places in its result to those in its inputs.
 
     Attributes:
         node: The number of the node in the survey. It has one result.
-        place: Where samples are in its result.
+        place: Where samples are in its result. In another call, their number may be another.
         inputs: The numbers of some inputs, each with where the samples are.
         silent: The numbers of inputs that had no cotangent.
     """
 
     node: int
-    place: RegularPlace
-    inputs: tuple[tuple[int, RegularPlace], ...]
+    place: Folded
+    inputs: tuple[tuple[int, Folded], ...]
     silent: tuple[int, ...]
 
     @property
     def is_for_sizes(self) -> bool:
         """Whether samples may lie otherwise at other sizes."""
-        return not all(place.is_whole for place in (self.place, *[x for _, x in self.inputs]))
+        places = self.place, *[place for _, place in self.inputs]
+        return not all(place.before == place.after == 1 for place in places)
 
 
 def can_try(node: Any) -> bool:
@@ -94,10 +78,10 @@ def keeps_places(survey: Survey, trial: Trial, samples: int) -> bool:
     for digit in range((samples - 1).bit_length()):
         for bit in (0, 1):
             chosen = numbers >> digit & 1 == bit
-            found = _carry_out(node, dense * trial.place.factors(chosen, dense), ())
+            found = _carry_out(node, dense * _factors(chosen, trial.place, dense), ())
             for position, place in trial.inputs:
                 x = found[position]
-                if x is not None and bool((x * place.factors(~chosen, x) != 0).any()):
+                if x is not None and bool((x * _factors(~chosen, place, x) != 0).any()):
                     return False
     return True
 
@@ -154,7 +138,7 @@ def _try(
     while unit < samples:
         powers = exponents[numbers // unit % len(exponents)].double().exp2()
         try:
-            found = _carry_out(node, cotangent * trial.place.factors(powers, cotangent), given)
+            found = _carry_out(node, cotangent * _factors(powers, trial.place, cotangent), given)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -168,10 +152,16 @@ def _try(
             if plain is None or other is None or len(both) < 2 or plain.shape != other.shape:
                 tell(yes, no)
                 continue
-            expected = plain * place.factors(powers, plain)
+            expected = plain * _factors(powers, place, plain)
             stays = ((other == expected) & expected.isfinite()).all()  # all infinities are equal
             tell(~stays & plain.sum().isfinite(), stays)
         unit *= len(exponents)
+
+
+def _factors(of_samples: Tensor, place: Folded, like: Tensor) -> Tensor:
+    """A factor for each place of a tensor, from those of the samples."""
+    layout = replace(place, batch=len(of_samples))
+    return of_samples.to(like.device, like.real.dtype)[layout.owners(like)]
 
 
 def _carry_out(
