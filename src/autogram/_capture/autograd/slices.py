@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autogram._capture.autograd.strides import digits
+
 CHANGE = "CopySlices"
 """The operation of nodes behind tensors of which a slice was changed in place."""
 
@@ -62,39 +64,14 @@ def kept_by_slice(found: ChangedSlice | None) -> tuple[int, ...]:
 
     One for each dimension of the tensor; none where nothing is known of a slice.
     """
-    if found is None or not _is_dense(found.whole):
+    if found is None or found.part.offset < found.whole.offset:
         return ()
-    whole = found.whole
-    dims = zip(whole.sizes, whole.strides, strict=True)
-    return tuple([_kept(found, size, stride) for size, stride in dims])
-
-
-def _kept(found: ChangedSlice, size: int, stride: int) -> int:
-    """The dimension of a slice that runs through one of the tensor's, and no other one does.
-
-    Of an address in a dense tensor, ``address // stride % size`` is the index along a dimension.
-    So further dimensions of the slice must go by multiples of ``stride * size``, or not as far as
-    ``stride`` all together.
-    """
-    part, start = found.part, found.part.offset - found.whole.offset
-    dims = [(n, by, d) for d, (n, by) in enumerate(zip(part.sizes, part.strides, strict=True))]
-    own = [d for n, by, d in dims if (n, by) == (size, stride)]
-    if size < 2 or len(own) != 1 or start < 0 or start // stride % size:
-        return -1
-    others = [(n, by) for n, by, d in dims if d != own[0] and n > 1]
-    inner = [(n - 1) * by for n, by in others if 0 <= by < stride]
-    is_outer = [by % (stride * size) == 0 for _, by in others if not 0 <= by < stride]
-    return own[0] if all(is_outer) and start % stride + sum(inner) < stride else -1
-
-
-def _is_dense(geometry: Geometry) -> bool:
-    """Whether the elements of a tensor lie side by side, each in a place of its own."""
-    expected = 1
-    for stride, size in sorted(zip(geometry.strides, geometry.sizes, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    whole, part = found
+    theirs = digits(whole.sizes, whole.strides)
+    kept = {
+        way: d for d, way in digits(part.sizes, part.strides, part.offset - whole.offset).items()
+    }
+    return tuple([kept.get(theirs.get(dim, (0, 0)), -1) for dim in range(len(whole.sizes))])
 
 
 @lru_cache(maxsize=1024)

@@ -21,9 +21,10 @@ def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
     sizes, strides = node._saved_size, node._saved_stride
     viewed = node(torch.empty(sizes, device="meta"))
     # From the first element of both tensors to the last one. The offsets themselves are not known.
-    reach = viewed.untyped_storage().nbytes() // viewed.element_size()
-    ours = _digits(sizes, strides, reach)
-    theirs = _digits(viewed.shape, viewed.stride(), reach)
+    reach = viewed.untyped_storage().nbytes() // viewed.element_size() - 1
+    steps = viewed.stride()
+    ours = digits(sizes, strides, slack=reach - _span(sizes, strides))
+    theirs = digits(viewed.shape, steps, slack=reach - _span(viewed.shape, steps))
     return tuple(
         [
             (dim, other)
@@ -34,17 +35,25 @@ def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _digits(sizes: Sequence[int], strides: Sequence[int], reach: int) -> dict[int, tuple[int, int]]:
+def digits(
+    sizes: Sequence[int], strides: Sequence[int], start: int = 0, slack: int = 0
+) -> dict[int, tuple[int, int]]:
     """The dimensions whose index is a digit of each element's position.
 
-    That is, ``position % period // stride``. For each of them, stride and period.
+    That is, ``position % period // stride``. For each of them, stride and period. The first
+    element's position is ``start``, or at most ``slack`` behind it.
     """
-    ways = [(d, n, step) for d, (n, step) in enumerate(zip(sizes, strides, strict=True)) if n > 1]
-    slack = reach - 1 - sum((n - 1) * step for _, n, step in ways)  # its offset is at most this
+    dims = zip(sizes, strides, strict=True)
+    ways = [(d, n, step) for d, (n, step) in enumerate(dims) if n > 1 and step]
     found = {}
     for dim, size, stride in ways:
         period = size * stride
-        inner = [(n - 1) * x for d, n, x in ways if d != dim and period and x % period]
-        if slack + sum(inner) < stride:
+        inner = [(n - 1) * x for d, n, x in ways if d != dim and x % period]
+        if start % period + slack + sum(inner) < stride:
             found[dim] = stride, period
     return found
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """How far the last element of a tensor is from its first."""
+    return sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
