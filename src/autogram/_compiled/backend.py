@@ -169,7 +169,7 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
         elif isinstance(x, Tensor) and (x.requires_grad or not (is_parameter or _is_buffer(node))):
             others.append(position)
     recorders = open_recorders()
-    statuses = {i: [recorder.status_of(inputs[i]) for recorder in recorders] for i in others}
+    statuses = {i: [x.statuses.tapped(inputs[i])[1] for x in recorders] for i in others}
     derived = [i for i in others if any(isinstance(x, Tracked) for x in statuses[i])]
     others = [i for i in others if i not in derived]
     if recorders:

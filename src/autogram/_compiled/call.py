@@ -246,7 +246,7 @@ def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int
     found: dict[int, Tracked] = {}
     for position, x in enumerate(args):
         if isinstance(x, Tensor) and x.grad_fn is not None and position not in part.parameters:
-            args[position], status = recorder.tapped(x)
+            args[position], status = recorder.statuses.tapped(x)
             if isinstance(status, Tracked):
                 found[position] = as_of_now(x, status)
     return found
@@ -254,7 +254,7 @@ def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int
 
 def _names(recorder: Recorder, tensors: Sequence[Tensor]) -> set[str]:
     """The names of an engine's parameters that some tensors are computed from."""
-    statuses = [recorder.status_of(x) for x in tensors]
+    statuses = [recorder.statuses.tapped(x)[1] for x in tensors]
     sources = [p for status in statuses if isinstance(status, Tracked) for p in status.sources]
     return {recorder.recording.names[p] for p in sources}
 

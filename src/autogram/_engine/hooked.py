@@ -31,7 +31,7 @@ from autogram._capture import (
     refuse_shards,
 )
 from autogram._capture.forward.checkpoints import Checkpoints
-from autogram._capture.forward.session import hook_all, take_off
+from autogram._capture.forward.session import hook_all
 from autogram._capture.samples.survey import Survey
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
@@ -237,7 +237,8 @@ class Hooked:
 
 def _take_off(hooks: HookManager, session: Session, shards: Shards | None) -> None:
     """Removes all that an engine has put on modules."""
-    take_off(hooks, session)
+    hooks.remove()
+    session.remove()
     if shards is not None:
         shards.remove()
 

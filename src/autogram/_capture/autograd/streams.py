@@ -19,7 +19,7 @@ class Streams:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         found = {device for device in devices if device.type == "cuda"}
-        self._own = {device: current_stream(device) for device in found}
+        self._own = {device: torch.accelerator.current_stream(device) for device in found}
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Lets these streams wait for tensors that this thread computes, and keeps their memory.
@@ -28,7 +28,7 @@ class Streams:
         """
         device = tensors[0].device
         own = self._own.get(device)
-        if own is None or own == (current := current_stream(device)):
+        if own is None or own == (current := torch.accelerator.current_stream(device)):
             return
         own.wait_stream(current)
         for tensor in tensors:
@@ -39,11 +39,6 @@ class Streams:
         """Launches the work of this thread on these streams, until the stack is left."""
         stack = ExitStack()
         for device, own in self._own.items():
-            if own != current_stream(device):
+            if own != torch.accelerator.current_stream(device):
                 stack.enter_context(own)
         return stack
-
-
-def current_stream(device: torch.device) -> torch.Stream:
-    """The stream on which this thread launches work for a device."""
-    return torch.accelerator.current_stream(device)

@@ -40,9 +40,8 @@ def fill_with_nan(run: Run) -> None:
     """
     survey = run.survey
     run.objectives = Objectives(survey.losses, None)
-    m, outside = survey.losses.numel(), set(run.outside)
-    reached = [leaf for leaf in survey.leaves if leaf not in outside]
-    run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in reached}
+    m = survey.losses.numel()
+    run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in run.inside}
     if run.channel.listener is not None:  # what it has taken is not what there is
         run.channel.listener.restart(run.objectives)
     if run.is_summed:

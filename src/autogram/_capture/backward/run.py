@@ -82,6 +82,12 @@ class Run:
         inside = self.channel.parameters(leaves)
         return [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
 
+    @cached_property
+    def inside(self) -> list[Tensor]:
+        """The leaves behind the losses that are part of J."""
+        outside = set(self.outside)
+        return [leaf for leaf in self.survey.leaves if leaf not in outside]
+
     @property
     def names(self) -> dict[Tensor, str]:
         """The parameters that have columns, and all others that could have, with their names."""

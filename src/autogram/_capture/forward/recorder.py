@@ -34,7 +34,6 @@ from autogram._capture.tracked import (
     BATCHED,
     UNTAPPED,
     Batched,
-    Status,
     Tracked,
     note_hook,
     track_derived,
@@ -46,7 +45,7 @@ class Recorder(TorchFunctionMode):
     """Records one forward pass, from the beginning of its outermost module to the end.
 
     For each call, the recorder asks what is to be done, does that, and notes the statuses of the
-    results. What remains of the pass is its ``recording``.
+    results in ``statuses``. What remains of the pass is its ``recording``.
     """
 
     def __init__(self, tapping: Tapping, checkpoints: Checkpoints | None = None) -> None:
@@ -54,7 +53,7 @@ class Recorder(TorchFunctionMode):
         self._checkpoints = Checkpoints() if checkpoints is None else checkpoints
         self.recording = tapping.recording
         self.tapping = tapping
-        self._statuses = Statuses(tapping)
+        self.statuses = Statuses(tapping)
         self._hooks_at_entry = [hooks_now(True)]  # of each module that is open
         self._batch = NO_BATCH
         # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
@@ -63,7 +62,7 @@ class Recorder(TorchFunctionMode):
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
         recording, tensors = self.recording, list(tensors_in(inputs))
-        sizes = [_sizes(tensor) for tensor in tensors if not self._statuses.is_parameter(tensor)]
+        sizes = [_sizes(tensor) for tensor in tensors if not self.statuses.is_parameter(tensor)]
         recording.counted = recording.channel.counting.count(id(module), sizes)
         size, unspread = recording.counted.samples, recording.channel.unspread
         names = recording.names.items() if unspread else ()
@@ -72,7 +71,7 @@ class Recorder(TorchFunctionMode):
         before = self._checkpoints.recall(call) or [None] * len(tensors)
         are_batched = []
         for tensor, was_batched in zip(tensors, before, strict=True):
-            is_parameter = self._statuses.is_parameter(tensor)
+            is_parameter = self.statuses.is_parameter(tensor)
             # Masks and position indices without a batch dimension are constants. An input that is
             # wrongly taken for a constant costs time, and results stay exact.
             is_batched = False if is_parameter else was_batched
@@ -84,52 +83,33 @@ class Recorder(TorchFunctionMode):
             are_batched.append(is_batched)
             if is_parameter or not (is_batched or tensor.requires_grad):
                 continue
-            sources, _ = self._statuses.untapped_parameters(tensor)
+            sources, _ = self.statuses.untapped_parameters(tensor)
             if is_batched:
-                self._statuses.adopt_batched(tensor, sources)
+                self.statuses.adopt_batched(tensor, sources)
             elif not sources:  # else derived: adopted when a call reads it, as in the first run
-                self._statuses.set(tensor, None)
+                self.statuses.set(tensor, None)
         self._checkpoints.note(call, are_batched)
 
     def mark(self, tensors: Iterable[Tensor], status: Batched = BATCHED) -> None:
         """Marks tensors as batched, with or without taps."""
         for tensor in tensors:
-            self._statuses.set(tensor, status)
-
-    def tapped(self, tensor: Tensor) -> tuple[Tensor, Status]:
-        """What a call may read in the place of a tensor, tapped if there are unseen parameters.
-
-        And its status.
-        """
-        return self._statuses.tapped(tensor)
-
-    def status_of(self, tensor: Tensor) -> Status:
-        """The status of a tensor."""
-        return self.tapped(tensor)[1]
+            self.statuses.set(tensor, status)
 
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module, and notes inputs that a checkpoint will give to it again."""
         hooks = hooks_now(True)
         if hooks is not None and self._are_of_checkpoint(hooks):
             tensors = list(tensors_in(inputs))
-            are_batched = [self._statuses.is_batched(tensor) for tensor in tensors]
+            are_batched = [self.statuses.is_batched(tensor) for tensor in tensors]
             self._checkpoints.note(_call(module, tensors), are_batched)
         self._hooks_at_entry.append(hooks)
-
-    def tapped_before_hooks(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a module that has full backward hooks, with taps where some are due.
-
-        A pass from a tap inside of the module to its inputs would be one such hook's, in the place
-        of the pass that goes on to what is behind.
-        """
-        return tuple([self.tapped(x)[0] if isinstance(x, Tensor) else x for x in args])
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
         """Notes tensors that are parameters of these names from now on, in the place of shards."""
         names = self.recording.names
         self.recording.names = {whole.get(name, p): name for p, name in names.items()}
         for parameter in whole.values():
-            self._statuses.add_parameter(parameter)
+            self.statuses.add_parameter(parameter)
 
     def leave(self) -> None:
         """Leaves the innermost module."""
@@ -142,7 +122,7 @@ class Recorder(TorchFunctionMode):
         front of the calls by which the losses read it, and the graph shows these.
         """
         for tensor in tensors_in(output):
-            self._statuses.of(tensor)
+            self.statuses.of(tensor)
 
     def __torch_function__(
         self,
@@ -166,11 +146,11 @@ class Recorder(TorchFunctionMode):
         if kind.is_question or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         arguments = (*args, *kwargs.values()) if kwargs else args
-        reads = self._statuses.read(arguments[:1] if kind.reads_first_only else arguments)
-        has_untapped = self._statuses.has_untapped
+        reads = self.statuses.read(arguments[:1] if kind.reads_first_only else arguments)
+        has_untapped = self.statuses.has_untapped
         if has_untapped:
             before, changed = reads, first_of(args, kwargs) if kind.is_in_place else None
-            reads = self._statuses.read_by_use(before, changed)
+            reads = self.statuses.read_by_use(before, changed)
             pairs = zip(before, reads, strict=True)
             stand_ins = {id(x): found for (x, _), (found, _) in pairs if found is not x}
             if stand_ins:
@@ -204,7 +184,7 @@ class Recorder(TorchFunctionMode):
             self.mark([x for x in results if not x.is_leaf], UNTAPPED)
             results = [x for x in results if x.is_leaf]
         if isinstance(decision, RunBody):
-            self._statuses.read(results)  # adopts results of calls that were not seen in the body
+            self.statuses.read(results)  # adopts results of calls that were not seen in the body
         if isinstance(decision, NoUse) and not decision.is_batched:
             may_read = hooks is None  # what the call saved, which a checkpoint lets happen once
             self._mark_unbatched(results, decision.origins, kind, may_read=may_read)
@@ -216,7 +196,7 @@ class Recorder(TorchFunctionMode):
             # A size that depends on values, as of `nonzero` in a compiled part, is no ``int``.
             count: Any = 0 if tensor.is_floating_point() else tensor.numel()
             is_number = count.__class__ is int and count == 1
-            self._statuses.set(tensor, None if is_number else status)
+            self.statuses.set(tensor, None if is_number else status)
         return output
 
     def _mark_unbatched(
@@ -230,12 +210,12 @@ class Recorder(TorchFunctionMode):
             if not tensor.requires_grad or tensor.is_leaf:
                 continue
             if origins:
-                base = None if tensor._base is None else self._statuses.of(tensor._base)
+                base = None if tensor._base is None else self.statuses.of(tensor._base)
                 derived = track_derived(tensor, origins, base, is_cast=kind.is_cast)
                 derived.is_recorded = derived.is_recorded and may_read
-                self._statuses.set(tensor, derived)
-            elif self._statuses.untapped_parameters(tensor) == ({}, False):
-                self._statuses.set(tensor, None)
+                self.statuses.set(tensor, derived)
+            elif self.statuses.untapped_parameters(tensor) == ({}, False):
+                self.statuses.set(tensor, None)
 
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """Whether a checkpoint has set these hooks, since the innermost module was entered.

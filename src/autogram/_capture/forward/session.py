@@ -156,7 +156,12 @@ class Session(threading.local):
             return None
         if (wrapper := wrapper_now()) is not None:
             note_wrapper(self._recorder.recording, wrapper)
-        return self._recorder.tapped_before_hooks(args) if module._backward_hooks else None
+        if not module._backward_hooks:
+            return None
+        # A pass from a tap inside of the module to its inputs would be that of a full backward
+        # hook, in the place of the pass that goes on to what is behind.
+        tapped = self._recorder.statuses.tapped
+        return tuple([tapped(x)[0] if isinstance(x, Tensor) else x for x in args])
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
         """Notes whole tensors that take the place of shards, by name, for the rest of the pass."""
@@ -181,6 +186,11 @@ class Session(threading.local):
         self._outermost = self._frame = None
         if recorder is not None:
             recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
+
+    def remove(self) -> None:
+        """Closes the recording that removed hooks would have closed, and lets compiled calls be."""
+        _SESSIONS.discard(self)
+        self.close()
 
     def recorder_of(self, parameters: Iterable[Tensor]) -> Recorder | None:
         """The recorder for a compiled call that reads some parameters of the engine, or ``None``.
@@ -259,10 +269,3 @@ def hook_all(session: Session, hooks: HookManager) -> None:
             if module is root or (not is_scripted and any(True for _ in module.parameters())):
                 found[name] = module
     hooks.register(session, found, kind="around", name="autogram")
-
-
-def take_off(hooks: HookManager, session: Session) -> None:
-    """Removes the hooks, and closes the recording that they would have closed in this thread."""
-    hooks.remove()
-    _SESSIONS.discard(session)
-    session.close()

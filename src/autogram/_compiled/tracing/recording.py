@@ -128,19 +128,15 @@ class TraceRecorder(Recorder):
         super().__init__(tapping)
         self._batch = self._batch_in_hooks = batch
 
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter itself."""
-        return self._statuses.is_parameter(tensor)
-
     def statuses_of(self, arguments: Sequence[Any]) -> list[Status]:
         """What some arguments are."""
-        return [self.status_of(x) if isinstance(x, Tensor) else None for x in arguments]
+        return [self.statuses.tapped(x)[1] if isinstance(x, Tensor) else None for x in arguments]
 
     def set_statuses(self, arguments: Sequence[Any], statuses: Sequence[Status]) -> None:
         """Lets arguments be what others are."""
         for argument, status in zip(arguments, statuses, strict=True):
             if isinstance(argument, Tensor):
-                self._statuses.let_be(argument, status)
+                self.statuses.let_be(argument, status)
 
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """No: AOTAutograd decides what is computed again."""
@@ -160,7 +156,7 @@ class Runner(fx.Interpreter):
         given = [(x, _changes(x)) for x in tensors_in(self.fetch_args_kwargs_from_env(n))]
         result = super().run_node(n)
         for x, version in given:
-            if _changes(x) != version and self._recorder.status_of(x) is not BATCHED:
+            if _changes(x) != version and self._recorder.statuses.tapped(x)[1] is not BATCHED:
                 self._history.note_change(x)
         self._history.note(n, result)
         return result
@@ -251,8 +247,8 @@ def record(
             tapping.without_rule += [(name, p) for p in tracked.sources]
     derived_outputs: dict[int, dict[int, Tracked]] = {}  # by what they are views of
     for position, tensor in enumerate(outputs):
-        status = recorder.status_of(tensor) if isinstance(tensor, Tensor) else None
-        if isinstance(status, Tracked) and not recorder.is_parameter(tensor):
+        status = recorder.statuses.tapped(tensor)[1] if isinstance(tensor, Tensor) else None
+        if isinstance(status, Tracked) and not recorder.statuses.is_parameter(tensor):
             derived_outputs.setdefault(id(base_of(tensor)), {})[position] = status
     for statuses in derived_outputs.values():
         way = history.of(*[outputs[i] for i in statuses])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd import streams
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.autograd.streams import Streams
 from autogram._capture.recording import Channel
@@ -52,7 +51,7 @@ class OnGpu:
 def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams that are current: one for each of two devices."""
     Stream.notes, Stream.current = [], {x: Stream(x, f"main {x.index}") for x in (GPU, OTHER)}
-    monkeypatch.setattr(streams, "current_stream", lambda device: Stream.current[device])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream.current[device])
 
 
 def test_nothing_is_done_where_streams_are_those_of_the_caller() -> None:

@@ -158,11 +158,6 @@ def _rows(edge: Edge) -> Iterable[int]:
     return (0,) if len(edge.given) == len(edge.result) == 2 else ()
 
 
-def _distances(edge: Edge) -> Iterable[int]:
-    """The stack, and the rows of one of two matrices, whose distances to the other's are known."""
-    return [*_leading(2)(edge), len(edge.result) - 2 + edge.position]
-
-
 def _put(edge: Edge) -> Iterable[int]:
     """For the ``y`` of ``x[indices] = y``: the dimensions that ``x[indices]`` carries."""
     result, given, front = edge.result, edge.given, _in_front(edge.node)
@@ -282,7 +277,8 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
     (_of_first(_rows), "GroupedMm"),
-    (_distances, "Cdist EuclideanDist"),
+    # The stack, and the rows of one of two matrices, whose distances to the other's are known.
+    (lambda e: [*_leading(2)(e), len(e.result) - 2 + e.position], "Cdist EuclideanDist"),
     (lambda edge: range(_in_front(edge.node)), "Index"),
     (_of_first(_all, _put), "IndexPut"),
     (_trilinear, "Trilinear"),
@@ -317,14 +313,10 @@ def runs_through(indices: tuple[Tensor | None, ...], size: int) -> bool:
     first, *others = indices
     if first is None or first.is_floating_point() or first.dtype == torch.bool:
         return False
-    # The rows stay in front if no other index has more dimensions, and a mask has its own.
+    # The rows stay in front if no other index has more dimensions. A mask is read as a list.
     if first.numel() != size or first.shape[:1] != (size,):
         return False
-    if any(x is not None and _rank(x) > first.dim() for x in others):
+    wide = [x for x in others if x is not None and x.dim() > first.dim()]
+    if any(x.dtype != torch.bool for x in wide):
         return False
     return torch.equal(first.flatten().long(), torch.arange(size, device=first.device))
-
-
-def _rank(index: Tensor) -> int:
-    """How many dimensions an index has beside others, to which it is broadcast."""
-    return 1 if index.dtype == torch.bool else index.dim()

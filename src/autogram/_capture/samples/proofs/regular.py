@@ -77,7 +77,8 @@ def narrowed(
         for arrival, target, moves_nothing in ways[number]:
             edge = Edge(node, arrival.position, results[0].shape, target.shape)
             stride = _stride(known[0], edge.result)
-            is_kept = moves_nothing or _is_kept(edge, known[0])
+            is_first = known[0].dim == 0 and edge.result[:1] == edge.given[:1]
+            is_kept = moves_nothing or (is_first and keeps_first(edge))
             for spot in {arrival, target}:
                 fitting = found.get(spot) or ()
                 right = {
@@ -93,11 +94,6 @@ def narrowed(
 def _stride(layout: Folded, shape: Shape) -> int:
     """How many elements, in order, are between the places of a sample and of the next one."""
     return layout.after * prod(shape[layout.dim + 1 :])
-
-
-def _is_kept(edge: Edge, layout: Folded) -> bool:
-    """Whether a node leaves all places of the dimension of samples where they are."""
-    return layout.dim == 0 and edge.result[:1] == edge.given[:1] and keeps_first(edge)
 
 
 def may_shift(node: Any, layouts: Iterable[Folded], pieces: Iterable[Shape] | None) -> bool:
