@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -52,17 +52,8 @@ def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
 
 def in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
     """The numbers of nodes, each behind all that lead to it."""
-    waiting = Counter(way.target.node for some in ways.values() for way in some)
-    pending = [number for number in ways if not waiting[number]]
-    order = []
-    while pending:
-        number = pending.pop()
-        order.append(number)
-        for way in ways[number]:
-            waiting[way.target.node] -= 1
-            if not waiting[way.target.node]:
-                pending.append(way.target.node)
-    return order
+    behind = {number: [way.target.node for way in some] for number, some in ways.items()}
+    return [*TopologicalSorter(behind).static_order()][::-1]
 
 
 @contextmanager
