@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from torch import Tensor
+from torch.amp import GradScaler
 
 from autogram._arguments import Weighting, check_keep, weights_by, weights_of
 from autogram._blocks import Keep
@@ -13,7 +14,7 @@ from autogram._distributed import together
 from autogram._engine import distributed as others
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.hooked import Hooked
-from autogram._engine.scale import Scale, Scaler
+from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
 from autogram._losses import L, Losses, weights_like
@@ -154,7 +155,7 @@ class Engine(Hooked):
         losses: L,
         weighting: Weighting,
         *,
-        scaler: Scaler | None = ...,
+        scaler: GradScaler | None = ...,
         retain_graph: bool = ...,
         return_gramian: Literal[False] = ...,
     ) -> L: ...
@@ -165,7 +166,7 @@ class Engine(Hooked):
         losses: L,
         weighting: Weighting,
         *,
-        scaler: Scaler | None = ...,
+        scaler: GradScaler | None = ...,
         retain_graph: bool = ...,
         return_gramian: Literal[True],
     ) -> tuple[L, Tensor]: ...
@@ -175,7 +176,7 @@ class Engine(Hooked):
         losses: Losses,
         weighting: Weighting,
         *,
-        scaler: Scaler | None = None,
+        scaler: GradScaler | None = None,
         retain_graph: bool = False,
         return_gramian: bool = False,
     ) -> Losses | tuple[Losses, Tensor]:
@@ -239,7 +240,7 @@ class Engine(Hooked):
         return (found, gramian) if return_gramian else found
 
     def accumulate(
-        self, weighting: Weighting, *, keep: Keep = "auto", scaler: Scaler | None = None
+        self, weighting: Weighting, *, keep: Keep = "auto", scaler: GradScaler | None = None
     ) -> Accumulation:
         """A block that takes in the losses of several micro-batches as those of one step.
 
@@ -283,7 +284,7 @@ class Engine(Hooked):
         scale.check()
         return Accumulation(Step(self, "engine.accumulate", keep, scale))
 
-    def weights(self, losses: L, weighting: Weighting, *, scaler: Scaler | None = None) -> L:
+    def weights(self, losses: L, weighting: Weighting, *, scaler: GradScaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
 
         ``losses.backward(engine.weights(losses, weighting))`` is a step in two passes, for losses

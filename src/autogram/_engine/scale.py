@@ -6,27 +6,15 @@ Where something overflows, weights and gradients are no numbers, so that the sca
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from autogram._arguments import Weighting, check_weighting
 from autogram._capture import expecting_overflow
 from autogram._errors import InvalidOperandError, InvalidOptionError
-
-
-class Scaler(Protocol):
-    """What is needed of a `torch.amp.GradScaler`."""
-
-    def scale(self, outputs: Any) -> Any:
-        """Outputs times the scale."""
-
-    def get_scale(self) -> float:
-        """The scale."""
-
-    def is_enabled(self) -> bool:
-        """Whether it scales at all."""
 
 
 class Scale:
@@ -37,7 +25,7 @@ class Scale:
         scaler: What knows the scale, which stays on the device.
     """
 
-    def __init__(self, weighting: Weighting, scaler: Scaler | None = None) -> None:
+    def __init__(self, weighting: Weighting, scaler: GradScaler | None = None) -> None:
         self._weighting = weighting
         self._scaler = scaler
         self._scales: list[Tensor] = []
@@ -104,7 +92,7 @@ class Scale:
         return numbers.pop()
 
 
-def _is_scaling(scaler: Scaler | None) -> TypeGuard[Scaler]:
+def _is_scaling(scaler: GradScaler | None) -> TypeGuard[GradScaler]:
     """Whether there is a scaler, and it is enabled.
 
     Raises:

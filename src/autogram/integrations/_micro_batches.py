@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.amp import GradScaler
+
 from autogram import Engine
 from autogram._arguments import Weighting, check_weighting
 from autogram._engine.accumulation import Accumulation
-from autogram._engine.scale import Scaler
 from autogram._losses import Losses
 
 
@@ -25,7 +26,7 @@ class MicroBatches:
         self._weighting = weighting
         self._open: Accumulation | None = None
 
-    def add(self, losses: Losses, *, is_last: bool, scaler: Scaler | None) -> list[Any] | None:
+    def add(self, losses: Losses, *, is_last: bool, scaler: GradScaler | None) -> list[Any] | None:
         """Takes in the losses of a micro-batch.
 
         Returns:
