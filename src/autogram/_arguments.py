@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from autogram._blocks import Keep
-from autogram._capture import BatchDim, Objectives, Unseen, Verify, without_autocast
+from autogram._capture.autograd.exact import without_autocast
+from autogram._capture.backward.driver import BatchDim
+from autogram._capture.backward.unseen import Unseen
+from autogram._capture.backward.verification import Verify
+from autogram._capture.samples.objectives import Objectives
 from autogram._errors import (
     CoupledObjectivesWarning,
     InvalidBatchDimError,

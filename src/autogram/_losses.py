@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._capture import BatchDim, Objectives
+from autogram._capture.backward.driver import BatchDim
+from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidLossesError, InvalidOperandError
 
 Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 from autogram import Engine
 from autogram._blocks import Block, Columns, Devices, Limit, Lookup, Region
-from autogram._capture import Objectives
+from autogram._capture.samples.objectives import Objectives
 from autogram._capture.tracked import track_derived, track_parameter
 from autogram._jacobian.parts import JacobianPart
 from autogram.testing import reference_jacobian

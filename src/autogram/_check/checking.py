@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from autogram._capture import BatchDim
+from autogram._capture.backward.driver import BatchDim
 from autogram._check.subject import Subject, find_function
 from autogram._check.timing import Times, time_steps
 from autogram._errors import AutogramError, VerificationError

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from autogram._capture import BatchDim
+from autogram._capture.backward.driver import BatchDim
 from autogram._engine import Engine
 from autogram._errors import AutogramError, InvalidLossesError
 from autogram._losses import Losses, parts_of

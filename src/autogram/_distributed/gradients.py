@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import as_real, in_numbers_of
-from autogram._capture import Shards, add_to_grad
+from autogram._capture.autograd.grad import add_to_grad
+from autogram._capture.shards import Shards
 from autogram._distributed.group import Group
 from autogram._distributed.wrapper import Wrappers
 from autogram._jacobian import Jacobian

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns
-from autogram._capture import Channel
+from autogram._capture.recording import Channel
 from autogram._containers import Latest
 from autogram._distributed.agreement import Agreement
 from autogram._distributed.exchange import Exchange

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import Weighting, weights_by
-from autogram._capture import Channel, Pass, Session, Shards, exact
+from autogram._capture.autograd.exact import exact
+from autogram._capture.autograd.passes import Pass
+from autogram._capture.forward.session import Session
+from autogram._capture.recording import Channel
+from autogram._capture.shards import Shards
 from autogram._containers import Latest
 from autogram._distributed.agreement import Agreement, Chorus
 from autogram._distributed.exchange import Exchange

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Region
-from autogram._capture import Objectives
+from autogram._capture.samples.objectives import Objectives
 from autogram._jacobian import Jacobian
 
 

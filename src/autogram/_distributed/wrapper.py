@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from autogram._capture import Channel, leaves_behind, wrapper_now, wrappers_of
+from autogram._capture.autograd.graph import leaves_behind
+from autogram._capture.distribution import wrapper_now, wrappers_of
+from autogram._capture.recording import Channel
 from autogram._distributed.group import Group
 from autogram._errors import UnsupportedError, listed
 

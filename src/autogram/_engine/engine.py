@@ -9,7 +9,8 @@ from torch.amp import GradScaler
 
 from autogram._arguments import Weighting, check_keep, weights_by, weights_of
 from autogram._blocks import Keep
-from autogram._capture import Objectives, is_exchanged
+from autogram._capture.distribution import is_exchanged
+from autogram._capture.samples.objectives import Objectives
 from autogram._distributed import together
 from autogram._engine import distributed as others
 from autogram._engine.accumulation import Accumulation

@@ -13,26 +13,18 @@ from torch import Tensor, nn
 
 from autogram._arguments import check_losses, check_modules, check_options
 from autogram._blocks import Devices
-from autogram._capture import (
-    BatchDim,
-    Channel,
-    Driver,
-    Drivers,
-    Objectives,
-    Parameters,
-    Replays,
-    Session,
-    Shards,
-    Unseen,
-    Verify,
-    is_distributed,
-    limit_of_bytes,
-    refuse_pass,
-    refuse_shards,
-)
+from autogram._capture.backward.driver import BatchDim, Driver, Drivers
+from autogram._capture.backward.unseen import Unseen
+from autogram._capture.backward.verification import Verify
+from autogram._capture.distribution import is_distributed, refuse_pass, refuse_shards
 from autogram._capture.forward.checkpoints import Checkpoints
-from autogram._capture.forward.session import hook_all
+from autogram._capture.forward.session import Parameters, Session, hook_all
+from autogram._capture.limit import limit_of_bytes
+from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.replays import Replays
 from autogram._capture.samples.survey import Survey
+from autogram._capture.shards import Shards
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
 from autogram._jacobian import Jacobian, JacobianPart

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
-from autogram._capture import is_exchanged, refuse_gradients
+from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale

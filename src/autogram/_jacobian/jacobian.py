@@ -17,13 +17,11 @@ from autogram._arguments import (
     parameter_of,
 )
 from autogram._blocks import Columns, Limit, as_real
-from autogram._capture import (
-    add_to_grad,
-    exact,
-    refuse_gradients,
-    retried_with_less,
-    running_pass,
-)
+from autogram._capture.autograd.exact import exact
+from autogram._capture.autograd.grad import add_to_grad
+from autogram._capture.autograd.passes import running_pass
+from autogram._capture.distribution import refuse_gradients
+from autogram._capture.limit import retried_with_less
 from autogram._errors import InvalidOperandError, UnsupportedError
 from autogram._jacobian.parts import JacobianPart, Parts
 from autogram._jacobian.solve import damped_solution

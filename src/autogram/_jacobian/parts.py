@@ -21,7 +21,7 @@ from autogram._blocks import (
     side_by_side,
     weighted_sums,
 )
-from autogram._capture import Objectives
+from autogram._capture.samples.objectives import Objectives
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Projection, projected
-from autogram._capture import Channel, Objectives, exact
+from autogram._capture.autograd.exact import exact
+from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidOperandError, InvalidOptionError
 
 
