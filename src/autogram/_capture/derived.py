@@ -125,10 +125,8 @@ def _pull_back(channel: Channel, edge: GradientEdge, rows: _Rows, kernels: Kerne
             of = following.variable if is_leaf else following._input_metadata[number]
             if of.dtype.is_complex:
                 raise _UnknownError
-            after, given = GradientEdge(following, number), tuple(of.shape)
-            found = _FORMULAS[operation](
-                _Step(node, position, after, given, rows, kernels, channel)
-            )
+            given = tuple(of.shape)
+            found = _FORMULAS[operation](_Step(node, position, given, rows, kernels, channel))
             pending += [(following, number, _narrowed(x, given, kernels)) for x in found]
     return pulled
 
@@ -198,7 +196,6 @@ class _Step(NamedTuple):
     node: Any
     position: int
     """The number of the input."""
-    following: GradientEdge
     given: tuple[int, ...]
     """The shape of the input."""
     rows: _Rows
@@ -263,7 +260,8 @@ def _of_ones(at: _Step) -> Tensor:
     ones = torch.ones((1, *result.shape), dtype=result.dtype, device=result.device)
     if len(at.node.next_functions) != 1:
         raise _UnknownError
-    (found,) = many_vjps(at.channel, GradientEdge(at.node, 0), (at.following,), ones)
+    given = GradientEdge(*at.node.next_functions[0])
+    (found,) = many_vjps(at.channel, GradientEdge(at.node, 0), (given,), ones)
     if found is None:
         raise _UnknownError
     return found[0]
