@@ -215,8 +215,8 @@ class Session(threading.local):
     def _was_abandoned(self, module: nn.Module) -> bool:
         """Whether the call that opened the recording has ended without closing it.
 
-        A keyboard interrupt may strike in `end`, as some of a hundred do for small modules. The
-        next pass enters one of the engine's modules, or the module that was left.
+        A keyboard interrupt may strike in `end`: about one in a hundred does where modules are
+        small. The next pass enters one of the engine's modules, or the module that was left.
         """
         if module is not self._outermost and id(module) not in self._root_ids:
             return False
