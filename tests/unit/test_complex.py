@@ -203,6 +203,24 @@ def test_training(dtype: torch.dtype) -> None:
             optimizer.step()
 
 
+def test_as_of_pairs() -> None:
+    """Complex parameters have the Gramian, sketch and accumulated gradients of real pairs."""
+    models = [model_of("fourier", are_complex=are_complex) for are_complex in (True, False)]
+    for parameter, other in zip(*(model.parameters() for model in models), strict=True):
+        other.data = in_real(parameter.data)
+    x, weights, found = batch(6, 3, 5), irregular(6), []
+    for model in models:
+        engine = Engine(model)
+        losses = per_sample(model(x))
+        results = [engine.compute_gramian(losses), engine.sketch(losses, 64, seed=1).gramian()]
+        with engine.accumulate(lambda _: weights) as steps:
+            for part in x.split(2):
+                steps.add(per_sample(model(part)))
+        found.append([*results, *[in_real(p.grad) for p in trainable(model) if p.grad is not None]])
+    for ours, pairs in zip(*found, strict=True):
+        assert_close_to_reference(ours, pairs)
+
+
 def test_a_step_along_a_gradient() -> None:
     """The Gramian tells by how much a small step along one gradient changes each loss."""
     model = model_of("a product", are_complex=True)
