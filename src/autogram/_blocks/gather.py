@@ -7,7 +7,6 @@ with zeros, these blocks are the block that one call for all samples would have 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
@@ -18,7 +17,7 @@ from torch.nn import functional
 from autogram._blocks.block import Block, parsed
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.paths import unused_labels
-from autogram._blocks.layout import Subset
+from autogram._blocks.layout import Routed, Subset
 from autogram._blocks.lookup import Lookup
 from autogram._blocks.products import explicit
 from autogram._blocks.region import Region
@@ -82,86 +81,53 @@ class Gathering:
         """One lookup, if there are any, that has rows of all samples, or of those given."""
         if not self._lookups:
             return []
-        arrangement = _Arrangement([subset for subset, _ in self._lookups], samples)
+        layout = _routed([subset for subset, _ in self._lookups], samples)
         longest = max(lookup.indices.shape[1] for _, lookup in self._lookups)
         indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in self._lookups]
         cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in self._lookups]
         # The calls of one sample stand one behind the other, each with the rows that it reads.
-        calls = arrangement.count, arrangement.most
         return [
             Lookup(
-                arrangement.side_by_side(indices, 0, calls).flatten(1),
-                arrangement.side_by_side(cotangents, 1, calls).flatten(2, 3),
+                layout.split(torch.cat(indices), 0).flatten(1),
+                layout.split(torch.cat(cotangents, 1), 1).flatten(2, 3),
             )
         ]
 
     def _gathered(self, parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
         """One block for several of one kind."""
         first = parts[0][1]
-        arrangement = _Arrangement([subset for subset, _ in parts], samples)
+        layout = _routed([subset for subset, _ in parts], samples)
         positions = parsed(first.equation).positions
         sizes = {of: max(block.sizes[of] for _, block in parts) for of in positions}
-        full = {**first.sizes, **sizes, "b": arrangement.count * arrangement.most}
+        full = {**first.sizes, **sizes, "b": layout.batch * layout.most}
         filled = sum(prod(full[label] for label in of) for of in first.inputs)
-        rows = arrangement.count * prod(full[label] for label in "k" + first.parameter)
+        rows = layout.batch * prod(full[label] for label in "k" + first.parameter)
         if not first.is_rows and rows < filled:  # most of the filled operands would be zeros
             parts = [(subset, explicit([block], self._kernels)) for subset, block in parts]
             first = parts[0][1]
-        if first.is_rows:
-            rows_of_all = [block.operands[0] for _, block in parts]
+        if first.is_rows and layout.most > 1:
             dim = first.inputs[0].index("b")
-            return Block(
-                first.equation, (_placed(rows_of_all, dim, arrangement.owners, arrangement.count),)
-            )
-        more = next(unused_labels(first.equation)) if arrangement.most > 1 else ""
-        calls = (arrangement.count, arrangement.most)[: 1 + len(more)]  # `more`: a sample's calls
+            added = torch.cat([block.operands[0] for _, block in parts], dim)
+            total = added.new_zeros(*added.shape[:dim], layout.batch, *added.shape[dim + 1 :])
+            owners = layout.samples.to(added.device)
+            return Block(first.equation, (total.index_add(dim, owners, added),))
+        more = next(unused_labels(first.equation)) if layout.most > 1 else ""  # a sample's calls
         operands = []
         for i, of in enumerate(first.inputs):
-            dims = [of.index(label) for label in positions]
+            dim, dims = of.index("b"), [of.index(label) for label in positions]
             padded = [_padded(x.operands[i], dims, sizes.values()) for _, x in parts]
-            operands.append(arrangement.side_by_side(padded, of.index("b"), calls))
+            arranged = layout.split(torch.cat(padded, dim), dim)
+            operands.append(arranged if more else arranged.squeeze(dim + 1))
         inputs = ",".join(of.replace("b", "b" + more) for of in first.inputs)
         return Block(f"{inputs}->kb{first.parameter}", tuple(operands))
 
 
-class _Arrangement:
-    """Where rows of some samples go, among the rows of all samples or of the wanted samples.
-
-    Attributes:
-        count: How many samples there are.
-        owners: The number of the sample of each row.
-        most: The largest number of rows that one sample has.
-    """
-
-    def __init__(self, subsets: Sequence[Subset], samples: Sequence[int] | None) -> None:
-        samples = range(subsets[0].batch) if samples is None else samples
-        numbers = {sample: number for number, sample in enumerate(samples)}
-        self.count = len(samples)
-        self.owners = [numbers[sample] for subset in subsets for sample in subset.samples]
-        counts = Counter[int]()
-        ranks = []
-        for number in self.owners:
-            ranks.append(counts[number])
-            counts[number] += 1
-        self.most = max(counts.values())
-        pairs = zip(self.owners, ranks, strict=True)
-        self._targets = [number * self.most + rank for number, rank in pairs]
-
-    def side_by_side(self, tensors: Sequence[Tensor], dim: int, shape: Sequence[int]) -> Tensor:
-        """The rows of each sample together, filled up with zeros: ``dim`` becomes ``shape``."""
-        rows = _placed(tensors, dim, self._targets, self.count * self.most)
-        arranged: Tensor = rows.unflatten(dim, shape)
-        return arranged
-
-
-def _placed(tensors: Sequence[Tensor], dim: int, targets: Sequence[int], size: int) -> Tensor:
-    """Rows at targets along a dimension, added up where these are equal, and zeros elsewhere."""
-    rows = torch.cat(list(tensors), dim)
-    if targets == list(range(size)):
-        return rows
-    shape = list(rows.shape)
-    shape[dim] = size
-    return rows.new_zeros(shape).index_add(dim, torch.tensor(targets, device=rows.device), rows)
+def _routed(subsets: Sequence[Subset], samples: Sequence[int] | None) -> Routed:
+    """Where the rows of subsets lie, by the number of their sample among all or wanted samples."""
+    samples = range(subsets[0].batch) if samples is None else samples
+    numbers = {sample: number for number, sample in enumerate(samples)}
+    owners = [numbers[sample] for subset in subsets for sample in subset.samples]
+    return Routed(0, len(samples), torch.tensor(owners, device="cpu"))
 
 
 def _with_samples(block: Block, samples: int) -> Block:

@@ -73,7 +73,10 @@ class Routed:
     has_after = True
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """A copy with the places gathered by sample, and zeros where a sample has fewer of them."""
+        """Places by sample, with zeros where a sample has fewer; a view if they are in order."""
+        if self._is_in_order:
+            in_order: Tensor = tensor.unflatten(dim, self._places.shape)
+            return in_order
         places = self._places_on(tensor.device)
         found = tensor.index_select(dim, places.flatten().clamp(min=0))
         is_place = (places >= 0).view(
@@ -84,6 +87,16 @@ class Routed:
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         return self.samples.to(like.device).view(-1, *(1,) * (like.dim() - self.dim - 1))
+
+    @property
+    def most(self) -> int:
+        """The largest number of places that one sample has."""
+        return self._places.shape[1]
+
+    @cached_property
+    def _is_in_order(self) -> bool:
+        """Whether the places are those of each sample in turn, and as many of each."""
+        return self._places.flatten().tolist() == list(range(len(self.samples)))
 
     @cached_property
     def _copies(self) -> dict[torch.device, Tensor]:

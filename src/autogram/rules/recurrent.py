@@ -170,11 +170,9 @@ class Replay:
         if self.sizes[0] == self.sizes[-1]:
             by_step: Tensor = rows.unflatten(dim, (len(self.sizes), -1))
             return by_step
-        lengths = torch.tensor(self.sizes, device=rows.device).unsqueeze(1)
-        is_there = torch.arange(self.sizes[0], device=rows.device) < lengths
-        padded = rows.new_zeros(*rows.shape[:dim], *is_there.shape, *rows.shape[dim + 1 :])
-        padded[(slice(None),) * dim + (is_there,)] = rows
-        return padded
+        numbers = [step for step, size in enumerate(self.sizes) for _ in range(size)]
+        layout = Routed(0, len(self.sizes), torch.tensor(numbers, device="cpu"))
+        return layout.split(rows, dim)
 
     def _by_sequence(self, layout: Layout, cotangent: Tensor) -> Layout:
         """Where the samples lie among packed sequences, from where they lie among their rows.
