@@ -10,7 +10,7 @@ that a decoder learns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,48 +92,18 @@ def find_expansion(function: Callable[..., Any]) -> Callable[..., Shapes] | None
     return _EXPANSIONS.get(function)
 
 
-def _expanded(tensor: Tensor, *sizes: Any, size: Sequence[int] = ()) -> Shape:
-    """The shape by sizes, where -1 stands for the size that there is."""
-    shape = _flat(sizes) or tuple(size)
-    kept = (*(1,) * (len(shape) - tensor.dim()), *tensor.shape)
-    return tuple(own if n == -1 else n for n, own in zip(shape, kept, strict=True))
+SPREADS = {Tensor.expand, Tensor.expand_as, Tensor.repeat, *variants("broadcast_to", "tile")}
+"""Functions that may do nothing else than to expand a tensor."""
 
 
-def _expanded_as(tensor: Tensor, other: Tensor) -> Shape:
-    """The shape of another tensor."""
-    del tensor
-    return tuple(other.shape)
-
-
-def _repeated(tensor: Tensor, *repeats: Any, **named: Any) -> Shape | None:
-    """The shape by numbers of repetitions, if these are of single elements."""
-    counts = _flat(repeats) or _flat(tuple(named.values()))
-    own = (*(1,) * (len(counts) - tensor.dim()), *tensor.shape)
-    counts = (*(1,) * (len(own) - len(counts)), *counts)
-    pairs = list(zip(counts, own, strict=True))
+def spread_shape(
+    function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+) -> Shape | None:
+    """The shape to which a call expands a tensor, or ``None`` if it also repeats larger parts."""
+    shape = tuple(function(torch.empty(tensor.shape, device="meta"), *args, **kwargs).shape)
+    pairs = zip(reversed(shape), reversed(tensor.shape), strict=False)
     # Else samples would share a dimension with others.
-    return tuple(n * of for n, of in pairs) if all(1 in pair for pair in pairs) else None
-
-
-def _flat(sizes: Sequence[Any]) -> Shape:
-    """Sizes that a call was given as a sequence, or one by one."""
-    return tuple(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes)
-
-
-_SPREADS: dict[Callable[..., Any], Callable[..., Shape | None]] = {
-    Tensor.expand: _expanded,
-    Tensor.expand_as: _expanded_as,
-    **dict.fromkeys(variants("broadcast_to"), _expanded),
-    **dict.fromkeys((Tensor.repeat, *variants("tile")), _repeated),
-}
-
-
-def find_spread(function: Callable[..., Any]) -> Callable[..., Shape | None] | None:
-    """What gives the shape to which a function does nothing else than to expand a tensor.
-
-    It is called with the arguments of a call, and may know no shape for some.
-    """
-    return _SPREADS.get(function)
+    return shape if all(own in (1, size) for size, own in pairs) else None
 
 
 def formula_of_expansion(tensor: Tensor, shape: Shape) -> Formula:

@@ -21,7 +21,12 @@ from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule, holds_for_complex
 from autogram.rules.composed import COMPOSED, composed
-from autogram.rules.expansion import find_expansion, find_spread, formula_of_expansion
+from autogram.rules.expansion import (
+    SPREADS,
+    find_expansion,
+    formula_of_expansion,
+    spread_shape,
+)
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -191,18 +196,19 @@ def _spread_use(
     tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
     if any(p in batch.unspread for _, status in tracked for p in status.sources):
         return None
-    if (find := find_spread(kind.function)) is not None:
+    if kind.function in SPREADS:
         try:
-            shape = find(*args, **kwargs)
+            shape = spread_shape(kind.function, *args, **kwargs)
         except (RuntimeError, TypeError, ValueError):
             return None  # the call says what is wrong with its arguments
         (tensor, status), *others = tracked
-        new = len(shape) - tensor.dim() if shape else 0
-        expanded = [*(True,) * new, *(n == 1 for n in tensor.shape)]
-        if others or shape is None or not batch.is_over(shape, expanded):
+        if others or shape is None:
+            return None
+        expanded = [*(True,) * (len(shape) - tensor.dim()), *(n == 1 for n in tensor.shape)]
+        if not batch.is_over(shape, expanded):
             return None
         now = as_of_now(tensor, status)
-        return _use_of_expansion(find, tensor, now, shape)._replace(is_guess=True)
+        return _use_of_expansion(spread_shape, tensor, now, shape)._replace(is_guess=True)
     # A constant that is for all samples counts as batched.
     of_samples = [status is None and _are_of_samples(x, batch) for x, status in reads]
     if True not in of_samples:
