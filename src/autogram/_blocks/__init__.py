@@ -26,7 +26,6 @@ from autogram._blocks.layout import (
 )
 from autogram._blocks.lookup import Factors, Lookup, block_of
 from autogram._blocks.plan import cost_of_products, cost_of_rows
-from autogram._blocks.products import largest_result
 from autogram._blocks.programs import (
     QUESTIONS,
     Program,
@@ -78,7 +77,6 @@ __all__ = [
     "in_numbers_of",
     "in_places",
     "joined",
-    "largest_result",
     "pieces",
     "projected",
     "rows_block",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, cross_equation, joined, parsed
 from autogram._blocks.kernels import Kernels, Memory
-from autogram._blocks.kernels.contraction import repeats
 from autogram._blocks.kernels.paths import find_path, unused_labels, weighted
 from autogram._blocks.plan import (
     ProductKind,
@@ -39,17 +38,6 @@ def products(
     if not second and len(first) == 1 and (there := rows_of_block(first[0], kernels)) is not None:
         return products_of_rows(kind, there, kernels)  # there is nothing to compare
     return plans(kind, first, second, kernels)[0](first, second, kernels)
-
-
-def largest_result(blocks: Sequence[Block], kernels: Kernels) -> int:
-    """Elements of the largest tensor that the Gramian of some blocks of one tensor writes.
-
-    Patches count: a product copies them, where they are a view that repeats elements.
-    """
-    merged = merge(blocks, kernels)
-    slow = [block for block in merged if not block.has_fast_adjoint(kernels)]
-    copied = [x.numel() for block in slow for x in block.operands if repeats(x)]
-    return max([plans("gram", merged, (), kernels)[0].elements, *copied])
 
 
 def share_factor(outer: Block, rows: Block, kernels: Kernels) -> bool:

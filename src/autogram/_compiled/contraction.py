@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autogram._blocks import (
-    Block,
     Bundles,
     Columns,
     Devices,
@@ -31,7 +30,6 @@ from autogram._blocks import (
     Room,
     block_of,
     gram_of_bundle,
-    largest_result,
 )
 from autogram._capture.uses import RuleUse
 
@@ -134,15 +132,15 @@ def key_of(inside: Sequence[Inside], asked: Asked) -> object:
 
 
 class OutsideError(Exception):
-    """Some uses are not contracted in the graph: that is impossible, or calls are faster.
+    """A use cannot be contracted in the graph.
 
     Attributes:
-        numbers: Their numbers in the part.
+        number: Its number in the part.
     """
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.numbers = numbers
+        self.number = number
 
 
 def append_contractions(
@@ -165,7 +163,7 @@ def append_contractions(
         The nodes of the results: the Gramian, ``(k, b, k, b)``, and what is kept.
 
     Raises:
-        OutsideError: Some uses are to be contracted outside.
+        OutsideError: A use is to be contracted outside.
     """
     nodes = [node for of in tensors for node in of]
     values = [node.meta["val"] for node in nodes]
@@ -213,7 +211,6 @@ def _contract(
     found = _columns(inside, tensors, Limit(asked.limit))
     taken, kept = 0, list[KeptBlock]()
     factors: list[Tensor] = []
-    outside: list[int] = []
     bundles = Bundles()
     ready: list[list[Columns]] = []
     for number, use, _ in inside:
@@ -223,34 +220,17 @@ def _contract(
             if columns is None:
                 continue
             read.append(columns)
-            largest, known = _largest(columns), {id(x) for x in _operands(columns)}
             if asked.form is not None:
                 taken += columns.keep(asked.form, _room_beside(taken, columns.kernels))
                 for whole, of in columns.found():
                     region = whole.shifted(-columns.parameter.offset)
                     kept.append(KeptBlock(number, i, region, of.equation, len(of.operands)))
                     factors += of.operands
-            made = sum(x.numel() for x in _operands(columns) if id(x) not in known)
-            if columns.kernels.prefers_calls(largest, made):
-                outside.append(number)
         ready += bundles.add(*read)
-    if outside:
-        raise OutsideError(*outside)
     parts = [gram_of_bundle(x) for x in (*ready, *bundles.rest())]
     total = [part for part in parts if part is not None]
     gramian = torch.stack(total).sum(0) if len(total) > 1 else total[0]
     return Contracted([gramian, *factors], kept, taken)
-
-
-def _largest(columns: Columns) -> int:
-    """Elements of the largest tensor that the Gramian of some columns writes, tables aside."""
-    blocks = [block for _, block in columns.found() if isinstance(block, Block)]
-    return largest_result(blocks, columns.kernels) if blocks else 0
-
-
-def _operands(columns: Columns) -> list[Tensor]:
-    """All tensors that some columns are made of."""
-    return [x for _, block in columns.found() for x in block.operands]
 
 
 def _columns(

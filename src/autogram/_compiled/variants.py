@@ -191,7 +191,7 @@ class Backward:
                     asked = asked._replace(form="auto")
                     variant = self._contracting(inside, asked, form, args)
             except OutsideError as error:
-                outside.update(error.numbers)
+                outside.add(error.number)
             except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
                 outside.update(of.number for of in inside)
             else:

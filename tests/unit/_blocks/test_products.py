@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autogram._blocks import Block
 from autogram._blocks.kernels import cpu
 from autogram._blocks.plan import Plan, cross, plans, rows
-from autogram._blocks.products import explicit, largest_result, merge, products
+from autogram._blocks.products import explicit, merge, products
 from tests.unit._blocks.blocks import EQUATIONS, dense, gramian_of, kernels, make_block
 from tests.unit.checks import assert_close_to_reference
 
@@ -216,17 +216,3 @@ def test_factors_that_repeat_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = by_factors([block], (), kernels())
     assert_close_to_reference(found, gramian_of(dense(block)))
-
-
-def test_largest_result() -> None:
-    """That of the plan that is carried out, or patches, which a product copies."""
-    few = make_block("kbto,bti->kboi")
-    of_rows = few.elements_of_rows
-    assert best(few).method == "rows"
-    assert largest_result([few], kernels()) == of_rows == largest_result([few, few], kernels())
-    assert largest_result([few], kernels(of_rows // 2)) == of_rows // 2
-
-    signal = torch.randn(3, 6, 20)  # samples, channels, space
-    patches = signal.unfold(2, 5, 1)  # (3, 6, 16, 5)
-    block = Block("kbto,bitp->kboip", (torch.randn(1, 3, 16, 2), patches))
-    assert best(block).elements < patches.numel() == largest_result([block], kernels())

@@ -31,7 +31,7 @@ from tests.unit._compiled.inside import (
     shown_uses,
     squares,
 )
-from tests.unit.checks import assert_close_to_reference, trainable
+from tests.unit.checks import trainable
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,62 +71,6 @@ def test_convolutions_whose_samples_are_groups(monkeypatch: pytest.MonkeyPatch) 
         return class_losses(run(x), x), plain
 
     assert_gramians(engine, losses, trainable(model), [])
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("inner", INNER)
-def test_large_results_of_calls(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
-    """What would take much fresh memory in the graph is contracted outside, behind the same pass.
-
-    The patches of both convolutions are larger than any other result.
-    """
-    found: list[int] = []
-
-    def prefers_calls(_kernels: CpuKernels, largest: int, _kept: int) -> bool:
-        found.append(largest)
-        return largest >= 6 * (4 * 4) * (4 * 9)  # samples, positions, channels and taps
-
-    monkeypatch.setattr(CpuKernels, "prefers_calls", prefers_calls)
-    model = Images()
-    engine = Engine(model, unseen="error", verify="never")
-    run = compiled(model, inner)
-
-    def losses() -> tuple[Tensor, Tensor]:
-        x = torch.randn(6, 3, 8, 8)
-        with engine.paused():
-            plain = class_losses(model(x), x)
-        return class_losses(run(x), x), plain
-
-    assert_gramians(engine, losses, trainable(model), ["conv2d"] * 2)
-    assert max(found) == 6 * (8 * 8) * (3 * 9)
-
-
-@pytest.mark.cpu
-def test_rows_that_are_kept_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes and a fused step choose on their own: only the latter leaves rows."""
-    kept: set[int] = set()
-
-    def prefers_calls(_kernels: CpuKernels, _largest: int, made: int) -> bool:
-        kept.add(made)
-        return made > 0
-
-    monkeypatch.setattr(CpuKernels, "prefers_calls", prefers_calls)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
-    engine = Engine(model, verify="never")
-    run = compiled(model)
-    for step in range(3):
-        x = torch.randn(6, 5, 3)  # so many positions that rows have fewer elements than factors
-        losses, plain = run(x).square().sum((1, 2)), model(x).square().sum((1, 2))
-        jacobian = reference_jacobian(plain, trainable(model))
-        with shown_uses() as shown:
-            gramian = engine.compute_gramian(losses)
-        assert_close_to_reference(gramian, jacobian @ jacobian.T)
-        assert not (step and shown)
-        with shown_uses() as shown:
-            losses = run(x).square().sum((1, 2))
-            assert_fused(engine, losses, jacobian, trainable(model))
-        assert shown == ["linear"] * 2
-    assert kept == {0, 6 * 3 * 3, 6 * 2 * 3}
 
 
 @pytest.mark.cpu

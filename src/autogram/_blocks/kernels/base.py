@@ -146,16 +146,6 @@ class Kernels(Hardware):
         del patches, rows, channels, dtypes
         return False
 
-    def prefers_calls(self, largest: int, kept: int) -> bool:
-        """Whether a contraction is faster by calls than as a part of a compiled graph.
-
-        Args:
-            largest: Elements of its largest intermediate result.
-            kept: Elements of the rows that it leaves for the gradients of a step.
-        """
-        del largest, kept
-        return False
-
     def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:
         """A factor times weights of its samples, ready for products with other factors."""
         return tensor * weights

@@ -32,12 +32,6 @@ _WORTH_MIRRORING = 2**28
 _WORTH_SPLITTING = 2**19
 _PARTS = 4
 
-# A compiled graph takes fresh memory in each step, for what it leaves and for large intermediate
-# results. The system clears each page of it, which takes longer than writing the results. With more
-# elements than these, that costs more than the calls of a contraction whose memory is used again.
-_FRESH_INSIDE = 2**22
-_FRESH_BEHIND = 2**17
-
 # With more elements of patches than this for each element of the rows, the rows of a convolution
 # took a fortieth to nine tenths of the time by its gradient, and no patches. In double precision,
 # PyTorch has a kernel for one group, which it would call for each group of each sample.
@@ -101,10 +95,6 @@ class CpuKernels(Kernels):
         has_kernel = torch.backends.mkldnn.is_available()
         is_fast = has_kernel and self.multiplied(*dtypes) == torch.float32
         return is_fast and patches > _PATCHES_PER_ROW * rows
-
-    def prefers_calls(self, largest: int, kept: int) -> bool:
-        """Whether a compiled graph would take much fresh memory."""
-        return largest > _FRESH_INSIDE or kept > _FRESH_BEHIND
 
     @staticmethod
     def parts_to_mirror(cost: int, samples: int) -> int:

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from autogram import Engine
 from autogram._blocks import Block, Columns, Devices, Limit, weighted_sums
-from autogram._blocks.kernels import CudaKernels, TracedCudaKernels, cuda
+from autogram._blocks.kernels import CudaKernels, cuda
 from autogram._blocks.products import directional, explicit, products, weighted_sum
 from autogram._blocks.region import Region
 from autogram.testing import reference_jacobian
@@ -438,9 +438,3 @@ def test_larger_rows_are_kept_where_that_is_faster(
 def flat(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """All elements of some tensors, in float64."""
     return torch.cat([x.double().flatten() for x in tensors])
-
-
-def test_contractions_in_graphs() -> None:
-    """Whatever is contracted in a compiled graph on a GPU stays there: its memory is not fresh."""
-    assert not kernels().prefers_calls(2**40, 2**40)
-    assert not TracedCudaKernels(Limit(2**40)).prefers_calls(2**40, 2**40)
