@@ -11,7 +11,7 @@ from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import TracingContext
 
 from autogram._compiled import private
-from autogram._compiled.private import MARKS, PRIVATE_NAMES, Private
+from autogram._compiled.private import MARKS, PRIVATE_NAMES
 
 _FOLDER = Path(private.__file__).parent
 _FILES = [x for x in _FOLDER.rglob("*.py") if x != Path(private.__file__)]
@@ -19,6 +19,7 @@ _FILES = [x for x in _FOLDER.rglob("*.py") if x != Path(private.__file__)]
 _PUBLIC = {"_fields", "_replace", "_asdict", "_make"}
 # What private objects have, under names that say nothing of it.
 _INSIDE = {*vars(TracingContext(None)), *(x.name for x in dataclasses.fields(ViewAndMutationMeta))}
+_LISTED = [name for x in (PRIVATE_NAMES, MARKS) for names in x.values() for name in names]
 _READERS = {"getattr", "hasattr", "setattr", "get"}
 
 
@@ -62,7 +63,7 @@ def _is_of_torch(parts: list[str]) -> bool:
 
 def _unlisted(source: str) -> list[str]:
     """The names in a source that are not listed."""
-    listed = [f"{x.module}.{x.name}" for x in (*PRIVATE_NAMES, *MARKS)]
+    listed = [name.replace(":", ".") for name in _LISTED]
     attributes = {name.split(".")[-1] for name in listed}
 
     def is_listed(name: str) -> bool:
@@ -96,18 +97,16 @@ def test_what_is_not_listed_is_found(source: str) -> None:
     assert _unlisted(source)
 
 
-@pytest.mark.parametrize("listed", [*PRIVATE_NAMES, *MARKS], ids=lambda listed: listed.name)
-def test_all_that_is_listed_is_used(listed: Private) -> None:
-    name = listed.name.split(".")[-1]
-    assert any(name in file.read_text() for file in _FILES)
+@pytest.mark.parametrize("name", _LISTED)
+def test_all_that_is_listed_is_used(name: str) -> None:
+    last = name.replace(":", ".").split(".")[-1]
+    assert any(last in file.read_text() for file in _FILES)
 
 
-@pytest.mark.parametrize("listed", [*PRIVATE_NAMES, *MARKS], ids=lambda listed: listed.name)
-def test_what_is_waited_for(listed: Private) -> None:
+@pytest.mark.parametrize("awaited", [*PRIVATE_NAMES, *MARKS])
+def test_what_is_waited_for(awaited: str) -> None:
     """A public request, or the word that there is none."""
-    assert ("https://github.com/pytorch/pytorch/issues/" in listed.instead) != (
-        "no request" in listed.instead
-    )
+    assert ("https://github.com/pytorch/pytorch/issues/" in awaited) != ("no request" in awaited)
 
 
 def test_nothing_is_missing() -> None:
@@ -119,8 +118,8 @@ def test_nothing_is_missing() -> None:
 )
 def test_what_is_missing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, *path = name.split(".")
-    unknown = Private(f"torch.{module}", ".".join(path), "")
-    monkeypatch.setattr(private, "PRIVATE_NAMES", (unknown,))
+    unknown = f"torch.{module}:{'.'.join(path)}"
+    monkeypatch.setattr(private, "PRIVATE_NAMES", {"": (unknown,)})
     import_module("torch._guards")
     private.missing.cache_clear()
     try:
