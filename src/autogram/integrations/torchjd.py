@@ -5,23 +5,15 @@ Needs torchjd, which this file imports.
 
 from __future__ import annotations
 
-from torch import Tensor
 from torchjd.linalg import DualConeProjector
 
-from autogram.weightings import Certificate, Projector
+from autogram.weightings import Projector
 
 
-class BatchedProjector(DualConeProjector):
+class BatchedProjector(Projector, DualConeProjector):
     """A projector for torchjd's ``UPGrad``, ``DualProj`` and their weightings.
 
-    Args:
-        norm_eps: As of torchjd's ``QuadprogProjector``.
-        reg_eps: As of torchjd's ``QuadprogProjector``.
-        tolerance: For the optimality conditions, as :class:`autogram.weightings.Certificate`
-            measures them.
-
-    Raises:
-        InvalidOptionError: An argument is negative, or not positive where it must be.
+    Its arguments, attributes and errors are those of :class:`autogram.weightings.Projector`.
 
     Example:
         >>> import torch
@@ -32,19 +24,5 @@ class BatchedProjector(DualConeProjector):
         tensor([0.2499, 0.7500])
     """
 
-    def __init__(
-        self, *, norm_eps: float = 1e-4, reg_eps: float = 1e-4, tolerance: float = 1e-9
-    ) -> None:
-        self._projector = Projector(norm_eps=norm_eps, reg_eps=reg_eps, tolerance=tolerance)
-
-    @property
-    def certificate(self) -> Certificate | None:
-        """How well the last weights fulfil the optimality conditions."""
-        return self._projector.certificate
-
-    def __call__(self, U: Tensor, G: Tensor) -> Tensor:
-        """The weights of the projections of Jᵀ u for all vectors u, of the shape of ``U``."""
-        return self._projector(U, G)
-
     def __repr__(self) -> str:
-        return f"BatchedProjector(tolerance={self._projector.tolerance})"
+        return f"BatchedProjector(tolerance={self.tolerance})"
