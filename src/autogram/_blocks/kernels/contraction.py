@@ -13,7 +13,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from autogram._blocks.kernels.paths import OperandShapes, find_path, kind_of_path, sizes_of
 from autogram._blocks.kernels.workspace import Memory, Purpose
@@ -72,36 +71,14 @@ Contraction = Callable[[Hardware, Sequence[Tensor], Memory | None], Tensor]
 View = Callable[[Hardware, Tensor, Purpose], Tensor]
 
 
-class _DryRun(Hardware):
-    """Contracts tensors without data.
-
-    Attributes:
-        copied: How many elements were copied.
-    """
-
-    def __init__(self) -> None:
-        self.copied = 0
-
-    @override
-    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
-        self.copied += tensor.numel()
-        return super().copy(tensor, purpose)
-
-    @override
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        """By shapes alone: the first product of tensors without data imports PyTorch's compiler."""
-        shape = torch.broadcast_shapes(x.shape, y.shape)
-        return x.new_empty([n for dim, n in enumerate(shape) if dim not in summed])
-
-
 @lru_cache(maxsize=4096)
 def find_contractions(
     equation: str, shapes: OperandShapes, strides: OperandShapes | None
 ) -> tuple[tuple[tuple[int, ...], Contraction, tuple[int, ...]], ...]:
     """The contractions of an einsum, with the positions of the tensors that each takes.
 
-    Tensors without data are contracted here, to know the strides of intermediate results, which
-    come last. Without strides, contractions suit tensors with any: their views cost more calls.
+    The strides of results come last. Without strides of the operands, contractions suit tensors
+    with any: their views cost more calls.
     """
     if strides is None:
         stack = [torch.empty(shape, device="meta") for shape in shapes]
@@ -111,9 +88,9 @@ def find_contractions(
     found: list[tuple[tuple[int, ...], Contraction, tuple[int, ...]]] = []
     for positions, of in find_path(equation, shapes).steps:
         taken = [stack.pop(position) for position in positions]
-        contraction = _contraction(of, taken, suits_any=strides is None)
-        stack.append(contraction(_DryRun(), taken, None))
-        found.append((positions, contraction, stack[-1].stride()))
+        contraction, result = _contraction(of, taken, suits_any=strides is None)
+        stack.append(result)
+        found.append((positions, contraction, result.stride()))
     return tuple(found)
 
 
@@ -138,20 +115,24 @@ def carry_out(
     return stack[0]
 
 
-def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) -> Contraction:
+def _contraction(
+    equation: str, operands: Sequence[Tensor], *, suits_any: bool
+) -> tuple[Contraction, Tensor]:
     """Makes the contraction of an equation, for operands with the shapes and strides of these.
 
-    With ``suits_any``, it is for operands with these shapes and any strides.
+    With ``suits_any``, it is for operands with these shapes and any strides. The operands are
+    without data, and so is the result, which comes last. It is not computed: the first product of
+    tensors without data imports PyTorch's compiler.
     """
     sizes = sizes_of(equation, tuple([x.shape for x in operands]))
     kind = kind_of_path(equation, sizes)
     if kind == "elementwise":
         return _elementwise(equation, operands, sizes, suits_any=suits_any)
     if kind == "matrices":
-        whole = _matrices(equation, operands, sizes, suits_any=suits_any)
-        return _in_ranges(whole, equation, operands)
+        return _matrices(equation, operands, sizes, suits_any=suits_any)
     if kind == "other":
-        return lambda hardware, operands, _memory: hardware.other_product(equation, operands)
+        result = torch.einsum(equation, *operands)
+        return lambda hardware, given, _memory: hardware.other_product(equation, given), result
     summed, order = _sum(*equation.split("->"))
     is_in_order = order == tuple(range(len(order)))
 
@@ -160,7 +141,7 @@ def _contraction(equation: str, operands: Sequence[Tensor], *, suits_any: bool) 
         found = hardware.total(operands[0], summed) if summed else operands[0]
         return found if is_in_order else found.permute(order)
 
-    return contract
+    return contract, (operands[0].sum(summed) if summed else operands[0]).permute(order)
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
@@ -204,7 +185,7 @@ def _strides_of_view(
 
 def _elementwise(
     equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int], *, suits_any: bool
-) -> Contraction:
+) -> tuple[Contraction, Tensor]:
     """A broadcast product of two tensors and a sum, in the order of the larger."""
     inputs, output = equation.split("->")
     terms = inputs.split(",")
@@ -228,12 +209,13 @@ def _elementwise(
         found = hardware.product_sum(x, y, summed)
         return found if is_in_order else found.permute(order)
 
-    return contract
+    kept = [sizes[label] for label in product if label in output]
+    return contract, torch.empty(kept, device="meta").permute(order)
 
 
 def _matrices(
     equation: str, operands: Sequence[Tensor], sizes: Mapping[str, int], *, suits_any: bool
-) -> Contraction:
+) -> tuple[Contraction, Tensor]:
     """One matrix product of two tensors, or a batch of them.
 
     The rows of the product are the outer indices of the output, so that the result needs no copy.
@@ -252,9 +234,12 @@ def _matrices(
     columns = "".join(label for label in second if label not in first)
     n, t, r, c = (prod(sizes[label] for label in of) for of in (batch, summed, rows, columns))
     stack = () if n == 1 else (n,)
-    order = _order(first, batch + rows + summed), _order(second, batch + summed + columns)
-    left = _view(operands[0], order[0], (*stack, r, t), suits_any=suits_any)
-    right = _view(operands[1], order[1], (*stack, t, c), suits_any=suits_any)
+    views = (
+        (operands[0], _order(first, batch + rows + summed), (*stack, r, t)),
+        (operands[1], _order(second, batch + summed + columns), (*stack, t, c)),
+    )
+    left, right = (_view(*of, suits_any=suits_any) for of in views)
+    copies = [of[0].numel() for of in views if not suits_any and _strides_of_view(*of) is None]
     product = torch.empty((*stack, r, c), device="meta")
     kept = "".join(label for label in batch + rows + columns if label in output)
     unfolded, last = [sizes[label] for label in kept], _order(kept, output)
@@ -273,17 +258,16 @@ def _matrices(
             return found.view(unfolded).permute(last)
         return found if is_same else found.as_strided(shape, strides)
 
-    return contract
+    return _in_ranges(contract, equation, result, sum(copies)), result
 
 
-def _in_ranges(whole: Contraction, equation: str, operands: Sequence[Tensor]) -> Contraction:
+def _in_ranges(whole: Contraction, equation: str, result: Tensor, copied: int) -> Contraction:
     """A batch of matrix products, in ranges of the batch where their operands must be copied.
 
-    The hardware says how much to copy at once. Mostly, one range is the whole batch.
+    The hardware says how much of what is copied to copy at once. Mostly, one range is the whole
+    batch.
     """
-    dry_run = _DryRun()
-    result = whole(dry_run, operands, None)
-    copied, (inputs, output) = dry_run.copied, equation.split("->")
+    inputs, output = equation.split("->")
     strides, sizes, elements = result.stride(), result.shape, result.numel()
     outer = max((dim for dim, n in enumerate(sizes) if n > 1), key=strides.__getitem__, default=-1)
     dims = [labels.find(output[outer : outer + 1] or "-") for labels in inputs.split(",")]
