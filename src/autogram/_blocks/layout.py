@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -47,6 +48,22 @@ class Folded:
         """``tensor`` with dimension ``dim`` unfolded, as a view; dimensions of one are left out."""
         sizes = [self.before] * self.has_before + [self.batch] + [self.after] * self.has_after
         return tensor.unflatten(dim, sizes) if len(sizes) > 1 else tensor
+
+    def reshaped(self, old: Sequence[int], new: Sequence[int]) -> Folded | None:
+        """The layout of the same elements in another shape, ``None`` if it is not regular."""
+        if not prod(new):
+            return None
+        ahead = prod(old[: self.dim]) * self.before  # how often all samples are passed through
+        behind = prod(old[self.dim + 1 :]) * self.after  # how many elements of one are together
+        passed = 1
+        for dim, size in enumerate(new):
+            rest = prod(new[dim + 1 :])
+            if ahead % passed == 0 and behind % rest == 0:
+                before, after = ahead // passed, behind // rest
+                if before * self.batch * after == size:
+                    return Folded(dim, before, self.batch, after)
+            passed *= size
+        return None
 
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""

@@ -13,7 +13,6 @@ from autogram import Engine, VerificationError
 from autogram._blocks import Folded
 from autogram._capture.samples import owners, search
 from autogram._compiled import variants
-from autogram._compiled.placement import UNKNOWN, reshaped
 from tests.unit._compiled.compiling import (
     INNER,
     Decoder,
@@ -196,10 +195,12 @@ def test_verification_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
         (Folded(0, 5, 4, 1), (20, 6), (5, 4, 6), Folded(1, 1, 4, 1)),
         (Folded(0, 1, 4, 5), (20, 6), (4, 5, 6), Folded(0, 1, 4, 1)),
         (Folded(0, 1, 4, 1), (4, 6), (4, 1, 2, 3), Folded(0, 1, 4, 1)),
-        (Folded(0, 1, 4, 1), (4, 6), (2, 2, 6), UNKNOWN),
+        (Folded(0, 1, 4, 1), (4, 6), (2, 2, 6), None),
         (Folded(0, 1, 4, 1), (4, 6), (8, 3), Folded(0, 1, 4, 2)),
     ],
 )
-def test_places_in_other_shapes(place: Folded, old: object, new: object, expected: object) -> None:
+def test_places_in_other_shapes(
+    place: Folded, old: tuple[int, ...], new: tuple[int, ...], expected: Folded | None
+) -> None:
     """As many elements before the samples, and behind them."""
-    assert reshaped(place, old, new) == expected  # type: ignore[arg-type]
+    assert place.reshaped(old, new) == expected

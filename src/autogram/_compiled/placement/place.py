@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 from torch import fx
@@ -72,23 +71,6 @@ PlacementRule = Callable[[OperatorCall], Places]
 def moved(place: Folded, dim: int) -> Folded:
     """The same place, along another dimension."""
     return Folded(dim, place.before, place.batch, place.after)
-
-
-def reshaped(place: Folded, old: Shape, new: Shape) -> Place:
-    """The place in a tensor with the same elements in the same order, in another shape."""
-    if not prod(new):
-        return ZERO
-    ahead = prod(old[: place.dim]) * place.before  # how often all samples are passed through
-    behind = prod(old[place.dim + 1 :]) * place.after  # how many elements of a sample are together
-    passed = 1
-    for dim, size in enumerate(new):
-        rest = prod(new[dim + 1 :])
-        if ahead % passed == 0 and behind % rest == 0:
-            before, after = ahead // passed, behind // rest
-            if before * place.batch * after == size:
-                return Folded(dim, before, place.batch, after)
-        passed *= size
-    return UNKNOWN
 
 
 def common(places: Sequence[Place]) -> Place:

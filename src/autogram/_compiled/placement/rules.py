@@ -11,13 +11,13 @@ from torch import fx
 from autogram._blocks import Folded
 from autogram._compiled.placement.place import (
     UNKNOWN,
+    ZERO,
     OperatorCall,
     Place,
     PlacementRule,
     Places,
     common,
     moved,
-    reshaped,
 )
 from autogram._compiled.tracing.operator import SHOW
 
@@ -41,7 +41,9 @@ def _pointwise(call: OperatorCall) -> Place:
 
 
 def _reshape(call: OperatorCall, place: Folded) -> Place:
-    return reshaped(place, call.shape_of(call.first), call.shape)
+    if 0 in call.shape:
+        return ZERO
+    return place.reshaped(call.shape_of(call.first), call.shape) or UNKNOWN
 
 
 def _same(call: OperatorCall, place: Folded) -> Place:

@@ -49,7 +49,7 @@ from autogram._capture.samples.proofs.carrying import (
     moves_nothing,
     runs_through,
 )
-from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes, stays_regular
+from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes
 from autogram._capture.samples.proofs.routes import Routes, find_routes
 from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
 from autogram._capture.samples.proofs.trials import Trial, can_try
@@ -288,7 +288,7 @@ class Prover:
             if stays:
                 continue
             if kind.operation in VIEWS:
-                is_carried = all(stays_regular(x, spot.shape, target.shape) for x in layouts)
+                is_carried = all(x.reshaped(spot.shape, target.shape) for x in layouts)
             else:
                 edge = Edge(node, arrival.position, spot.shape, target.shape)
                 is_carried = dims <= carried(edge)

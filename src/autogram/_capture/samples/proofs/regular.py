@@ -20,20 +20,6 @@ from autogram._capture.samples.survey import Survey
 _SHIFTING = "Slice", "Cat", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"
 
 
-def stays_regular(layout: Folded, result: Shape, given: Shape) -> bool:
-    """Whether samples in regular places of a view's result are so in the tensor that is viewed.
-
-    With strides that count elements, the sample of element i is ``i // stride % batch``. So one
-    dimension of the tensor must hold all steps of this stride.
-    """
-    stride = _stride(layout, result)
-    own = [prod(given[dim:]) for dim in range(len(given) + 1)]
-    return any(
-        own[dim] % (stride * layout.batch) == 0 and stride % max(own[dim + 1], 1) == 0
-        for dim in range(len(given))
-    )
-
-
 def stays_at_all_sizes(layout: Folded, result: Shape, given: Shape) -> bool:
     """Whether samples that stay regular in a viewed tensor do so at all sizes of one pattern.
 
