@@ -114,6 +114,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         lambda z, w, v: torch.baddbmm(v, z, w.expand(len(z), 4, 3), beta=2, alpha=0.5),
         [(4, 3), (1, 1, 3)],
     ),
+    "complex multiples": (
+        lambda z, w, v: (
+            torch.add(z, v, alpha=1j) - torch.baddbmm(v, z, w.expand(len(z), 4, 4), beta=2j)
+        ),
+        [(4, 4), (1, 1, 4)],
+    ),
     "tensordot": (lambda z, w: torch.tensordot(z, w, ([1, 2], [0, 2])), [(3, 2, 4)]),
     "fourier": (fourier, [(3, 4, 2)]),
     "convolution": (convolution, [(4,)]),

@@ -28,6 +28,50 @@ def assert_series(
             assert_exact(engine, losses(step), model)
 
 
+class Packed(nn.Module):
+    """Tokens of all samples, one behind the other in a buffer, from some place on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, owners: Tensor, start: int = 0) -> Tensor:
+        y = self.first(x).tanh()[start : start + len(owners)]
+        samples = int(owners.max()) + 1
+        weights = self.gate(y).exp()
+        total = torch.zeros(samples, 1).index_add(0, owners, weights)
+        y = y * weights / total[owners]
+        return self.last(torch.zeros(samples, 4).index_add(0, owners, y))
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_slice_of_packed_samples_begins_elsewhere(batch_dim: Mode) -> None:
+    """Where two samples of two tokens lie is regular by accident if they come first."""
+    model, x = Packed(), irregular(12, 3)
+
+    def losses(step: tuple[int, int]) -> Tensor:
+        samples, start = step
+        output = model(x, torch.arange(samples).repeat_interleave(2), start)
+        return features(output, 1).squeeze(1)
+
+    steps = [(2, 2), (3, 1), (3, 0), *[(3, start) for start in (2, 1, 4, 0, 6, 3, 5) * 2]]
+    assert_series(model, losses, steps, batch_dim)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_samples_of_equal_lengths_come_between_others(batch_dim: Mode) -> None:
+    model = Packed()
+    lengths = [[3, 1], [3, 1, 1], [3, 1, 1, 1], [2] * 6, [3, *[1] * 5], [3, 1, 1, 1, 1, 3], [2] * 6]
+
+    def losses(step: list[int]) -> Tensor:
+        owners = torch.arange(len(step)).repeat_interleave(torch.tensor(step))
+        return features(model(irregular(len(owners), 3), owners), 1).squeeze(1)
+
+    assert_series(model, losses, [*lengths, [3, 1, 1]], batch_dim)
+
+
 @both_modes
 @pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
 def test_a_function_in_python_may_be_called_like_an_operation(batch_dim: Mode) -> None:

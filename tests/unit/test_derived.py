@@ -28,6 +28,90 @@ OBJECTIVES = [PER_SAMPLE, SEVERAL, SECOND, COUPLED]
 EXACT = pytest.mark.parametrize("objectives", OBJECTIVES, ids=repr)
 Shape = tuple[int, ...]
 
+
+class Updated(nn.Module):
+    """A learned state that is changed in place, by what is computed from it and the samples."""
+
+    def __init__(self, state: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.start, self.inner, self.gate = (
+            nn.Parameter(torch.randn(4)),
+            nn.Linear(4, 4),
+            nn.Linear(3, 4),
+        )
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.state(self.start, len(x))
+        h.lerp_(self.inner(h.clone()).tanh(), self.gate(x).sigmoid())
+        return h
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda start, n: torch.stack([start] * n),
+        lambda start, n: start.expand(n, -1).clone(),
+        lambda start, n: start[None][torch.zeros(n, dtype=torch.long)],
+    ],
+    ids=["stack", "expand", "index"],
+)
+def test_changed_in_place_by_what_is_derived_from_it(
+    state: Callable[[Tensor, int], Tensor], samples: int
+) -> None:
+    assert_gramian_is_exact(lambda: Updated(state), torch.randn(samples, 3))
+
+
+class Stopped(torch.autograd.Function):
+    """Returns no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:
+        del ctx, g
+
+
+@pytest.mark.parametrize("change", ["mask", "index", "stop"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_use_of_a_derived_tensor_that_stays_out(change: str, normed: bool) -> None:
+    """Behind a slice that hides its tap, or where no cotangent arrives."""
+    layer, last, filled = nn.Linear(3, 6), nn.Linear(6, 2), nn.Parameter(torch.randn(3))
+    model = nn.ParameterDict({"filled": filled})
+    modules = nn.ModuleList([layer, last])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.modules_, self.own = modules, model
+
+        def forward(self, x: Tensor) -> Tensor:
+            w = (
+                layer.weight / layer.weight.norm(dim=1, keepdim=True)
+                if normed
+                else layer.weight * 2
+            )
+            h = F.linear(x, w)
+            places = torch.tensor([True, False, True, False])
+            if change == "mask":
+                h[:, :3][places] = self.own["filled"]
+            elif change == "index":
+                h[:, :3][places.nonzero()[:, 0]] = self.own["filled"]
+            else:
+                stopped = Stopped.apply(F.linear(x.sin(), w))  # type: ignore[no-untyped-call]
+                h = h + stopped + F.linear(x.cos(), layer.weight) * self.own["filled"][0]
+            return last(h.tanh())
+
+    whole = Model()
+    engine = Engine(whole, verify="never")
+    for _ in range(3):
+        assert_exact(engine, whole(torch.randn(4, 3)).square().sum(1), whole)
+
+
 # --- Casts ----------------------------------------------------------------------------------------
 
 CASTS = [

@@ -1,9 +1,12 @@
 """Gradients are ordinary tensors: each owns its memory, as autograd's do."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -339,3 +342,33 @@ def test_hooks_get_gradients_of_their_own(name: str, step: Step) -> None:
         per_sample(twin(x)).sum().backward()
         assert_gradients_are_close(model, twin)
         assert_each_owns_its_memory(kept)
+
+
+def test_functions_that_are_made_in_each_step() -> None:
+    """Their classes, and what they are closed over, are not kept."""
+    first, last = nn.Linear(3, 4), nn.Linear(4, 2)
+    engine = Engine(first, last)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def step() -> None:
+        hidden, mask = first(torch.randn(5, 3)), torch.rand(5, 4)
+        alive.append(weakref.ref(mask))
+
+        class Masked(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                del ctx
+                return x * mask
+
+            @staticmethod
+            def backward(ctx: Any, g: Tensor) -> Tensor:
+                del ctx
+                return g * mask
+
+        losses = last(Masked.apply(hidden)).square().sum(1)  # type: ignore[no-untyped-call]
+        engine.backward(losses, lambda gramian: gramian.diagonal())
+
+    for _ in range(8):
+        step()
+    gc.collect()
+    assert sum(mask() is not None for mask in alive) <= 1

@@ -202,6 +202,16 @@ def test_a_rule_from_elsewhere() -> None:
     assert "kron (tests.unit.test_report.test_a_rule_from_elsewhere.<locals>.rule)" in str(report)
 
 
+def test_heads_of_one_form() -> None:
+    """In each step another one, by graphs that look alike."""
+    trunk, heads = nn.Linear(3, 4), nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+    engine = Engine(trunk, heads)
+    for number in (0, 1, 1, 0, 1):
+        engine.compute_gramian(per_sample(heads[number](trunk(batch(5, 3)))))
+        read = {x.name for x in engine.report().parameters if x.uses}
+        assert read == {"0.weight", "0.bias", f"1.{number}.weight", f"1.{number}.bias"}
+
+
 def test_what_is_not_covered() -> None:
     model = nn.ModuleDict({"used": mlp(), "unused": nn.Linear(3, 2)})
     model["used"][0].bias.requires_grad_(False)

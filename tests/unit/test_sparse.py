@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.checks import assert_gramian_is_exact, irregular
+from autogram import Engine, UnsupportedError
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, assert_gramian_is_exact, irregular
+from tests.unit.engines import per_sample
 from tests.unit.networks import Call
 from tests.unit.series import BATCH_DIMS, CALLS, PLACES, assert_series_is_exact
 
@@ -42,6 +45,41 @@ def in_matrix(operator: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, An
 def test_sparse_activations(name: str, place: Any, batch_dim: Any, fused: bool) -> None:
     modules, losses_of = place(in_matrix(OPERATORS[name]), 0)
     assert_series_is_exact(losses_of, modules, [0, 1], batch_dim=batch_dim, fused=fused)
+
+
+INPUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "linear": lambda x, w: nn.functional.linear(x, w.t()),
+    "addmm": lambda x, w: torch.addmm(w[0], x, w),
+    "scaled": lambda x, w: x @ (w * 2),
+    "normed": lambda x, w: torch.sparse.mm(x, w / w.norm(dim=0)),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_inputs(layout: torch.layout, name: str) -> None:
+    """As bags of words are."""
+    words = irregular(5, 4) * (irregular(5, 4) > 0)
+    model = Call(lambda x, w: INPUTS[name](x.to_sparse(layout=layout), w), (4, 3))
+    assert_gramian_is_exact(lambda: model, words)
+    losses = per_sample(Call.forward(model, words))
+    given = Call(INPUTS[name], (4, 3))
+    given.load_state_dict(model.state_dict())
+    engine = Engine(given)
+    for _ in range(2):
+        gramian = engine.compute_gramian(per_sample(given(words.to_sparse(layout=layout))))
+        jacobian = reference_jacobian(losses, model.parameters())
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_parameters_are_refused(layout: torch.layout) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(irregular(4, 3).to_sparse(layout=layout))
+    model.forward = lambda x: (model.weight.t() @ x.T).T  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError, match=r"`weight` is sparse.*sparse_coo_tensor"):
+        Engine(model).compute_gramian(per_sample(model(irregular(5, 4))))
 
 
 def edges(w: Tensor) -> Tensor:

@@ -229,7 +229,10 @@ def _key(
         return None
     if not are_plain(tensors):
         return None
-    regions = tuple([(of.region, of.place, of.sources[0].device) for of in use.reads])
+    sources = [of.sources[0] for of in use.reads]
+    numbers = {p: i for i, p in enumerate(dict.fromkeys(sources))}  # of parameters read twice
+    pairs = zip(use.reads, sources, strict=True)
+    regions = tuple([(of.region, of.place, p.device, numbers[p]) for of, p in pairs])
     options = (
         conditions.devices.limit.elements,
         conditions.form,

@@ -213,6 +213,8 @@ def _mul(at: _Step) -> Iterator[_Rows]:
 
 
 def _div(at: _Step) -> Iterator[_Rows]:
+    if getattr(at.node, "_saved_rounding_mode", None) is not None:
+        raise _UnknownError
     other = at.node._saved_other
     factor = -at.node._saved_self / other.square() if at.position else other.reciprocal()
     yield _times(at.rows, factor)

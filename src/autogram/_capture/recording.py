@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from autogram._capture.counting import Counted, Counting
+from autogram._errors import UnsupportedError
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
@@ -65,6 +66,7 @@ class Channel:
         names, left_out = self.parameters_now(), self.left_out_now()
         if left_out:
             names = {p: name for p, name in names.items() if p not in left_out}
+        _refuse_sparse(names)
         recording = Recording(self, names, left_out)
         with self._lock:
             self._recordings.add(recording)
@@ -152,3 +154,14 @@ class Recording:
     each exchanges gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
+
+
+def _refuse_sparse(parameters: Mapping[Tensor, str]) -> None:
+    """Refuses trainable parameters that are sparse."""
+    for parameter, name in parameters.items():
+        if parameter.requires_grad and parameter.layout != torch.strided:
+            raise UnsupportedError(
+                f"The parameter `{name}` is sparse ({parameter.layout}). Keep its values as a "
+                "dense parameter, and make the sparse tensor of these in the forward pass, for "
+                "instance by `torch.sparse_coo_tensor(indices, values, shape)`."
+            )

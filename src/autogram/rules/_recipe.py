@@ -140,7 +140,8 @@ def _einsum(
 ) -> tuple[Block]:
     """The block of an einsum of the cotangent and the saved tensors, or of prepared factors."""
     if scale != 1:
-        cotangent = promoted(cotangent)[0] * scale
+        conjugate = scale.conjugate() if isinstance(scale, complex) else scale
+        cotangent = promoted(cotangent)[0] * conjugate
     factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
     if cotangent.is_complex():
         equation, factors = in_real_numbers(equation, *factors, is_complex=is_complex)

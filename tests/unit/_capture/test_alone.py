@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine, UnsupportedError
+from autogram import Engine, UnsupportedError, VerificationError
 from autogram._blocks import Adjoint, Program
 from autogram._blocks.kernels import CpuKernels
 from autogram._blocks.programs import known
@@ -21,7 +21,7 @@ from autogram._capture import alone
 from autogram._capture.backward.assembly import Assembly
 from autogram.rules import product, register_rule, unregister_rule
 from autogram.testing import reference_jacobian
-from tests.unit.checks import assert_close_to_reference, irregular, trainable
+from tests.unit.checks import assert_close_to_reference, in_real, irregular, trainable
 
 Model = nn.Module
 
@@ -63,7 +63,7 @@ def assert_step_is_exact(
         weights = irregular(losses.numel()).view(losses.shape)
         _, gramian = engine.backward(losses, lambda _: weights, return_gramian=True)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = torch.cat([in_real(gradient).flatten() for gradient in gradients])
         assert_close_to_reference(flat, weights.flatten() @ jacobian)
     assert_close_to_reference(gramian, jacobian @ jacobian.T)
 
@@ -215,6 +215,88 @@ class Shared(nn.Module):
     def _before(self, y: Tensor) -> Tensor:
         """Reads the weight once more, where a survey of the graph does not see it."""
         return F.linear(y, self.weight).tanh()
+
+
+class OneOrTwo(nn.Module):
+    """A normalisation and a layer, whose two parameters may be one, or parts of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.scales = nn.ParameterList(torch.rand(4) + 0.5 for _ in range(2))
+        self.flat = nn.ParameterList(torch.randn(20) for _ in range(2))
+
+    def forward(self, x: Tensor, other: int) -> Tensor:
+        y = F.layer_norm(self.first(x), (4,), self.scales[0], self.scales[other])
+        return self.last(F.linear(y, self.flat[0][:16].view(4, 4), self.flat[other][16:]).tanh())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_whether_two_parameters_are_one_changes(runs: list[str], first: int, fused: bool) -> None:
+    model = OneOrTwo()
+    engine = Engine(model, verify="never")
+    for other in [first] * 4 + [1 - first] * 4 + [first, 1 - first]:
+        x = torch.randn(5, 3)
+        step = partial(lambda x, i: per_sample(model(x, i)), x, other)
+        assert_step_is_exact(engine, model, step, fused=fused)
+    assert runs
+
+
+class Complex(nn.Module):
+    """Complex numbers divided by real ones, as they are or conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.below = nn.Parameter(torch.rand(2) + 0.5)
+        self.phase = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor, conjugated: bool) -> Tensor:
+        z = torch.view_as_complex(self.first(x).unflatten(1, (2, 2)))
+        y = (z.conj() if conjugated else z) / self.below
+        y = y + z.conj().imag * self.phase
+        return self.last(torch.view_as_real(y.resolve_conj()).flatten(1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_conjugate_views(runs: list[str], fused: bool) -> None:
+    model = Complex()
+    engine = Engine(model, verify="never")
+    for conjugated in (False, False, False, True, True, True, False):
+        x = torch.randn(5, 3)
+        step = partial(lambda x, c: per_sample(model(x, c)), x, conjugated)
+        assert_step_is_exact(engine, model, step, fused=fused)
+    assert runs
+
+
+@pytest.mark.parametrize("part", [0, -1], ids=["the Gramian", "what is kept"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_check_sees_what_programs_give(
+    monkeypatch: pytest.MonkeyPatch, part: int, fused: bool
+) -> None:
+    model = Block()
+    engine = Engine(model, batch_dim=0, verify="always")
+
+    def step() -> None:
+        losses = per_sample(model(torch.randn(4, 5, 6), torch.randint(0, 7, (4, 5))))
+        if fused:
+            engine.backward(losses, lambda gramian: gramian.diagonal())
+        else:
+            engine.compute_gramian(losses)
+
+    for _ in range(4):
+        step()
+    run = Program.__call__
+
+    def wrong(self: Program, *args: Any) -> Any:
+        found = list(run(self, *args))
+        found[part] = found[part] * 2
+        return found
+
+    monkeypatch.setattr(Program, "__call__", wrong)
+    with pytest.raises(VerificationError):
+        step()
 
 
 @pytest.mark.parametrize("fused", [False, True])

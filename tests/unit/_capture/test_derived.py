@@ -70,8 +70,10 @@ FACTORED: dict[str, Callable[[Weights], Tensor]] = {
     "sums": lambda w: w.a - w.a.sum(0) / SIZE - w.a.mean() * w.number,
     "demodulated": lambda w: w.a * torch.rsqrt((w.a * w.a).sum(1, keepdim=True) + 1e-3),
     "standardised": standardised,
+    "triangles": lambda w: w.a.tril() * w.row - (w.a * w.column).triu(1),
 }
 WITH_ROWS: dict[str, Callable[[Weights], Tensor]] = {
+    "rounded": lambda w: w.a * w.row + torch.div(w.a, 0.3, rounding_mode="floor"),
     "softmax": lambda w: w.a.softmax(1) * 2,
     "powers": lambda w: (w.a.abs() + 1) ** w.column,
     "complex": lambda w: (w.a.to(torch.complex128) * (1 + 2j)).real * w.column,

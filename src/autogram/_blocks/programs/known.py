@@ -63,5 +63,10 @@ def forms(tensors: Sequence[Tensor]) -> Hashable:
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether some tensors are different ones, of PyTorch's own class."""
-    return len({id(x) for x in tensors if type(x) is Tensor}) == len(tensors)
+    """Whether some tensors are different ones, of PyTorch's own class, with numbers as they are."""
+    plain = {
+        id(x)
+        for x in tensors
+        if type(x) is Tensor and x.layout == torch.strided and not (x.is_conj() or x.is_neg())
+    }
+    return len(plain) == len(tensors)

@@ -277,8 +277,10 @@ def _is_found(function: Any, name: str) -> bool:
 
 
 def _begin_together(view: Tensor, owner: Tensor) -> bool:
-    """Whether a tensor has the memory of another one, of the same dtype, from the same place."""
+    """Whether a tensor has the numbers of another one, of the same dtype, from the same place."""
     if view.layout != torch.strided or owner.layout != torch.strided or view.dtype != owner.dtype:
+        return False
+    if view.is_conj() != owner.is_conj() or view.is_neg() != owner.is_neg():
         return False
     is_same = view.untyped_storage()._cdata == owner.untyped_storage()._cdata
     return is_same and view.storage_offset() == owner.storage_offset()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -252,8 +252,27 @@ class NodeKind(NamedTuple):
     sizes: tuple[Reader, ...] = ()
 
 
-@lru_cache(maxsize=4096)
-def kind_of_node(node: Any) -> NodeKind:
+class _Kinds(dict[Any, NodeKind]):
+    """Kinds by class. A class that is made inside of a function, in each step perhaps, is not kept.
+
+    Its Function has what its functions are closed over, such as activations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._local: WeakKeyDictionary[Any, NodeKind] = WeakKeyDictionary()
+
+    def __missing__(self, node: Any) -> NodeKind:
+        function = getattr(node, "_forward_cls", None)
+        if function is None or "<locals>" not in function.__qualname__:
+            kind = self[node] = _kind(node)
+            return kind
+        if node not in self._local:
+            self._local[node] = _kind(node)
+        return self._local[node]
+
+
+def _kind(node: Any) -> NodeKind:
     """What all nodes of a class have in common."""
     if issubclass(node, BackwardCFunction):
         function = getattr(node, "_forward_cls", None)
@@ -278,6 +297,10 @@ def kind_of_node(node: Any) -> NodeKind:
     elif operation == "AsStrided":
         arguments.append(kept_dims)
     return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
+
+
+kind_of_node: Callable[[Any], NodeKind] = _Kinds().__getitem__
+"""What all nodes of a class have in common."""
 
 
 def _kept_by_change(node: Any) -> tuple[int, ...] | None:

@@ -78,7 +78,7 @@ class Assembly:
         self._gramian = Sum(run.objectives.losses.numel())
         self._is_complete = not run.survey.may_hide_taps
         listener = None if run.form is None else run.channel.listener
-        others = (run.check, run.summary, run.sink, listener)
+        others = (run.summary, run.sink, listener)
         # Whether nothing but the Gramian and what a fused step keeps is asked for.
         self._is_bare = run.is_summed and self._is_complete and search is not None
         self._is_bare &= all(other is None for other in others)
@@ -116,7 +116,9 @@ class Assembly:
         A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
         other uses of what they read are among them.
         """
-        if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
+        run = self._run
+        is_bare = self._is_bare and run.check is None and run.objectives.per_sample == 1
+        if self._search is None or not is_bare:
             return {}
         layouts = {use: self._search.known(use) for use in uses}
         reads = {
@@ -179,9 +181,10 @@ class Assembly:
                 "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
                 "`use_reentrant=False`."
             )
-        waiting = [account for account in self._accounts.values() if account.columns is not None]
-        for account in sorted(waiting, key=lambda x: isinstance(x.owner, Tensor)):
-            self._take(self._finish(account))  # derived tensors come first
+        # Derived tensors come first: to be pulled back, they may need accounts of parameters.
+        for kind in (Tracked, Tensor):
+            for account in [x for x in self._accounts.values() if isinstance(x.owner, kind)]:
+                self._take(self._finish(account))
         run = self._run
         run.columns = self._columns
         if not run.is_summed:
@@ -231,6 +234,10 @@ class Assembly:
         found = retried(self.limit, contract_alone, *given)
         if found is None:
             return False
+        if run.check is not None:
+            run.check.see_use(use, cotangent)
+            is_kept = run.form is not None
+            retried(self.limit, run.check.see_contracted, use, parameters, found, is_kept=is_kept)
         self._taken += found.taken
         if run.form is not None:
             self._columns.update({parameters[i]: of for i, of in found.columns.items()})

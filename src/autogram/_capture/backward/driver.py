@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -78,7 +78,7 @@ class Driver:
         self._remembered = Remembered(channel)
         self._schedule = Schedule(verify)
         self.summary = Summary(self.limit)
-        self._summaries = Latest[bytes, Summary](_MOST_SUMMARIES)  # by graph
+        self._summaries = Latest[Hashable, Summary](_MOST_SUMMARIES)  # by graph and parameters
 
     def run(self, losses: Tensor, **asked: Any) -> Run:
         """Makes one call. What is asked for are fields of the run, which has the results, too."""
@@ -126,7 +126,7 @@ class Driver:
             Objectives(losses, batch_dim if losses.dim() else None),
             check,
             replays,
-            summary=None if survey.key in self._summaries else Summary(self.limit),
+            summary=None if survey.parameters in self._summaries else Summary(self.limit),
             must_verify=must_verify,
             **asked,
         )
@@ -139,9 +139,10 @@ class Driver:
             self._assemble_one_sample(run)
             if run.check is not None:
                 self._confirm(run, run.check)
-        self.summary = run.summary or self._summaries[run.survey.key]
+        key = run.survey.parameters
+        self.summary = run.summary or self._summaries[key]
         if run.summary is not None:
-            self._summaries[run.survey.key] = self.summary
+            self._summaries[key] = self.summary
             for recording in run.survey.recordings or self._channel.recordings:
                 for parameter, name in recording.names.items():
                     self.summary.names.setdefault(name, parameter.requires_grad)
@@ -154,7 +155,7 @@ class Driver:
 
     def _assemble_one_sample(self, run: Run) -> None:
         """Makes the passes of a run whose batch is one sample."""
-        known = self._summaries.get(run.survey.key)
+        known = self._summaries.get(run.survey.parameters)
         is_by_use = self._on_unseen == "error" or self._is_short_of_memory
         if is_by_use or not are_rows_cheaper(run, known):
             with run.showing_tail():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, as_real
+from autogram._capture.alone import Addition
 from autogram._capture.autograd.graph import dtypes_of, kind_of_node, use_of
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.samples.objectives import Objectives
@@ -44,6 +45,8 @@ class Comparison:
     gradient: float = 0.0
     """The squared norm of Jᵀ u, by autograd."""
     elements: int = 0
+    is_seen: bool = False
+    """Whether columns of the parameter itself were seen."""
     uses: dict[str, Use] = field(default_factory=dict)
     """The uses of the parameter that were seen, by function."""
 
@@ -73,6 +76,8 @@ class Check:
         self.survey = survey
         self.vector = vector
         self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
+        # Of parameters that were contracted together, by a program.
+        self._together: list[tuple[Sequence[Tensor], Comparison]] = []
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
         self._by_sample = vector
@@ -81,6 +86,7 @@ class Check:
         """Forgets an earlier pass."""
         self._by_sample = objectives.by_sample(self.vector)
         self.comparisons.clear()
+        self._together.clear()
 
     def see_use(self, use: Use, cotangent: Tensor) -> None:
         """Notes which calls a parameter is used in, and their precision."""
@@ -107,17 +113,33 @@ class Check:
             part = columns.gram()
             if part is None:
                 return None
-            u = u.flatten().to(part.device, torch.float64)
-            matrix = part.flatten(2).flatten(0, 1).to(torch.float64)
-            gramian, scale = float(u @ matrix @ u), float(u.square() @ matrix.diagonal())
+            gramian, scale = _form_of(u, part)
         # Both are added last: if memory runs out before, the columns are shown again.
         comparison = self.comparisons[parameter]
         comparison.gramian += gramian
         comparison.scale += scale
+        comparison.is_seen = True
         return part
 
+    def see_contracted(
+        self, use: Use, parameters: Sequence[Tensor], found: Addition, *, is_kept: bool
+    ) -> None:
+        """Takes in what a program gave for parameters that only one use reads."""
+        waiting = [found.columns[i].gram() for i, *_ in found.waiting]
+        parts = [part for part in (*found.parts, *waiting) if part is not None]
+        each = [_form_of(self._by_sample.to(part.device), part) for part in parts]
+        if is_kept:
+            for i, columns in found.columns.items():
+                self.see_columns(parameters[i], columns, are_kept=True)
+        gramian, scale = (sum(values) for values in zip((0.0, 0.0), *each, strict=True))
+        uses = {use.function: use}
+        self._together.append((parameters, Comparison("", gramian, scale, uses=uses)))
+
     def compare(self) -> list[Comparison]:
-        """Makes the ordinary backward pass. Returns a comparison for each trainable parameter."""
+        """Makes the ordinary backward pass. Returns a comparison for each trainable parameter.
+
+        And for those together that were contracted together, which have none alone if not kept.
+        """
         survey = self.survey
         names = survey.channel.parameters(self.comparisons)
         parameters = [p for p in names if p.requires_grad and p not in survey.left_out]
@@ -127,15 +149,22 @@ class Check:
         leaves = parameters + others
         with without_hooks(leaves):
             gradients = Pass(survey.channel).differentiate(survey.losses, leaves, self.vector)
-        compared = []
         for parameter, gradient in zip(parameters, gradients, strict=False):
             comparison = self.comparisons[parameter]
             comparison.name, comparison.elements = names[parameter], parameter.numel()
             if gradient is not None:
                 self._dtypes.add(parameter.dtype)
                 comparison.gradient = _squared_norm(gradient)
-            compared.append(comparison)
-        return compared
+        compared = {parameter: self.comparisons[parameter] for parameter in parameters}
+        for some, together in self._together:
+            own = {p: compared[p] for p in some if p in compared}
+            together.name = ", ".join(x.name for x in own.values())
+            together.elements = sum(x.elements for x in own.values())
+            together.gradient = sum(x.gradient for x in own.values())
+            for parameter, comparison in own.items():
+                if not comparison.is_seen:
+                    del compared[parameter]
+        return [*compared.values(), *[together for _, together in self._together]]
 
     def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
         """The parameters for which rounding cannot explain how far both sides are apart.
@@ -239,6 +268,13 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
                     _SILENT[id(held)] = silent, passes - 1
                 else:
                     held.update(silent)
+
+
+def _form_of(u: Tensor, part: Tensor) -> tuple[float, float]:
+    """uᵀ G u of a part of the Gramian, and its mean over the signs of u."""
+    u = u.flatten().to(part.device, torch.float64)
+    matrix = part.reshape(len(u), len(u)).to(torch.float64)
+    return float(u @ matrix @ u), float(u.square() @ matrix.diagonal())
 
 
 def _squared_norm(gradient: Tensor) -> float:

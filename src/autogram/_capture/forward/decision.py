@@ -154,9 +154,8 @@ def decide(
         )
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
-    if True in [tensor.is_complex() for tensor, _ in reads] and not holds_for_complex(
-        kind.function
-    ):
+    are_plain = False not in [x.layout == torch.strided and not x.is_complex() for x, _ in reads]
+    if not are_plain and not _holds_for_special(kind, [x for x, _ in reads]):
         rule = None
     # Of an expanded tensor, a call may save more. A tap on a part of a tensor would be no node of
     # the graph, and an expansion has a tap of its own.
@@ -176,6 +175,11 @@ def decide(
         return UseRows(now)
     answers = _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
+
+
+def _holds_for_special(kind: Kind, tensors: Sequence[Tensor]) -> bool:
+    """Whether a rule holds for tensors that are complex or sparse. Sparse ones are no factors."""
+    return all(x.layout == torch.strided for x in tensors) and holds_for_complex(kind.function)
 
 
 def _spread_use(

@@ -20,7 +20,7 @@ from autogram._capture.forward.checkpoints import hooks_now
 from autogram._capture.forward.decision import Answer, Reads, UseExpanded, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
-from autogram._capture.tracked import Tracked, base_of
+from autogram._capture.tracked import Tracked, base_of, track_parameter
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
 from autogram._containers import map_tensors, replaced
 from autogram._errors import RuleError
@@ -110,10 +110,16 @@ class Tapping:
         """Carries out a call that is left to the fallback.
 
         The call is made on aliases of tracked tensors, one alias for each time that the call reads
-        the tensor, so that the edges of the aliases lead into this call alone.
+        the tensor, so that the edges of the aliases lead into this call alone. A tensor that is
+        changed in place has no alias. What else the call reads may be derived from it, so that the
+        rows are those of the parameters behind all.
         """
         tracked = {id(tensor): status for tensor, status in reads}
         changed = first_of(args, kwargs) if kind.is_in_place else None
+        if changed is not None and id(changed) in tracked and len(reads) > 1:
+            sources = {p: track_parameter(p) for _, status in reads for p in status.sources}
+            kind.function(*args, **kwargs)
+            return self._tap_rows(kind.name, changed, sources, in_place=True)
         edges: list[GradientEdge] = []  # of the aliases
         read: list[Tracked] = []
 
@@ -149,8 +155,20 @@ class Tapping:
         In place, because the user's code goes on with this very tensor, or for one call alone.
         """
         name = f"the call behind `{type(tensor.grad_fn).__name__}`"
+        return self._tap_rows(name, tensor, sources, in_place=in_place, is_seen=False)
+
+    def _tap_rows(
+        self,
+        name: str,
+        tensor: Tensor,
+        sources: Mapping[Tensor, Tracked],
+        *,
+        in_place: bool,
+        is_seen: bool = True,
+    ) -> Tensor:
+        """Taps a tensor whose rows are those of the parameters behind it."""
         reads, inputs = tuple(sources.values()), tuple(sources)
-        use = FallbackUse.of(self.recording, name, tensor, reads, inputs, is_seen=False)
+        use = FallbackUse.of(self.recording, name, tensor, reads, inputs, is_seen=is_seen)
         return self.tap(use, tensor, (), in_place=in_place)
 
 

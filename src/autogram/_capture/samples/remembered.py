@@ -173,7 +173,8 @@ class RememberedGraph:
         free = remembered.free.get(self._structure)
         key = survey.key if free is None else survey.key_without(free)
         self._key: _Key = key, objectives.batch_dim  # without sizes of nodes on a route
-        self.known = remembered.layouts.get(self._key)
+        self._full_key: _Key = survey.key, objectives.batch_dim
+        self.known = remembered.layouts.get(self._full_key) or remembered.layouts.get(self._key)
         self.refusal = remembered.refusals.get(self._key)
 
     def refuse(self, reason: str) -> None:
@@ -183,15 +184,17 @@ class RememberedGraph:
     def forget_layouts(self, *, and_what_was_shown: bool = True) -> None:
         """Forgets the layouts, as they were wrong."""
         self.known = None
-        self._all.layouts.pop(self._key, None)
-        if and_what_was_shown:
-            self._all.shown.pop(self._key, None)
+        for key in (self._key, self._full_key):
+            self._all.layouts.pop(key, None)
+            if and_what_was_shown:
+                self._all.shown.pop(key, None)
 
     @property
     def proof(self) -> Proof | None:
         """What the layouts depend on, if a graph of this structure was looked at."""
-        whatever_sizes, pattern, these = (self._all.proofs.get(x) for x in self._proof_keys)
-        return these or whatever_sizes or pattern
+        found = [self._all.proofs.get(x) for x in self._proof_keys]
+        whatever_sizes, pattern, without_route, these = found
+        return these or without_route or whatever_sizes or pattern
 
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
@@ -199,7 +202,8 @@ class RememberedGraph:
             free = self._all.free[self._structure] = proof.routes.free
             self._key = self._survey.key_without(free), self._objectives.batch_dim
             self.known = self._all.layouts.get(self._key)
-        proofs, (whatever_sizes, pattern, these) = self._all.proofs, self._proof_keys
+        proofs, (whatever_sizes, pattern, without_route, these) = self._all.proofs, self._proof_keys
+        these = these if proof.routes is None else without_route
         has_others = proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES
         if proof.is_for_sizes or (proof.is_for_one_call and self._structure in self._all.free):
             if has_others:
@@ -247,24 +251,29 @@ class RememberedGraph:
             return  # a node is tried with one cotangent, and a batched pass has several
         in_order = tuple(found.get(use, ()) for use in survey.uses)
         constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
-        layouts = self._together(in_order, constants)
+        layouts = self._together(in_order, constants, self._key_for(proof.routes))
         if layouts is not None:
             self.keep(Known(layouts, constants, proof.silent, proof.trials, proof.routes))
 
     def keep(self, known: Known) -> None:
         """Keeps layouts for the next call."""
-        self.known = self._all.layouts[self._key] = known
+        self.known = self._all.layouts[self._key_for(known.routes)] = known
 
-    def _together(self, found: InOrder, constants: Constants) -> InOrder | None:
+    def _key_for(self, routes: Routes | None) -> _Key:
+        """The key of what was found with some routes: sizes of other nodes may decide there."""
+        is_free = routes is not None and routes.free == self._all.free.get(self._structure)
+        return self._key if is_free else self._full_key
+
+    def _together(self, found: InOrder, constants: Constants, key: _Key) -> InOrder | None:
         """The layouts to remember, by what a call has shown, and others before.
 
         ``None`` as long as that is not enough.
         """
-        shown = self._all.shown.get(self._key)
+        shown = self._all.shown.get(key)
         if shown is None and all(isinstance(x, Folded) for some in found for x in some):
             return found
         if shown is None or shown.is_of_others(constants):
-            shown = self._all.shown[self._key] = Shown(constants)
+            shown = self._all.shown[key] = Shown(constants)
         return shown.add(found)
 
     @cached_property
@@ -277,9 +286,10 @@ class RememberedGraph:
         """Keys of a proof: the first key if the proof is for one call, and else the others.
 
         The second key has a pattern of sizes: at other sizes, samples may lie along other
-        dimensions, which nodes may not carry. The third key has all sizes.
+        dimensions, which nodes may not carry. The last key has all sizes, and the third all but
+        those of nodes on a route.
         """
-        sizes = b"", self._pattern, self._key[0]
+        sizes = b"", self._pattern, self._key[0] + b"routes", self._full_key[0]
         return tuple([(*self._structure, each) for each in sizes])
 
 

@@ -49,6 +49,7 @@ class Survey:
         tail: The uses on such paths that are uses of single nodes.
         key: A digest of all that decides where the samples lie, except values of tensors.
         structure: The same digest without sizes.
+        parameters: The key, and the names of all parameters that the uses read.
     """
 
     def __init__(self, channel: Channel, losses: Tensor) -> None:
@@ -73,6 +74,11 @@ class Survey:
         self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
         self.key = _digest([self.structure, self._sizes, self._inside])
+        of_uses = [(use.recording.names, of) for use in self.uses for of in use.reads]
+        self.parameters = (
+            self.key,
+            tuple([names.get(p) for names, of in of_uses for p in of.sources]),
+        )
 
     def key_without(self, free: bytes) -> bytes:
         """The key without the sizes of some nodes, and of the uses that they show.
