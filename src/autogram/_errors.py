@@ -67,7 +67,8 @@ class VerificationError(AutogramError, ArithmeticError):
     """The Gramian and an ordinary backward pass do not agree.
 
     Attributes:
-        gaps: How far they are apart, relative to the larger, by name of the parameter.
+        gaps: How far they are apart, relative to the larger, by name of the parameter, or by those
+            of several that were contracted together (``"0.weight, 0.bias"``).
         is_of_samples: Whether they agree if the whole batch is treated as one sample.
         is_late: Whether results of earlier calls are in doubt, too.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,3 +124,19 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) > 2:
         return torch.stack(tuple(parts)).sum(0)
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def closed(reads: Mapping[Use, Sequence[Account]]) -> list[Use]:
+    """Those of some uses that read nothing which other uses read, too, by accounts of each."""
+    found = dict(reads)
+    while True:
+        counts = Counter(account for accounts in found.values() for account in accounts)
+        others = [
+            use
+            for use, accounts in found.items()
+            if any(x.is_reached or counts[x] != x.expected for x in accounts)
+        ]
+        if not others:
+            return list(found)
+        for use in others:
+            del found[use]

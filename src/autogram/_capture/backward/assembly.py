@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -22,7 +21,7 @@ from autogram._blocks import (
 )
 from autogram._capture.alone import Conditions, contract_alone
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.backward.accounts import Account, Accounts, Sum
+from autogram._capture.backward.accounts import Account, Accounts, Sum, closed
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.derived import pull_back_factors
@@ -116,9 +115,7 @@ class Assembly:
         A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
         other uses of what they read are among them.
         """
-        run = self._run
-        is_bare = self._is_bare and run.check is None and run.objectives.per_sample == 1
-        if self._search is None or not is_bare:
+        if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
         layouts = {use: self._search.known(use) for use in uses}
         reads = {
@@ -126,7 +123,7 @@ class Assembly:
             for use, layout in layouts.items()
             if layout is not None and all(tracked.region is not None for tracked in use.reads)
         }
-        return {use: layout for use in _closed(reads) if (layout := layouts[use]) is not None}
+        return {use: layout for use in closed(reads) if (layout := layouts[use]) is not None}
 
     def has_room(self, device: torch.device, elements: int) -> bool:
         """Whether so many more elements of rows that are larger than factors may be kept.
@@ -157,9 +154,12 @@ class Assembly:
             for tracked in use.reads:
                 account = self._accounts[tracked]
                 account.expected, account.is_reached, account.columns = 0, True, None
-        for parameter, factors in kept.items():
-            kernels = self._run.devices.on(parameter.device)
-            self._columns[parameter] = Columns.of(Region.of_parameter(parameter), kernels, factors)
+        columns = {
+            p: Columns.of(Region.of_parameter(p), self._run.devices.on(p.device), factors)
+            for p, factors in kept.items()
+        }
+        self._columns.update(columns)
+        self._see(uses, [gramian], columns, gramian)
         self._taken += taken
         self._gramian.add(gramian)
 
@@ -234,19 +234,34 @@ class Assembly:
         found = retried(self.limit, contract_alone, *given)
         if found is None:
             return False
+        kept = {parameters[i]: of for i, of in found.columns.items()} if run.form else {}
         if run.check is not None:
-            run.check.see_use(use, cotangent)
-            is_kept = run.form is not None
-            retried(self.limit, run.check.see_contracted, use, parameters, found, is_kept=is_kept)
+            waiting = [retried(self.limit, found.columns[i].gram) for i, *_ in found.waiting]
+            self._see([use], [*found.parts, *waiting], kept, cotangent)
         self._taken += found.taken
-        if run.form is not None:
-            self._columns.update({parameters[i]: of for i, of in found.columns.items()})
+        self._columns.update(kept)
         for part in found.parts:
             self._gramian.add(part)
         for i, form, elements in found.waiting:
             if bundle := self._bundles.put(found.columns[i], form, elements):
                 self._gramian.add(retried(self.limit, gram_of_bundle, bundle))
         return True
+
+    def _see(
+        self,
+        uses: Iterable[Use],
+        parts: Iterable[Tensor | None],
+        kept: Mapping[Tensor, Columns],
+        cotangent: Tensor,
+    ) -> None:
+        """Shows the check, if there is one, what was contracted without an account."""
+        if (check := self._run.check) is None:
+            return
+        for use in uses:
+            check.see_use(use, cotangent)
+        check.see_contracted(uses, parts)
+        for parameter, columns in kept.items():
+            retried(self.limit, check.see_columns, parameter, columns, are_kept=True)
 
     def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
         """Counts an arrival for each owner, and finishes accounts where no other is expected."""
@@ -325,19 +340,3 @@ class Assembly:
                 self._gramian.add(
                     retried(self.limit, gram_of_bundle, bundle) if part is None else part
                 )
-
-
-def _closed(reads: Mapping[Use, Sequence[Account]]) -> list[Use]:
-    """Those of some uses that read nothing which other uses read, too, by accounts of each."""
-    found = dict(reads)
-    while True:
-        counts = Counter(account for accounts in found.values() for account in accounts)
-        others = [
-            use
-            for use, accounts in found.items()
-            if any(x.is_reached or counts[x] != x.expected for x in accounts)
-        ]
-        if not others:
-            return list(found)
-        for use in others:
-            del found[use]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, as_real
-from autogram._capture.alone import Addition
 from autogram._capture.autograd.graph import dtypes_of, kind_of_node, use_of
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.samples.objectives import Objectives
@@ -76,7 +75,7 @@ class Check:
         self.survey = survey
         self.vector = vector
         self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
-        # Of parameters that were contracted together, by a program.
+        # Of parameters that were contracted together.
         self._together: list[tuple[Sequence[Tensor], Comparison]] = []
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
@@ -121,19 +120,16 @@ class Check:
         comparison.is_seen = True
         return part
 
-    def see_contracted(
-        self, use: Use, parameters: Sequence[Tensor], found: Addition, *, is_kept: bool
-    ) -> None:
-        """Takes in what a program gave for parameters that only one use reads."""
-        waiting = [found.columns[i].gram() for i, *_ in found.waiting]
-        parts = [part for part in (*found.parts, *waiting) if part is not None]
-        each = [_form_of(self._by_sample.to(part.device), part) for part in parts]
-        if is_kept:
-            for i, columns in found.columns.items():
-                self.see_columns(parameters[i], columns, are_kept=True)
+    def see_contracted(self, uses: Iterable[Use], parts: Iterable[Tensor | None]) -> None:
+        """Takes in parts of the Gramian of parameters that nothing but these uses reads.
+
+        A program or a compiled part has contracted them together.
+        """
+        each = [_form_of(self._by_sample, part) for part in parts if part is not None]
         gramian, scale = (sum(values) for values in zip((0.0, 0.0), *each, strict=True))
-        uses = {use.function: use}
-        self._together.append((parameters, Comparison("", gramian, scale, uses=uses)))
+        parameters = dict.fromkeys(p for use in uses for of in use.reads for p in of.sources)
+        together = Comparison("", gramian, scale, uses={use.function: use for use in uses})
+        self._together.append((tuple(parameters), together))
 
     def compare(self) -> list[Comparison]:
         """Makes the ordinary backward pass. Returns a comparison for each trainable parameter.
