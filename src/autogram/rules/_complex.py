@@ -17,6 +17,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from autogram._blocks import as_real
 from autogram._blocks.kernels.paths import unused_labels
 
 
@@ -38,21 +39,16 @@ def in_real_numbers(
     are_complex = tuple([x.is_complex() for x in factors])
     if not is_complex and True not in are_complex:
         return equation, (cotangent.real, *factors)
-    real = [_pairs(cotangent)]
+    real = [as_real(cotangent)]
     places = [i for i, is_so in enumerate(are_complex) if is_so]
     for i, factor in enumerate(factors):
         if not are_complex[i]:
             real.append(factor)
         elif i == places[-1] and not is_complex:
-            real.append(_pairs(factor))
+            real.append(as_real(factor))
         else:
-            real.append(torch.stack((_pairs(factor), _pairs(1j * factor)), -1))
+            real.append(torch.stack((as_real(factor), as_real(1j * factor)), -1))
     return _with_pairs(equation, are_complex, is_complex), tuple(real)
-
-
-def _pairs(x: Tensor) -> Tensor:
-    """A complex tensor with a last dimension for the real and the imaginary part."""
-    return torch.view_as_real(x.resolve_conj())
 
 
 @lru_cache(maxsize=4096)

@@ -87,7 +87,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, **options: Any) -> list[Recipe
             opposite = "r" if index == "p" else "p"
             factors = f"s{index}m,s{of_other}{opposite}m"
             target = "1" * (own.dim() - 2) + f"{index}m"
-            prepare = partial(_moved, own is x1, options)
+            prepare = partial(_moved, index == "p", options)
             recipes.append(product(own, f"{t}pr,{factors}->{target}", x1, x2, prepare=prepare))
     return recipes
 

@@ -34,7 +34,10 @@ _LONGEST = 64
 
 @dataclass
 class Comparison:
-    """Both sides of the check for one parameter: both sides are sums over the parameters."""
+    """Both sides of the check for one parameter, or for some that were contracted together.
+
+    Each side of the whole is a sum over the parameters.
+    """
 
     name: str = ""
     gramian: float = 0.0
@@ -132,7 +135,8 @@ class Check:
     def compare(self) -> list[Comparison]:
         """Makes the ordinary backward pass. Returns a comparison for each trainable parameter.
 
-        And for those together that were contracted together, which have none alone if not kept.
+        Those that were contracted together are compared together, and alone too if columns of each
+        are kept.
         """
         survey = self.survey
         names = survey.channel.parameters(self.comparisons)

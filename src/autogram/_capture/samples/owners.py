@@ -27,6 +27,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autogram._blocks import as_real
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
@@ -287,7 +288,7 @@ def _checksums(use: Use, cotangent: Tensor) -> tuple[dict[int, int], Tensor]:
     Returns:
         The number of places along each dimension, and the sums of all, dimension by dimension.
     """
-    parts = (torch.view_as_real(cotangent) if cotangent.is_complex() else cotangent).double()
+    parts = as_real(cotangent).double()
     found = dict(_by_place(use, use.dims, parts, _weighted_sum))
     return {dim: len(x) for dim, x in found.items()}, torch.cat([*found.values()]).cpu()
 
