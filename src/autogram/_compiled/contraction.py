@@ -180,7 +180,8 @@ def append_contractions(
         contract(*values)  # finds contractions, which would be traced, too
         traced = make_fx(functional, decomposition_table=dict(decompositions))(*values)
     traced.graph.eliminate_dead_code()
-    # The compiler may give tensors other strides than those that were traced.
+    # Tensors may have other strides than those that were traced: a compiler may give them, and
+    # kernels do where PyTorch's kernels without data do not.
     if any(_reads_strides(node) for node in traced.graph.nodes):
         raise OutsideError(inside[-1].number)
     copies: dict[fx.Node, fx.Node] = {}
@@ -189,7 +190,9 @@ def append_contractions(
         if node.op == "placeholder":
             copies[node] = next(given)
         elif node.op != "output":
-            copies[node] = graph.node_copy(node, lambda x: copies[x])
+            copies[node] = copy = graph.node_copy(node, lambda x: copies[x])
+            if copy.target is torch.ops.aten.view.default:
+                copy.target = torch.ops.aten.reshape.default
     results: Any = traced.graph.output_node().args[0]
     return contracted._replace(results=[copies[x] for x in results])
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram import Engine
+from autogram import Engine, VerificationError
+from autogram._capture.backward.assembly import Assembly
 from autogram._compiled import variants
 from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
@@ -47,18 +48,35 @@ def test_steps(name: str, inner: str) -> None:
     assert_gramians(engine, losses, trainable(model), shown)
 
 
-def test_verified_steps_are_shown() -> None:
-    """A check looks at each parameter, and other products need factors."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_checks_see_what_is_contracted_inside(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """As in other steps. Other products with the Jacobian need factors."""
     model = mlp()
-    engine = Engine(model, verify="always")
+    engine = Engine(model, batch_dim=0)  # the calls 1, 2, 4, 8 and 16 are verified
     run = compiled(model)
-    for _ in range(3):
+
+    def step() -> list[str]:
         x = torch.randn(5, 3)
+        losses = squares(run(x), x)
         with shown_uses() as shown:
-            engine.compute_gramian(squares(run(x), x))
-        assert shown.count("linear") >= 2
-        jacobian = engine.jacobian(squares(run(x), x))
-        assert jacobian.shape == (5, 26)
+            if fused:
+                engine.backward(losses, lambda gramian: gramian.diagonal())
+            else:
+                engine.compute_gramian(losses)
+        return shown
+
+    shown = [step() for _ in range(14)]
+    assert "linear" in shown[0]
+    assert "linear" not in shown[7]
+    assert engine.jacobian(squares(run(torch.ones(5, 3)), torch.ones(5, 3))).shape == (5, 26)
+    take = Assembly.take_part
+
+    def wrong(self: Assembly, gramian: Tensor, **others: Any) -> None:
+        take(self, 2 * gramian, **others)
+
+    monkeypatch.setattr(Assembly, "take_part", wrong)
+    with pytest.raises(VerificationError):
+        step()
 
 
 def test_several_objectives_are_shown() -> None:

@@ -115,9 +115,7 @@ class Assembly:
         A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
         other uses of what they read are among them.
         """
-        run = self._run
-        is_bare = self._is_bare and run.check is None and run.objectives.per_sample == 1
-        if self._search is None or not is_bare:
+        if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
         layouts = {use: self._search.known(use) for use in uses}
         reads = {
@@ -156,9 +154,12 @@ class Assembly:
             for tracked in use.reads:
                 account = self._accounts[tracked]
                 account.expected, account.is_reached, account.columns = 0, True, None
-        for parameter, factors in kept.items():
-            kernels = self._run.devices.on(parameter.device)
-            self._columns[parameter] = Columns.of(Region.of_parameter(parameter), kernels, factors)
+        columns = {
+            p: Columns.of(Region.of_parameter(p), self._run.devices.on(p.device), factors)
+            for p, factors in kept.items()
+        }
+        self._columns.update(columns)
+        self._see(uses, [gramian], columns, gramian)
         self._taken += taken
         self._gramian.add(gramian)
 
@@ -235,11 +236,8 @@ class Assembly:
             return False
         kept = {parameters[i]: of for i, of in found.columns.items()} if run.form else {}
         if run.check is not None:
-            run.check.see_use(use, cotangent)
             waiting = [retried(self.limit, found.columns[i].gram) for i, *_ in found.waiting]
-            run.check.see_contracted(use, parameters, [*found.parts, *waiting])
-            for parameter, columns in kept.items():
-                retried(self.limit, run.check.see_columns, parameter, columns, are_kept=True)
+            self._see([use], [*found.parts, *waiting], kept, cotangent)
         self._taken += found.taken
         self._columns.update(kept)
         for part in found.parts:
@@ -248,6 +246,22 @@ class Assembly:
             if bundle := self._bundles.put(found.columns[i], form, elements):
                 self._gramian.add(retried(self.limit, gram_of_bundle, bundle))
         return True
+
+    def _see(
+        self,
+        uses: Iterable[Use],
+        parts: Iterable[Tensor | None],
+        kept: Mapping[Tensor, Columns],
+        cotangent: Tensor,
+    ) -> None:
+        """Shows the check, if there is one, what was contracted without an account."""
+        if (check := self._run.check) is None:
+            return
+        for use in uses:
+            check.see_use(use, cotangent)
+        check.see_contracted(uses, parts)
+        for parameter, columns in kept.items():
+            retried(self.limit, check.see_columns, parameter, columns, are_kept=True)
 
     def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
         """Counts an arrival for each owner, and finishes accounts where no other is expected."""

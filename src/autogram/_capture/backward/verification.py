@@ -123,14 +123,16 @@ class Check:
         comparison.is_seen = True
         return part
 
-    def see_contracted(
-        self, use: Use, parameters: Sequence[Tensor], parts: Iterable[Tensor | None]
-    ) -> None:
-        """Takes in parts of the Gramian of parameters that a program has contracted together."""
+    def see_contracted(self, uses: Iterable[Use], parts: Iterable[Tensor | None]) -> None:
+        """Takes in parts of the Gramian of parameters that nothing but these uses reads.
+
+        A program or a compiled part has contracted them together.
+        """
         each = [_form_of(self._by_sample, part) for part in parts if part is not None]
         gramian, scale = (sum(values) for values in zip((0.0, 0.0), *each, strict=True))
-        together = Comparison("", gramian, scale, uses={use.function: use})
-        self._together.append((parameters, together))
+        parameters = dict.fromkeys(p for use in uses for of in use.reads for p in of.sources)
+        together = Comparison("", gramian, scale, uses={use.function: use for use in uses})
+        self._together.append((tuple(parameters), together))
 
     def compare(self) -> list[Comparison]:
         """Makes the ordinary backward pass. Returns a comparison for each trainable parameter.
