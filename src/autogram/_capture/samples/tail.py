@@ -45,6 +45,7 @@ from autogram.rules import product as factors
 _LARGEST = 2**26
 
 _PRODUCT = "MmBackward0"  # C = A B, with dB = A^T dC
+_VIEWS = ("View", "UnsafeView")  # behind a product of tokens, which lie one behind the other in it
 _LAYER_NORM, _WEIGHT = "NativeLayerNormBackward", 4  # which input is its weight
 # Element-wise nodes that return the gradient of an input before it is summed along dimensions in
 # which the input was broadcast, as autograd does behind them.
@@ -123,7 +124,10 @@ class TailUse(NamedTuple):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What a node saved for the use."""
-        return () if self.product is None else (self.product._saved_self.detach(),)
+        if self.product is None:
+            return ()
+        first = self.product._saved_self.detach()
+        return (first.reshape(*self.use.shape[:-1], first.shape[1]),)
 
 
 @dataclass(eq=False, slots=True)
@@ -251,6 +255,8 @@ def _ways(node: Any, position: int, reading: Collection[Any]) -> list[_Way] | No
     if operation == _LAYER_NORM and position >= _WEIGHT:
         return [_Way((step,), step.edge)]
     shape, given = tuple(of.shape), tuple(child._input_metadata[result].shape)
+    if operation in _VIEWS and child.name() == _PRODUCT and shape[-1:] == given[-1:]:
+        return _ways(child, 1, reading)
     if others or not moves_nothing(Edge(node, position, shape, shape)):
         return None
     if shape != given or hasattr(child, "variable"):
@@ -269,12 +275,16 @@ def _by_way(recording: Recording, index: int, node: Any, way: _Way, operand: Tra
     """The use of what a node reads by a way."""
     output = GradientEdge(node, 0)
     described = _described(recording, index, output)
-    equation, rule, saved = "to,ti->io", find_rule(torch.mm), slice(0, 1)
+    letters = positions(len(described[-1]))
+    equation, rule, saved = (
+        f"{letters},{letters[:-1]}i->i{letters[-1]}",
+        find_rule(torch.mm),
+        slice(1),
+    )
     if way.product is None:  # summed along dimensions in which the operand is broadcast
-        letters = positions(len(described[-1]))
         own = zip(letters[len(letters) - len(operand.shape) :], operand.shape, strict=True)
         target = "".join(["1" if size == 1 else letter for letter, size in own])
-        equation, rule, saved = f"{letters}->{target}", find_rule(torch.add), slice(0, 0)
+        equation, rule, saved = f"{letters}->{target}", find_rule(torch.add), slice(0)
     recipes = [KeptRecipe((operand,), factors(operand.sources[0], equation).formula, saved)]
     use = _WayUse(*described, (operand,), recipes, rule, way.steps)
     return TailUse(use, output, way.product)

@@ -63,6 +63,17 @@ class Tokens(nn.Module):
         return (self.norm(self.first(tokens)).tanh() @ self.matrix).flatten(1).sin()
 
 
+class Atoms(nn.Module):
+    """Each sample is several points, whose energies are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron(nn.SiLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.stack([x, x.flip(1), x * 2], 1)).sum(1)
+
+
 class Images(nn.Module):
     """A convolution, whose double backward pass has no factors here."""
 
@@ -219,6 +230,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.utils.parametrizations.weight_norm(nn.Linear(2, 4)), nn.Tanh(), nn.Linear(4, 1)
     ),
     "tokens": Tokens,
+    "atoms": Atoms,
     "images": Images,
     "normalized": Normalized,
     "woven": Woven,
@@ -289,7 +301,17 @@ def test_series_of_steps(model: str, losses: Losses, batch_dim: int | None) -> N
     ("model", "losses"),
     [
         *product(
-            ("perceptron", "softplus", "gelu", "silu", "elu", "boundary", "sines", "adaptive"),
+            (
+                "perceptron",
+                "softplus",
+                "gelu",
+                "silu",
+                "elu",
+                "boundary",
+                "sines",
+                "adaptive",
+                "atoms",
+            ),
             (slopes, laplacian, several),
         ),
         *product(("normalized layers",), (slopes, several)),  # PyTorch has views in a third pass
