@@ -118,6 +118,30 @@ def experts(model: Layers, x: Tensor, step: int) -> Tensor:
     return per_sample(torch.cat(outputs)[back].sin().view(SAMPLES, 6, WIDTH))
 
 
+def forces(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Energies of graphs, and their slopes: each node gets those of its edges and of its bonds."""
+    x = x.clone().requires_grad_()
+    owners, (source, target) = owners_of(step), edges_of(step)
+    is_bound = F.pad(owners[1:] == owners[:-1], (1, 0))
+    bonds = (x - F.pad(x[:-1], (0, 0, 1, 0)))[is_bound]
+    messages = model.of_each(x[source] * (x[target] - x[source]).square())
+    per_node = torch.zeros_like(x).index_add(0, target, messages).sin() + model.first(x).tanh()
+    energies = torch.zeros(SAMPLES).index_add(0, owners, per_node.sum(1))
+    energies = energies.index_add(0, owners[is_bound], model.second(bonds).cos().sum(1))
+    (slopes,) = torch.autograd.grad(energies.sum(), x, create_graph=True)
+    return energies + torch.zeros(SAMPLES).index_add(0, owners, slopes.square().sum(1))
+
+
+def neighbours(model: Layers, x: Tensor, step: int) -> Tensor:
+    """A row behind all nodes stands for the neighbours that nodes at the end of a graph lack."""
+    owners = owners_of(step)
+    following = torch.arange(1, len(owners) + 1)
+    following[:-1][owners[1:] != owners[:-1]] = len(owners)
+    rows = F.pad(model.first(x).tanh(), (0, 0, 0, 1))
+    per_node = model.second(rows[:-1]) * rows[following] + model.scale
+    return torch.zeros(SAMPLES).index_add(0, owners, model.third(per_node).sin().sum(1))
+
+
 def nodes(step: int) -> Tensor:
     return batch(len(owners_of(step)), WIDTH)
 
@@ -133,6 +157,8 @@ CASES: dict[str, tuple[Callable[[int], Tensor], Losses]] = {
     "words that are chosen": (sentences, chosen),
     "packed sequences": (nodes, packed),
     "pieces": (nodes, split),
+    "forces in graphs": (nodes, forces),
+    "neighbours that are missing": (nodes, neighbours),
     "samples one by one": (nodes, one_by_one),
     "samples that are unbound": (lambda _: batch(SAMPLES, WIDTH), unbound),
     "experts": (sentences, experts),
@@ -171,21 +197,33 @@ def test_several_objectives_and_whole_steps(data: Callable[[int], Tensor], losse
         model.zero_grad()
 
 
+def contexts(model: Layers, x: Tensor, step: int, across: bool = False) -> Tensor:
+    """Each sample has a context, in a regular place, that its nodes read."""
+    owners = owners_of(step)
+    read = owners.clone()
+    if across:
+        read[0] = SAMPLES - 1
+    context = model.first(torch.zeros(SAMPLES, WIDTH).index_add(0, owners, x)).tanh()
+    of_nodes = model.second(x) * context[read]
+    return torch.zeros(SAMPLES).index_add(0, owners, of_nodes.sin().sum(1))
+
+
 @pytest.mark.parametrize("batch_dim", [0, "auto"])
-def test_samples_that_meet_in_a_later_step(batch_dim: int | str) -> None:
-    """An edge leads from one graph to another."""
+@pytest.mark.parametrize("call", [graphs, contexts])
+def test_samples_that_meet_in_a_later_step(call: Losses, batch_dim: int | str) -> None:
+    """An edge leads from one graph to another, or to a place that is regular."""
     model = Layers()
     engine = Engine(model, batch_dim=batch_dim, verify="never")
     for step in range(3):
-        assert_exact(engine, model(nodes(step), graphs, step), model)
-    losses = model(nodes(3), partial(graphs, across=True), 3)
+        assert_exact(engine, model(nodes(step), call, step), model)
+    losses = model(nodes(3), partial(call, across=True), 3)
     if batch_dim == 0:
         with pytest.raises(MixedSamplesError):
             engine.compute_gramian(losses)
     else:
         with pytest.warns(CoupledObjectivesWarning):
             assert_exact(engine, losses, model)
-    assert_exact(engine, model(nodes(4), graphs, 4), model)
+    assert_exact(engine, model(nodes(4), call, 4), model)
 
 
 def pooled(model: Layers, x: Tensor, owners: Tensor) -> Tensor:

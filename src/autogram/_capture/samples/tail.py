@@ -2,12 +2,10 @@
 
 Where a gradient is differentiated again, autograd multiplies cotangents by weights itself, and no
 torch call shows that. Its graph does: a node that leads to taps and reads parameters, or tensors
-that are computed from parameters alone, is a use. A matrix product has the factors of its rows, and
-what is broadcast to an element-wise node has the cotangents of single elements, before they are
-added up. In both cases, more element-wise nodes may come before. Any other node gets its rows
-sample by sample through this node alone, where vector-Jacobian products of the losses would go
-through the whole tail for each. These products remain for parameters that are read by a node inside
-of a recorded call.
+that are computed from parameters alone, is a use. Of what a node reads by a way (see :mod:`.ways`),
+there are factors. Any other node gets its rows sample by sample through this node alone, where
+vector-Jacobian products of the losses would go through the whole tail for each. These products
+remain for parameters that are read by a node inside of a recorded call.
 """
 
 from __future__ import annotations
@@ -29,13 +27,12 @@ from autogram._capture.autograd.cotangents import cotangents_of_input, vjps_of_n
 from autogram._capture.autograd.graph import (
     in_dense,
     is_tap_of,
-    kind_of_node,
     nodes_from,
     nodes_leading_to,
 )
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.samples.proofs.carrying import Edge, moves_nothing
+from autogram._capture.samples.ways import NodeResult, TailWay, WayStep, ways_of
 from autogram._capture.tracked import Tracked, real_shape, track_parameter
 from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
 from autogram.rules import find_rule, positions
@@ -43,70 +40,6 @@ from autogram.rules import product as factors
 
 # The most elements that rows of a tensor may have which is computed from parameters alone.
 _LARGEST = 2**26
-
-_PRODUCT = "MmBackward0"  # C = A B, with dB = A^T dC
-_VIEWS = ("View", "UnsafeView")  # behind a product of tokens, which lie one behind the other in it
-_LAYER_NORM, _WEIGHT = "NativeLayerNormBackward", 4  # which input is its weight
-# Element-wise nodes that return the gradient of an input before it is summed along dimensions in
-# which the input was broadcast, as autograd does behind them.
-_BROADCASTING = {
-    *("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Maximum", "Minimum", "Lerp", "Addcmul"),
-    *("Addcdiv", "Expand"),
-}
-_MOST = 64  # ways from one input of a node
-
-_Edge = tuple[Any, int]
-"""A node and one of its results."""
-
-
-class _Step(NamedTuple):
-    """The way through a node that multiplies the cotangent of its first result, element by element.
-
-    Attributes:
-        node: The node.
-        position: The number of the input.
-    """
-
-    node: Any
-    position: int
-
-    @property
-    def edge(self) -> _Edge:
-        """What the input is."""
-        edge: _Edge = self.node.next_functions[self.position]
-        return edge
-
-    def carry(self, cotangent: Tensor) -> Tensor | None:
-        """What the input gets, of the shape of the result: no dimension is summed."""
-        node, operation = self.node, kind_of_node(self.node.__class__).operation
-        if operation == "Expand":
-            return cotangent
-        if operation == _LAYER_NORM:
-            if self.position > _WEIGHT:
-                return None  # no gradient depends on the bias
-            # dx = P(w dy), with a symmetric P for each sample; so dw is dy P(c), summed.
-            saved = node._saved_input, node._saved_normalized_shape, node._saved_mean
-            arguments = cotangent, *saved, node._saved_rstd, None, None, [True, False, False]
-            found: Any = torch.ops.aten.native_layer_norm_backward(*arguments)
-            given: Tensor | None = found[0] * node._saved_grad_out
-        else:
-            found = node(cotangent)
-            given = found[self.position] if isinstance(found, tuple) else found
-        return given
-
-
-class _Way(NamedTuple):
-    """How a node reads parameters, or a tensor that is computed from parameters alone.
-
-    Attributes:
-        steps: Nodes on the way, in the order of a backward pass.
-        edge: What is read: the second factor of a product, or what is broadcast.
-        product: The node of a matrix product behind the steps, if there is one.
-    """
-
-    steps: tuple[_Step, ...]
-    edge: _Edge
-    product: Any = None
 
 
 class TailUse(NamedTuple):
@@ -151,7 +84,7 @@ class _WayUse(RuleUse):
     It has the samples where the cotangent of the node has them.
     """
 
-    steps: tuple[_Step, ...]
+    steps: tuple[WayStep, ...]
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
@@ -201,17 +134,17 @@ def uses_in_tail(
         others = {p: name for p, name in parameters.items() if p not in read_there}
         return uses_in_tail(channel, losses, nodes, others)
     recording = Recording(channel, dict(parameters))
-    tracked: dict[_Edge, Tracked] = {}
+    tracked: dict[NodeResult, Tracked] = {}
 
-    def read(edge: _Edge) -> Tracked:
+    def read(edge: NodeResult) -> Tracked:
         if edge not in tracked:
             tracked[edge] = _tracked(*edge, reading, parameters)
         return tracked[edge]
 
     found: list[TailUse] = []
     for node in readers:
-        rest: list[_Edge] = []
-        for edge, ways in _ways_of(node, reading).items():
+        rest: list[NodeResult] = []
+        for edge, ways in ways_of(node, reading).items():
             if ways is None:
                 rest.append(edge)
             for way in ways or ():
@@ -227,51 +160,7 @@ def uses_in_tail(
     return [] if losses.numel() * max(derived, default=0) > _LARGEST else found
 
 
-def _ways_of(node: Any, reading: Collection[Any]) -> dict[_Edge, list[_Way] | None]:
-    """The ways by which a node reads each of its inputs that are computed from parameters alone."""
-    found: dict[_Edge, list[_Way] | None] = {}
-    for position, edge in enumerate(node.next_functions):
-        if edge[0] in reading:
-            ways = _ways(node, position, reading)
-            before = found.get(edge, [])
-            found[edge] = None if ways is None or before is None else [*before, *ways]
-    return found
-
-
-def _ways(node: Any, position: int, reading: Collection[Any]) -> list[_Way] | None:
-    """The ways through one input of a node, or ``None`` if other nodes are between.
-
-    Of complex numbers, a factor would have to be conjugated.
-    """
-    step = _Step(node, position)
-    child, result = step.edge
-    of, *others = node._input_metadata
-    if of.dtype.is_complex:
-        return None
-    if node.name() == _PRODUCT:
-        is_second = position == 1 and node.next_functions[0][0] not in reading
-        return [_Way((), step.edge, node)] if is_second else None
-    operation = kind_of_node(node.__class__).operation
-    if operation == _LAYER_NORM and position >= _WEIGHT:
-        return [_Way((step,), step.edge)]
-    shape, given = tuple(of.shape), tuple(child._input_metadata[result].shape)
-    if operation in _VIEWS and child.name() == _PRODUCT and shape[-1:] == given[-1:]:
-        return _ways(child, 1, reading)
-    if others or not moves_nothing(Edge(node, position, shape, shape)):
-        return None
-    if shape != given or hasattr(child, "variable"):
-        is_whole = shape == given or operation in _BROADCASTING
-        return [_Way((step,), step.edge)] if is_whole else None
-    found: list[_Way] = []
-    for onward, (behind, _) in enumerate(child.next_functions):
-        ways = _ways(child, onward, reading) if behind in reading else []
-        if ways is None or len(found) + len(ways) > _MOST:
-            return None
-        found += [way._replace(steps=(step, *way.steps)) for way in ways]
-    return found
-
-
-def _by_way(recording: Recording, index: int, node: Any, way: _Way, operand: Tracked) -> TailUse:
+def _by_way(recording: Recording, index: int, node: Any, way: TailWay, operand: Tracked) -> TailUse:
     """The use of what a node reads by a way."""
     output = GradientEdge(node, 0)
     described = _described(recording, index, output)

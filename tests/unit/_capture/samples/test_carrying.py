@@ -225,3 +225,24 @@ def test_functions_that_are_differentiated_again(
         for gradient in torch.autograd.grad(found, (x, cotangent), one * found, retain_graph=True):
             assert not (gradient * ~one).any()
             assert gradient.any()
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x[:, 1:3], {0, 1, 2}),
+        (lambda x: x[1:, :, ::2], {0, 1, 2}),
+        (lambda x: x.select(1, 2), {0, 1, 2}),
+        (lambda x: x.diagonal(0, 1, 2), {0, 1, 2}),
+        (lambda x: x[:, torch.tensor([2, 0])], {0}),
+        (lambda x: F.glu(x, 1), {0, 2}),
+    ],
+)
+def test_gradients_of_parts(function: Callable[[Tensor], Tensor], expected: set[int]) -> None:
+    x = torch.rand(3, 4, 5).requires_grad_()
+    cotangent = torch.rand(function(x).shape).requires_grad_()
+    (found,) = torch.autograd.grad(function(x), x, cotangent, create_graph=True)
+    node = found.grad_fn
+    place = next(i for i, (x, _) in enumerate(node.next_functions) if x is not None)
+    assert carried(Edge(node, place, (3, 4, 5), tuple(cotangent.shape))) == expected
+    assert not wrong_claims(found)

@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autogram._capture.samples.proofs.carrying import Edge
-from autogram._capture.samples.proofs.moves import Passage, keeps_first, owners_of_input
+from autogram._capture.samples.proofs.moves import (
+    SEVERAL,
+    Passage,
+    keeps_first,
+    owners_of_input,
+    owners_of_sum,
+)
 from tests.unit.waits import Waits
 
 ORDER = torch.tensor([3, 0, 5, 1])
@@ -31,6 +37,16 @@ def joined(x: Tensor) -> Tensor:
     return torch.cat([torch.ones(2, 4, requires_grad=True), x, x.new_ones(3, 4).requires_grad_()])
 
 
+def gradient_of(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Takes a cotangent of what a call takes from a tensor ``(6, 4)`` there, as a torch call."""
+
+    def differentiate(cotangent: Tensor) -> Tensor:
+        x = torch.rand(6, 4, requires_grad=True)
+        return torch.autograd.grad(call(x), x, cotangent, create_graph=True)[0]
+
+    return differentiate
+
+
 # By name: the sizes of an input, a call, and the number of the input of its node.
 MOVING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "index": ((6, 4), lambda x: x[TWICE], 0),
@@ -39,6 +55,11 @@ MOVING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "indices that are crossed": ((6, 4), lambda x: x[ORDER[:, None], torch.arange(3)], 0),
     "indices apart": ((6, 2, 4), lambda x: x[ORDER, :, torch.arange(4)], 0),
     "index without dimensions": ((6, 4), lambda x: x[ORDER[0]], 0),
+    "gradient of an index": ((5, 4), gradient_of(lambda x: x[TWICE]), 1),
+    "gradient of a slice": ((3, 4), gradient_of(lambda x: x[1:6:2]), 0),
+    "gradient of one row": ((4,), gradient_of(lambda x: x[-2]), 0),
+    "padded": ((6, 4), lambda x: F.pad(x, (0, 0, 2, 1)), 0),
+    "padded and cut": ((6, 4), lambda x: F.pad(x, (0, 0, 1, -1)), 0),
     "index_select of one place": ((6, 4), lambda x: x.index_select(0, ORDER[0]), 0),
     "index_copy of one place": ((1,), lambda x: torch.zeros(6).index_copy(0, ORDER[0], x), 1),
     "index_add of one place": ((1, 4), lambda x: torch.zeros(6, 4).index_add(0, ORDER[0], x), 1),
@@ -99,7 +120,6 @@ STAYING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
 UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "turned": ((6, 6), lambda x: x.T, 0),
     "transposed": ((6, 6), lambda x: x.transpose(-1, -2), 0),
-    "padded and cut": ((6, 4), lambda x: F.pad(x, (0, 0, 1, -1)), 0),
     "mixed": ((6, 4), lambda x: torch.ones(6, 6) @ x, 1),
     "flipped": ((6, 4), lambda x: x.flip(0), 0),
     "rolled": ((6, 4), lambda x: x.roll(1, 0), 0),
@@ -118,9 +138,9 @@ UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
 def passage_of(call: Callable[[Tensor], Tensor], x: Tensor, position: int, owners: Tensor):
     """The way from the result of a call to its input, and what goes that way."""
     result = call(x)
-    node, clashes = result.grad_fn, list[Tensor]()
+    node, doubts = result.grad_fn, list[Tensor]()
     (shape,) = [tuple(metadata.shape) for metadata in node._input_metadata][:1]
-    passage = Passage(node, position, tuple(x.shape), (shape,), (owners,), clashes)
+    passage = Passage(node, position, tuple(x.shape), (shape,), (owners,), doubts)
     seen = torch.full(x.shape[:1], -1)
     for sample in owners.unique().tolist():
         cotangent = torch.rand(result.shape) + 1
@@ -149,10 +169,33 @@ def test_places_that_are_moved(sizes, call, position) -> None:
         found = owners_of_input(passage)
     assert not waits.names
     assert found is not None
-    assert not any(passage.clashes)
+    assert not any(passage.doubts)
     assert torch.equal(torch.where(seen < 0, -1, found), seen)
     edge = Edge(passage.node, position, tuple(result.shape), sizes)
     assert not keeps_first(edge) or torch.equal(found, owners)
+
+
+def test_places_where_samples_meet() -> None:
+    """They stay so, and may be cut off."""
+    x = torch.rand(6, 4, requires_grad=True)
+    owners = torch.tensor([0, 1, 2, 1, 1])
+    node = x[TWICE].grad_fn
+    found = owners_of_input(Passage(node, 0, (6, 4), ((5, 4),), (owners,), []))
+    assert found is not None
+    assert found.tolist() == [0, -1, SEVERAL, -1, -1, 1]
+    assert owners_of_sum([found, torch.tensor(1)]).tolist() == [SEVERAL, 1, SEVERAL, 1, 1, 1]
+    pairs = x.view(3, 2, 4).flatten(0, 1)
+    (onward,) = (x for x, _ in pairs.grad_fn.next_functions)
+    assert onward.name() == "ViewBackward0"
+    shapes = (3, 2, 4), (6, 4)
+    found = owners_of_input(Passage(onward, 0, shapes[1], shapes[:1], (found[:3],), []))
+    assert found is not None
+    assert found.tolist() == [0, 0, -1, -1, SEVERAL, SEVERAL]
+    found = owners_of_input(
+        Passage(F.pad(x, (0, 0, 0, -2)).grad_fn, 0, (6, 4), ((4, 4),), (found[:4],), [])
+    )
+    assert found is not None
+    assert found.tolist() == [0, 0, -1, -1, -1, -1]
 
 
 @pytest.mark.parametrize(("sizes", "call", "position"), STAYING.values(), ids=STAYING)
@@ -167,10 +210,10 @@ def test_places_that_stay(sizes, call, position) -> None:
 @pytest.mark.parametrize(("sizes", "call", "position"), UNKNOWN.values(), ids=UNKNOWN)
 def test_places_that_nobody_knows(sizes, call, position) -> None:
     result = call(torch.rand(sizes, requires_grad=True))
-    owners, clashes = torch.arange(len(result)), list[Tensor]()
+    owners, doubts = torch.arange(len(result)), list[Tensor]()
     shape = tuple(result.shape)
-    passage = Passage(result.grad_fn, position, sizes, (shape,), (owners,), clashes)
-    assert owners_of_input(passage) is None or any(clashes)
+    passage = Passage(result.grad_fn, position, sizes, (shape,), (owners,), doubts)
+    assert owners_of_input(passage) is None or any(doubts)
     assert not keeps_first(Edge(result.grad_fn, position, shape, sizes))
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, UnseenUseWarning, VerificationError
-from autogram._capture.samples.tail import _BROADCASTING, _Step
+from autogram._capture.samples.ways import BROADCASTING, WayStep
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import counted_passes
@@ -347,13 +347,13 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("operation", sorted(_BROADCASTING))
+@pytest.mark.parametrize("operation", sorted(BROADCASTING))
 def test_what_is_broadcast_gets_the_gradient_of_each_element(operation: str) -> None:
     """Autograd sums it behind the node, by the shape of the input."""
     x, p = torch.rand(3, 4).requires_grad_(), torch.rand(4).requires_grad_()
     result, cotangent = CALLS[operation](x, p), torch.rand(3, 4)
     edges = [edge for edge, _ in result.grad_fn.next_functions]
-    step = _Step(result.grad_fn, edges.index(get_gradient_edge(p).node))
+    step = WayStep(result.grad_fn, edges.index(get_gradient_edge(p).node))
     with torch.no_grad():
         found = step.carry(cotangent)
     assert found is not None

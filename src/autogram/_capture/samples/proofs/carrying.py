@@ -228,6 +228,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         """
         Transpose T Permute Squeeze Unsqueeze Select Slice Alias Unbind Split SplitWithSizes
         UnsafeSplit UnsafeSplitWithSizes Stack ToCopy Diagonal DiagEmbed ConstantPadNd
+        SelectBackward SliceBackward DiagonalBackward
         ViewAsComplex Tril Triu Conj Sum Nansum Mean Max Min Median Nanmedian Amax Amin Aminmax
         Norm LinalgVectorNorm Var Std VarMean StdMean Logsumexp Prod Kthvalue Mode NllLoss
         NllLoss2D CtcLoss MultiMarginLoss MultilabelMarginLoss
@@ -238,7 +239,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         """
         Expand Repeat CopyBackwards Fill NativeDropout FusedDropout PreluKernel RreluWithNoise
         LogSigmoid Hardswish Complex Polar MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy
-        BinaryCrossEntropyWithLogits SoftMarginLoss
+        BinaryCrossEntropyWithLogits SoftMarginLoss SpecialI0E SpecialI1E SpecialXlog1Py
         """,
     ),
     (
@@ -258,7 +259,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     ),
     # Of functions that are differentiated again, the first two inputs have the samples.
     (_of_first_two(_but_normalized), "NativeLayerNormBackward"),
-    (_of_first_two(_but_own), "SoftmaxBackwardData LogSoftmaxBackwardData"),
+    (_of_first_two(_but_own), "SoftmaxBackwardData LogSoftmaxBackwardData GluBackward"),
     (
         _of_first(lambda edge: (1,) if edge.node._saved_training else _all(edge)),  # the channels
         "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
@@ -280,7 +281,7 @@ _KNOWN: list[tuple[Carries, str]] = [
     # The stack, and the rows of one of two matrices, whose distances to the other's are known.
     (lambda e: [*_leading(2)(e), len(e.result) - 2 + e.position], "Cdist EuclideanDist"),
     (lambda edge: range(_in_front(edge.node)), "Index"),
-    (_of_first(_all, _put), "IndexPut"),
+    (_of_first(_all, _put), "IndexPut IndexPutImpl"),
     (_trilinear, "Trilinear"),
 ]
 _TABLE = {name: carries for carries, names in _KNOWN for name in names.split()}

@@ -1,8 +1,10 @@
 """Moves: where a node takes the samples of places along the first dimension, by what it saved.
 
-The owners of a tensor are the samples of its places along the first dimension, ``(n,)`` with -1 for
-places of none; or one number, where all that arrives at the tensor is of one sample. A node that
-neither keeps the first dimension nor is in the table of moves takes samples to unknown places.
+The owners of a tensor are the samples of its places along the first dimension, ``(n,)``; or one
+number, where all that arrives at the tensor is of one sample. Places of no sample have -1, and
+those where samples meet `SEVERAL`: a later node may cut these off, as the row that stands for
+missing neighbours in a graph. A node that neither keeps the first dimension nor is in the table of
+moves takes samples to unknown places.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from autogram._capture.autograd.graph import VIEWS, kind_of_node, use_of
 from autogram._capture.samples.proofs.carrying import (
@@ -24,7 +27,7 @@ from autogram._capture.samples.proofs.carrying import (
     wrapped,
 )
 
-_NONE = -1
+_NONE, SEVERAL = -1, 2**62
 
 
 class Passage(NamedTuple):
@@ -36,7 +39,7 @@ class Passage(NamedTuple):
         given: The shape of the input.
         results: The shapes of the results.
         owners: The owners of each result, or ``None`` where nothing arrives.
-        clashes: Gets booleans: whether two samples meet.
+        doubts: Gets booleans: whether values are such that a move is another one.
     """
 
     node: Any
@@ -44,7 +47,7 @@ class Passage(NamedTuple):
     given: Shape
     results: tuple[Shape, ...]
     owners: tuple[Tensor | None, ...]
-    clashes: list[Tensor]
+    doubts: list[Tensor]
 
 
 Move = Callable[[Passage], Tensor | None]
@@ -69,15 +72,15 @@ def keeps_first(edge: Edge) -> bool:
     return not is_move and operation not in (*VIEWS, "ConstantPadNd") and _stays_in_first(edge)
 
 
-def owners_of_sum(several: Iterable[Tensor], clashes: list[Tensor]) -> Tensor:
+def owners_of_sum(parts: Iterable[Tensor]) -> Tensor:
     """The owners of a sum of tensors of one shape."""
-    total, *others = several
+    total, *others = parts
     for owners in others:
         if owners is total:
             continue
-        both = torch.broadcast_tensors(total, owners.to(total.device))
-        clashes.append(((both[0] != both[1]) & (both[0] >= 0) & (both[1] >= 0)).any())
-        total = torch.maximum(*both)
+        own, other = torch.broadcast_tensors(total, owners.to(total.device))
+        is_shared = (own != other) & (own >= 0) & (other >= 0)
+        total = torch.maximum(own, other).masked_fill(is_shared, SEVERAL)
     return total
 
 
@@ -87,10 +90,12 @@ def _move_of(node: Any, position: int, rank: int) -> Move | None:
     move, moved = _MOVES.get(operation, (None, None))
     if move is None or moved not in (None, position):
         return None
-    if operation in ("Index", "IndexPut"):
+    if operation in ("Index", "IndexPut", "IndexPutImpl"):
         is_packed_up = is_packed(node._raw_saved_indices)
         return None if is_packed_up or node._saved_indices[0] is None else move
     rank = max(rank, len(node._input_metadata[0].shape))
+    if operation == "ConstantPadNd":
+        return move if len(node._saved_pad) == 2 * rank else None
     return move if wrapped(node._saved_dim, rank) == 0 else None
 
 
@@ -104,7 +109,7 @@ def _stay(passage: Passage) -> Tensor | None:
         edges = [Edge(passage.node, passage.position, shape, passage.given) for _, shape in arrived]
         if not all(map(_stays_in_first, edges)):
             return None
-    return owners_of_sum([owners for owners, _ in arrived], passage.clashes)
+    return owners_of_sum([owners for owners, _ in arrived])
 
 
 def _stays_in_first(edge: Edge) -> bool:
@@ -119,8 +124,6 @@ def _stays_in_first(edge: Edge) -> bool:
         return 0 not in (wrapped(node._saved_dim0, rank), wrapped(node._saved_dim1, rank))
     if operation == "Permute":
         return wrapped(node._saved_dims[0], rank) == 0
-    if operation == "ConstantPadNd":
-        return len(node._saved_pad) < 2 * rank
     if 0 not in carried(edge):
         return False
     if len(result) == len(given) or operation in _IN_FRONT:
@@ -139,17 +142,17 @@ def _viewed(passage: Passage, owners: Tensor) -> Tensor | None:
     if result[0] and count and count % result[0] == 0:
         return owners.repeat_interleave(count // result[0])
     if count and result[0] % count == 0:
-        return _unanimous(owners.view(count, -1), passage.clashes)
+        return _unanimous(owners.view(count, -1))
     return None
 
 
-def _unanimous(owners: Tensor, clashes: list[Tensor]) -> Tensor:
+def _unanimous(owners: Tensor) -> Tensor:
     """The owner of each place, from those of its parts: ``(n, parts)``."""
     if not owners.numel():
         return owners.new_full(owners.shape[:1], _NONE)
     found = owners.amax(1)
-    clashes.append(((owners >= 0) & (owners != found.unsqueeze(1))).any())
-    return found
+    is_shared = ((owners >= 0) & (owners != found.unsqueeze(1))).any(1)
+    return found.masked_fill(is_shared, SEVERAL)
 
 
 def _places(passage: Passage, size: int, taken: Shape) -> Tensor | None:
@@ -165,7 +168,7 @@ def _places(passage: Passage, size: int, taken: Shape) -> Tensor | None:
         indices = [index for index in node._saved_indices if index is not None]
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             is_mask = len(indices) == 1 and indices[0].dim() and taken
-            return _marked(indices[0], taken[0], passage.clashes) if is_mask else None
+            return _marked(indices[0], taken[0], passage.doubts) if is_mask else None
         places = torch.broadcast_tensors(*indices)[0]
     elif is_packed(node._raw_saved_index):
         return None
@@ -173,18 +176,18 @@ def _places(passage: Passage, size: int, taken: Shape) -> Tensor | None:
         places = node._saved_index if node._saved_index.dim() else node._saved_index.view(1)
         if places.dim() > 1 and places.numel():  # of single elements
             each = places.flatten(1)
-            passage.clashes.append((each != each[:, :1]).any())
+            passage.doubts.append((each != each[:, :1]).any())
             places = each[:, 0]
     return torch.where(places < 0, places + size, places).long()
 
 
-def _marked(mask: Tensor, count: int, clashes: list[Tensor]) -> Tensor:
+def _marked(mask: Tensor, count: int, doubts: list[Tensor]) -> Tensor:
     """The place along the first dimension of each element that a mask has, if these are ``count``.
 
     ``nonzero`` would let the host wait for a GPU, as it does not know how many there are.
     """
     is_unmarked = (mask == 0).flatten()
-    clashes.append(is_unmarked.numel() - is_unmarked.sum() != count)  # fewer are broadcast
+    doubts.append(is_unmarked.numel() - is_unmarked.sum() != count)  # fewer are broadcast
     return is_unmarked.argsort(stable=True)[:count] // max(prod(mask.shape[1:]), 1)
 
 
@@ -201,8 +204,9 @@ def _from_places(passage: Passage) -> Tensor | None:
         each = each.repeat_interleave(places.numel() // max(each.numel(), 1))
     each = each.expand(places.shape)
     found = each.new_full(passage.given[:1], _NONE).scatter_reduce(0, places, each, "amax")
-    passage.clashes.append(((each >= 0) & (each != found[places])).any())
-    return found
+    least = each.new_full(passage.given[:1], SEVERAL)
+    least.scatter_reduce_(0, places, each.masked_fill(each < 0, SEVERAL), "amin")
+    return found.masked_fill((found >= 0) & (found != least), SEVERAL)
 
 
 def _to_places(passage: Passage) -> Tensor | None:
@@ -215,7 +219,7 @@ def _to_places(passage: Passage) -> Tensor | None:
         return owners
     # Indexing by a tensor without dimensions would read it on the host.
     each = owners.to(places.device).index_select(0, places.flatten()).view(places.shape)
-    return each if each.dim() < 2 else _unanimous(each.flatten(1), passage.clashes)
+    return each if each.dim() < 2 else _unanimous(each.flatten(1))
 
 
 def _from_slice(passage: Passage) -> Tensor | None:
@@ -224,16 +228,35 @@ def _from_slice(passage: Passage) -> Tensor | None:
     if owners is None:
         return None
     found = owners.new_full(passage.given[:1], _NONE)
-    if hasattr(node, "_saved_step"):
-        there = slice(signed(node._saved_start), signed(node._saved_end), node._saved_step)
-    elif owners.dim():
+    there = _sliced(node)
+    if owners.dim() and not isinstance(there, slice):
         return None
-    else:
-        there = slice(signed(node._saved_index), signed(node._saved_index) + 1 or None)
     if owners.dim() and owners.shape != found[there].shape:
         return None
     found[there] = owners
     return found
+
+
+def _to_slice(passage: Passage) -> Tensor | None:
+    """For an input that is a slice of the result, or one place of it."""
+    (owners,) = passage.owners
+    return owners if owners is None or not owners.dim() else owners[_sliced(passage.node)]
+
+
+def _to_padded(passage: Passage) -> Tensor | None:
+    """For an input that is padded with a constant, or cut where it is padded by less than zero."""
+    (owners,) = passage.owners
+    if owners is None or not owners.dim():
+        return owners
+    before, after = (-signed(number) for number in passage.node._saved_pad[-2:])
+    return pad(owners, (before, after), value=_NONE)
+
+
+def _sliced(node: Any) -> slice | int:
+    """The places along the first dimension of a slice, or the one that is selected."""
+    if hasattr(node, "_saved_step"):
+        return slice(signed(node._saved_start), signed(node._saved_end), node._saved_step)
+    return signed(node._saved_index)
 
 
 def _from_pieces(passage: Passage) -> Tensor | None:
@@ -271,14 +294,25 @@ def _to_piece(passage: Passage) -> Tensor | None:
 # move, or `None` for each.
 _MOVES: dict[str, tuple[Move, int | None]] = {
     **dict.fromkeys(("Index", "IndexSelect", "Gather"), (_from_places, 0)),
-    **dict.fromkeys(("IndexPut", "IndexAdd", "IndexCopy", "IndexReduce"), (_to_places, 1)),
-    **dict.fromkeys(("Scatter", "ScatterAdd", "ScatterReduce"), (_to_places, 1)),
+    **dict.fromkeys(("IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy"), (_to_places, 1)),
+    **dict.fromkeys(("IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce"), (_to_places, 1)),
     **dict.fromkeys(("Slice", "Select"), (_from_slice, None)),
+    **dict.fromkeys(("SliceBackward", "SelectBackward"), (_to_slice, None)),
+    "ConstantPadNd": (_to_padded, None),
     **dict.fromkeys(("Split", "SplitWithSizes", "Unbind"), (_from_pieces, None)),
     **dict.fromkeys(("UnsafeSplit", "UnsafeSplitWithSizes"), (_from_pieces, None)),
     **dict.fromkeys(("Cat", "Stack"), (_to_piece, None)),
 }
 # Operations that carry the first dimension of their result, but not to that of their input.
-_TURNING = {"T", "AsStrided", "Diagonal", "DiagEmbed", "CopySlices", "Trilinear", "Unfold"}
+_TURNING = {
+    "T",
+    "AsStrided",
+    "Diagonal",
+    "DiagonalBackward",
+    "DiagEmbed",
+    "CopySlices",
+    "Trilinear",
+    "Unfold",
+}
 # Operations of other ranks that keep the first dimension where its size stays, and save no ``dim``.
-_IN_FRONT = {"Index", "IndexPut", "Squeeze", "Mv", "NllLoss", "NllLoss2D"}
+_IN_FRONT = {"Index", "IndexPut", "IndexPutImpl", "Squeeze", "Mv", "NllLoss", "NllLoss2D"}

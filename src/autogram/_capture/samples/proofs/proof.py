@@ -200,7 +200,7 @@ class Prover:
         if operation == "Cat":
             is_known = len(ways) == len(node.next_functions)
             pieces = [way.target.shape for way in ways] if is_known else None
-        elif operation != "Slice":
+        elif operation not in ("Slice", "SliceBackward"):
             pieces = [result.shape for result in results_of_node(self.survey, spot.node)]
         return may_shift(node, [*layouts, *arrived], pieces)
 

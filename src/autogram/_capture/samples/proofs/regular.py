@@ -17,7 +17,10 @@ from autogram._capture.samples.proofs.moves import keeps_first
 from autogram._capture.samples.proofs.spots import Onward, Spot, in_order, results_of_node
 from autogram._capture.samples.survey import Survey
 
-_SHIFTING = "Slice", "Cat", "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"
+_SHIFTING = {
+    *("Slice", "SliceBackward", "Cat", "Split", "SplitWithSizes", "UnsafeSplit"),
+    "UnsafeSplitWithSizes",
+}
 
 
 def stays_at_all_sizes(layout: Folded, result: Shape, given: Shape) -> bool:
@@ -99,7 +102,7 @@ def may_shift(node: Any, layouts: Iterable[Folded], pieces: Iterable[Shape] | No
     if operation == "ConstantPadNd":
         return any(x.dim >= rank - len(node._saved_pad) // 2 for x in folded)
     if operation not in _SHIFTING:
-        return operation == "Diagonal" and bool(folded)
+        return operation in ("Diagonal", "DiagonalBackward") and bool(folded)
     moved = [x for x in folded if x.dim == wrapped(node._saved_dim, rank)]
     is_even = pieces is not None and all(
         x.after == 1 and not any(shape[x.dim] % x.batch for shape in pieces) for x in moved

@@ -21,6 +21,7 @@ from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import shown_by, use_of
 from autogram._capture.samples.proofs.carrying import Edge
 from autogram._capture.samples.proofs.moves import (
+    SEVERAL,
     Passage,
     keeps_first,
     owners_of_input,
@@ -81,7 +82,7 @@ class Routes:
         if any(len(shape) != len(x.shape) for shape, x in zip(shapes, self.spots, strict=True)):
             return None
         found: list[Tensor | None] = [None] * len(self.spots)
-        clashes: list[Tensor] = []
+        doubts: list[Tensor] = []
         for number, layout in self.places.items():
             size = layout.before * layout.batch * layout.after
             if shapes[number][0] != size:
@@ -97,17 +98,20 @@ class Routes:
                 results = tuple([shapes[number] for number in hop.results])
                 node = survey.nodes[hop.node]
                 owners = owners_of_input(
-                    Passage(node, hop.position, given, results, arrived, clashes)
+                    Passage(node, hop.position, given, results, arrived, doubts)
                 )
                 if owners is None:
                     return None
             if (before := found[hop.target]) is not None:
-                owners = owners_of_sum([before, owners], clashes)
+                owners = owners_of_sum([before, owners])
             if hop.target not in self.places:
                 found[hop.target] = owners
+            elif owners is not before:
+                doubts.append((owners == SEVERAL).any())
         pairs = zip(self.spots, found, strict=True)
         of_taps = {x.node: own for x, own in pairs if own is not None and x.node in self.taps}
-        return of_taps, clashes
+        at_taps = {id(own): own for own in of_taps.values()}
+        return of_taps, doubts + [(own == SEVERAL).any() for own in at_taps.values()]
 
     def without_told(self, spots: Iterable[Spot]) -> list[Spot]:
         """Those of some spots whose places have owners that are not known."""
@@ -161,7 +165,8 @@ def find_routes(
         if irregular.isdisjoint(around):
             continue
         node = survey.nodes[number]
-        if use_of(node) is None and (shown_by(node) or number in survey.uses.values()):
+        is_of_several = number in survey.uses.values() and len(results) > 1
+        if use_of(node) is None and (shown_by(node) or is_of_several):
             return None
         nodes.add(number)
         for spot in around:
@@ -193,7 +198,7 @@ def find_routes(
 def _agree(routes: Routes, survey: Survey, uses: Mapping[Use, tuple[Placement, ...]]) -> bool:
     """Whether routes lead to where a search has found the samples."""
     found = routes.owners(survey)
-    if found is None or any(bool(clash) for clash in found[1]):
+    if found is None or any(map(bool, found[1])):
         return False
     for use, number in survey.uses.items():
         if number in routes.taps and not _fits(use, found[0].get(number), uses.get(use, ())):
