@@ -104,7 +104,7 @@ class Gathering:
         rows = layout.batch * prod(full[label] for label in "k" + first.parameter)
         if not first.is_rows and rows < filled:  # most of the filled operands would be zeros
             parts = [(subset, explicit([block], self._kernels)) for subset, block in parts]
-            first = parts[0][1]
+            first, sizes = parts[0][1], {}  # no positions are left
         if first.is_rows and layout.most > 1:
             dim = first.inputs[0].index("b")
             added = torch.cat([block.operands[0] for _, block in parts], dim)
@@ -114,7 +114,7 @@ class Gathering:
         more = next(unused_labels(first.equation)) if layout.most > 1 else ""  # a sample's calls
         operands = []
         for i, of in enumerate(first.inputs):
-            dim, dims = of.index("b"), [of.index(label) for label in positions]
+            dim, dims = of.index("b"), [of.index(label) for label in sizes]
             padded = [_padded(x.operands[i], dims, sizes.values()) for _, x in parts]
             arranged = layout.split(torch.cat(padded, dim), dim)
             operands.append(arranged if more else arranged.squeeze(dim + 1))

@@ -97,6 +97,19 @@ def test_uneven_calls_are_not_filled_up_beyond_rows() -> None:
     assert sum(x.numel() for x in block.operands) == K * B * ROWS * WIDTH
 
 
+def test_rows_take_the_place_of_factors_that_would_be_mostly_filled_up() -> None:
+    """Two kinds of positions, of which each part has many of another kind."""
+    gathering, expected = Gathering(kernels()), []
+    for samples, sizes in (((0, 1, 2), (4, 1)), ((3, 4), (1, 4))):
+        g, x = torch.randn(K, *sizes, len(samples), 7), torch.randn(*sizes, len(samples), 8)
+        block = Block("ktsbo,tsbi->kboi", (g, x))
+        gathering.add(Region.contiguous((7, 8)), Subset(samples, B), block)
+        expected.append((Subset(samples, B), dense(block)))
+    ((_, (block,)),) = gathering.blocks(None)
+    assert_close_to_reference(dense(block), spread(expected))
+    assert block.is_rows
+
+
 @pytest.mark.parametrize("calls", CALLS)
 def test_lookups(calls: list[tuple[int, ...]]) -> None:
     gathering, expected = Gathering(kernels()), []
