@@ -57,6 +57,18 @@ def test_zero_gradients() -> None:
     assert_close(flat(step), torch.zeros_like(flat(step)))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_residuals_of_another_dtype(dtype: torch.dtype, damping: float) -> None:
+    """Nothing is rounded to it."""
+    model, residuals = make(4)
+    jacobian = Engine(model).jacobian(residuals)
+    right = torch.tensor([3.0, 0.0, 1.0, -2.0]).to(dtype)
+    found = jacobian.least_squares(right, damping=damping)
+    expected = jacobian.least_squares(right.double(), damping=damping)
+    assert_close(flat(found), flat(expected))
+
+
 def test_mistakes() -> None:
     model, residuals = make(4)
     jacobian = Engine(model).jacobian(residuals)

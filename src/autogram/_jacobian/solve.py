@@ -9,7 +9,7 @@ from autogram._errors import NonFiniteError
 
 
 def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:
-    """The solution w of (G + damping I) w = v, ``(m,)``, of least norm if there are several."""
+    """The solution w of (G + damping I) w = v, ``(m,)`` in the dtype of G, of least norm."""
     matrix, right = gramian.double(), values.to(gramian.device).double()
     if not bool(matrix.isfinite().all() & right.isfinite().all()):
         raise NonFiniteError(
@@ -21,10 +21,10 @@ def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:
         damped = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1).to(values.dtype)
+            return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1).to(gramian.dtype)
     eigenvalues, vectors = torch.linalg.eigh(matrix)
     # Eigenvalues up to this size may come from rounding of the Gramian, in the dtype of its sums.
     rounding = len(matrix) * torch.finfo(gramian.dtype).eps * eigenvalues.abs().amax()
     inverse = torch.where(eigenvalues > rounding, 1 / (eigenvalues + damping), 0)
     found: Tensor = vectors @ (inverse * (vectors.mT @ right))
-    return found.to(values.dtype)
+    return found.to(gramian.dtype)
