@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, get_args
 
@@ -28,7 +28,7 @@ from autogram._errors import (
 )
 
 Weighting = Callable[[Tensor], Tensor]
-Direction = Mapping[str, Tensor] | Sequence[Tensor]
+Direction = Mapping[str, Tensor] | Iterable[Tensor]
 Names = Mapping[Tensor, str]
 Grouping = Callable[[str], str] | Sequence[Mapping[str, Any]]
 """A group for each name, or the groups of an optimizer."""
@@ -242,7 +242,13 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
     """A direction by parameter, from tensors by name or in the order of the names."""
+    if isinstance(direction, Tensor) or not isinstance(direction, Iterable):
+        raise InvalidOperandError(
+            f"The direction is a {type(direction).__name__}. Pass a dict of tensors by name, or "
+            "a list with a tensor for each of `names`."
+        )
     if not isinstance(direction, Mapping):
+        direction = list(direction)
         if len(direction) != len(names):
             raise InvalidOperandError(
                 f"The direction has {len(direction)} tensors, and the Jacobian is of "
@@ -252,11 +258,22 @@ def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
     by_parameter = {}
     for name, tensor in direction.items():
         parameter = parameter_of(name, names)
+        if not isinstance(tensor, Tensor):
+            raise InvalidOperandError(
+                f"The direction's entry `{name}` is a {type(tensor).__name__}. Pass a tensor."
+            )
+        if tensor.is_complex() and not parameter.is_complex():
+            raise InvalidOperandError(
+                f"The direction's entry `{name}` has dtype {tensor.dtype}, and the parameter has "
+                f"{parameter.dtype}. Pass real numbers."
+            )
         if tensor.shape != parameter.shape:
             raise InvalidOperandError(
                 f"The direction's entry `{name}` has shape {tuple(tensor.shape)}, and the "
                 f"parameter has {tuple(parameter.shape)}. Pass a tensor of that shape."
             )
+        if parameter.is_complex():
+            tensor = tensor.to(torch.promote_types(tensor.dtype, parameter.dtype))
         by_parameter[parameter] = tensor.detach()
     return by_parameter
 

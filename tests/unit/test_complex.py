@@ -150,6 +150,15 @@ def test_products_with_the_jacobian(name: str, are_complex: bool) -> None:
     assert_jacobian_is_exact(make, batch(4, 3, 5), objectives=SEVERAL, keep="factors")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_direction_of_real_numbers(dtype: torch.dtype) -> None:
+    """It has no imaginary part."""
+    model = nn.Linear(2, 2, bias=False, dtype=torch.complex128)  # a pair of numbers is as long
+    jacobian = Engine(model).jacobian(model(batch(4, 2) + 0j).abs().square().sum(1))
+    direction = torch.tensor([[1.0, -2.0], [3.0, 5.0]]).to(dtype)
+    assert_close_to_reference(jacobian.jvp([direction]), jacobian.jvp([direction + 0j]))
+
+
 @ARE_COMPLEX
 @NAMES
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])

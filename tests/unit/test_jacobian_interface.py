@@ -91,6 +91,10 @@ def test_direction_as_a_list_and_in_part(model: nn.Module) -> None:
         ([torch.ones(5, 3)], "The direction has 1 tensors, and the Jacobian is of 4"),
         ({"3.weight": torch.ones(5, 3)}, "`3.weight` is no parameter of the"),
         ({"0.weight": torch.ones(3, 5)}, r"`0.weight` has shape \(3, 5\), and the"),
+        ({"0.weight": torch.ones(5, 3) * 1j}, r"`0.weight` has dtype torch.complex.*Pass real numbers"),
+        ({"0.weight": 1.0}, r"`0.weight` is a float.*Pass a tensor"),
+        (torch.ones(4), "The direction is a Tensor. Pass a dict of tensors by name"),
+        (None, "The direction is a NoneType. Pass a dict of tensors by name"),
     ],
 )
 def test_direction_that_does_not_fit(model: nn.Module, direction, message: str) -> None:
