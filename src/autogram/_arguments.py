@@ -201,6 +201,7 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
             f"The weighting returned a {type(weights).__name__}. Return a tensor of weights, "
             "`(m,)` or of the shape of the losses."
         )
+    _check_real(weights)
     return weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
 
 
@@ -211,6 +212,7 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
             f"A {type(w).__name__} was given. Pass one tensor with an element for each objective, "
             "`(m,)`, in the order of the Gramian."
         )
+    _check_real(w)
     losses = objectives.losses
     shapes = [(losses.numel(),), tuple(losses.shape)]
     is_stack = tuple(w.shape) not in shapes
@@ -224,6 +226,15 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
     return objectives.by_sample(w.detach().reshape((*w.shape[:is_stack], *losses.shape)))
 
 
+def _check_real(vector: Tensor) -> None:
+    """Refuses numbers that are no multiples of objectives, or not there one by one."""
+    if vector.is_complex() or vector.layout != torch.strided:
+        raise InvalidOperandError(
+            f"A vector of dtype {vector.dtype} and layout {vector.layout} was given. Pass real "
+            "numbers in a dense tensor: of complex ones, `.real`; of a sparse one, `.to_dense()`."
+        )
+
+
 def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
     """The group of each parameter that is in a group; by default, a group of its own."""
     if by is None or callable(by):
@@ -232,9 +243,15 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
         raise InvalidOperandError(
             f"The groups are those of `{type(by).__name__}`. Pass `optimizer.param_groups`."
         )
+    groups: list[Any] = list(by)
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise InvalidOperandError(
+            "The groups are no groups of an optimizer. Pass `optimizer.param_groups`, or a "
+            "function that gives the group of a parameter from its name."
+        )
     found = {
         parameter: str(group.get("name", i))
-        for i, group in enumerate(by)
+        for i, group in enumerate(groups)
         for parameter in group["params"]
     }
     return {parameter: found[parameter] for parameter in names if parameter in found}

@@ -76,6 +76,8 @@ def test_mistakes() -> None:
         jacobian.least_squares(residuals, damping=-1)
     with pytest.raises(InvalidOperandError, match="Pass zero, or a positive number"):
         jacobian.least_squares(residuals, damping=float("nan"))
+    with pytest.raises(InvalidOperandError, match="The damping is None"):
+        jacobian.least_squares(residuals, damping=None)  # type: ignore[arg-type]
     with pytest.raises(InvalidOperandError, match="shape"):
         jacobian.least_squares(torch.ones(3))
     with pytest.raises(InvalidOperandError, match="Stacks of vectors are for `vjp`"):

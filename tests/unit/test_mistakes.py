@@ -134,6 +134,17 @@ def test_what_is_no_tensor_of_weights(returned: Any) -> None:
     assert_nothing_is_left(model.parameters())
 
 
+@pytest.mark.parametrize("form", [lambda w: w * 1j, Tensor.to_sparse], ids=["complex", "sparse"])
+def test_weights_of_other_numbers(form: Callable[[Tensor], Tensor]) -> None:
+    """They have no gradient of the dtype of parameters, or no order."""
+    model = mlp()
+    engine = Engine(model)
+    for call in (engine.backward, engine.weights):
+        with pytest.raises(InvalidOperandError, match=r"A vector of dtype .*in a dense tensor"):
+            call(per_sample(model(batch(4, 3))), lambda gramian: form(gramian.diagonal()))
+    assert_nothing_is_left(model.parameters())
+
+
 CALLS: dict[str, Callable[[Engine, Tensor], Any]] = {
     "gramian": lambda engine, losses: engine.compute_gramian(losses),
     "jacobian": lambda engine, losses: engine.jacobian(losses),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -251,7 +252,8 @@ class Jacobian:
             Marquardt 1963; Müller and Zeinhofer 2023, arXiv:2302.13163 (energy natural gradients);
             Chen and Heyl 2024, arXiv:2302.01941 (minSR, the system of the samples).
         """
-        if not damping >= 0:
+        given: object = damping
+        if not isinstance(given, Real | Tensor) or not damping >= 0:
             raise InvalidOperandError(f"The damping is {damping}. Pass zero, or a positive number.")
         self._parts.weights_of(residuals)  # raises if the shape does not fit
         return self.vjp(damped_solution(self.gramian(), residuals.detach().flatten(), damping))
@@ -292,6 +294,7 @@ class Jacobian:
             IndexError: There is no such objective.
             InvalidOperandError: There is no such parameter.
         """
+        names = None if names is None else list(names)
         for name in names or ():
             parameter_of(name, self._names)  # raises where there is none
         with exact(self.device):
