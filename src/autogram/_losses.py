@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autogram._capture.backward.driver import BatchDim
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import InvalidLossesError, InvalidOperandError
+from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidOperandError
 
 Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 L = TypeVar("L", Tensor, Sequence[Tensor], Mapping[str, Tensor])
@@ -69,6 +69,7 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
         rows as the entry has elements. The matrices are entries of the Gramian.
 
     Raises:
+        InvalidBatchDimError: ``batch_dim`` is no dimension of the losses.
         InvalidOperandError: The Gramian has another size than the losses.
 
     Example:
@@ -91,6 +92,12 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
             "losses that it was computed from."
         )
     if isinstance(losses, Tensor):
+        if batch_dim is not None and batch_dim not in range(-losses.dim(), losses.dim()):
+            raise InvalidBatchDimError(
+                f"`batch_dim` is {batch_dim!r}, and the losses have shape {tuple(losses.shape)}. "
+                "Pass the dimension that counts the samples, or `None` for objectives of the whole "
+                "batch."
+            )
         places = Objectives(losses, batch_dim).numbers(device=gramian.device)  # (k, b)
         return gramian[places.unsqueeze(2), places.unsqueeze(1)]
     found = [gramian[place][:, place] for place in _places(parts, batch_dim)]

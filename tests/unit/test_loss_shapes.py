@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from autogram import (
     CoupledObjectivesWarning,
     Engine,
+    InvalidBatchDimError,
     InvalidLossesError,
     InvalidOperandError,
     gramians_by_task,
@@ -176,7 +177,9 @@ def test_an_empty_batch() -> None:
     losses = model(torch.zeros(0, 3))
     weights = engine.backward(losses, weighting)
     assert {name: w.shape for name, w in weights.items()} == {"one": (0,), "several": (0, 2)}
-    assert engine.weights(model(torch.zeros(0, 3))["several"], weighting).shape == (0, 2)
+    several = model(torch.zeros(0, 3))["several"]
+    assert engine.weights(several, weighting).shape == (0, 2)
+    assert gramians_by_task(engine.compute_gramian(several), several).shape == (2, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -287,3 +290,8 @@ def test_refusals() -> None:
         match=r"\(4, 4\).*12.* losses\. Pass the losses that it was computed from",
     ):
         gramians_by_task(torch.eye(4), losses)
+    for batch_dim in ("auto", 2):
+        with pytest.raises(
+            InvalidBatchDimError, match=r"\(4, 2\)\. Pass the dimension"
+        ):
+            gramians_by_task(torch.eye(8), losses["several"], batch_dim=batch_dim)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ class Objectives:
     @cached_property
     def per_sample(self) -> int:
         """The number K of objectives of each sample."""
-        return self.losses.numel() // self.samples
+        others = list(self.losses.shape)
+        if self.batch_dim is not None:
+            del others[self.batch_dim]
+        return prod(others)  # also of no samples
 
     @cached_property
     def is_finite(self) -> Tensor:
