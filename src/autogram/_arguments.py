@@ -105,6 +105,11 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
             f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
             "numbers; of complex ones, take `.abs()` or `.real`."
         )
+    if losses.is_nested or losses.layout != torch.strided:
+        raise InvalidLossesError(
+            f"The losses are a nested or sparse tensor (layout {losses.layout}). Pass a dense one: "
+            "`torch.cat` of losses of different lengths, or `.to_dense()` of sparse ones."
+        )
     if torch._C._are_functorch_transforms_active():
         raise InvalidLossesError(
             "The engine is called inside of a `torch.func` transform, which has a graph of its "

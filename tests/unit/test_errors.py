@@ -144,6 +144,11 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda y: torch.fft.fft(y),
         r"dtype torch\.complex128.*real floating-point.*`\.abs\(\)`",
     ),
+    "sparse": (lambda y: y.to_sparse(), r"sparse tensor \(layout .*Pass a dense one"),
+    "nested": (
+        lambda y: torch.nested.as_nested_tensor(list(y.split((1, 3))), layout=torch.jagged),
+        r"nested or sparse.*`torch\.cat`",
+    ),
     "detached": (lambda y: y.detach(), "do not require a gradient.*Keep their graph"),
     "constant": (lambda _: torch.ones(4), "do not require a gradient"),
 }

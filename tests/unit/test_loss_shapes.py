@@ -291,7 +291,5 @@ def test_refusals() -> None:
     ):
         gramians_by_task(torch.eye(4), losses)
     for batch_dim in ("auto", 2):
-        with pytest.raises(
-            InvalidBatchDimError, match=r"\(4, 2\)\. Pass the dimension"
-        ):
+        with pytest.raises(InvalidBatchDimError, match=r"\(4, 2\)\. Pass the dimension"):
             gramians_by_task(torch.eye(8), losses["several"], batch_dim=batch_dim)  # type: ignore[arg-type]

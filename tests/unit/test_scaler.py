@@ -273,6 +273,8 @@ def test_what_is_no_scaler(step: Step) -> None:
     model = mlp()
     with pytest.raises(InvalidOptionError, match=r"is a float\. Pass the `torch\.amp\.GradScaler`"):
         step(Engine(model), per_sample(model(batch(4, 3))), weighting, 2.0)
+    with pytest.raises(InvalidOptionError, match=r"is a type\. Pass the `torch\.amp\.GradScaler`"):
+        step(Engine(model), per_sample(model(batch(4, 3))), weighting, torch.amp.GradScaler)
 
 
 def test_the_warning_is_there_without_a_scaler() -> None:

@@ -108,6 +108,8 @@ def test_misuse() -> None:
         engine.sketch(losses, 0)
     with pytest.raises(InvalidOptionError, match="dimensions with seed"):
         engine.sketch(losses, 8, 0.5)
+    with pytest.raises(InvalidOptionError, match="dimensions with seed"):
+        engine.sketch(losses, True)
     sketch = engine.sketch(losses, 8)
     for other in (engine.sketch(losses, 8, 1), engine.sketch(losses, 9)):
         with pytest.raises(InvalidOperandError, match="has no products with one of"):

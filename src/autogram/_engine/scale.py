@@ -100,7 +100,8 @@ def _is_scaling(scaler: GradScaler | None) -> TypeGuard[GradScaler]:
     """
     if scaler is None:
         return False
-    if not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
+    is_class = isinstance(scaler, type)
+    if is_class or not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
         raise InvalidOptionError(
             f"`scaler` is a {type(scaler).__name__}. Pass the `torch.amp.GradScaler` whose `step` "
             "and `update` the training loop calls, or `None`."

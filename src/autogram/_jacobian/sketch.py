@@ -96,7 +96,7 @@ class Sketching:
 
     def __init__(self, channel: Channel, dimensions: int, seed: int) -> None:
         given: tuple[object, object] = dimensions, seed
-        if not all(isinstance(x, int) for x in given) or dimensions < 1:
+        if not all(type(x) is int for x in given) or dimensions < 1:
             raise InvalidOptionError(
                 f"A sketch of {dimensions!r} dimensions with seed {seed!r} was asked for. Pass "
                 "integers, and one dimension at least."
