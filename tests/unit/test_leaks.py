@@ -21,15 +21,16 @@ pytestmark = pytest.mark.usefixtures("without_collector")
 
 
 class Small(nn.Module):
-    """A rule, a derived weight, a call without a rule, a shared layer and dropout."""
+    """Rules, a derived weight, a call without a rule, a shared layer and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
         self.shared, self.points = nn.Linear(3, 3), nn.Parameter(batch(3, 3))
+        self.slopes = nn.PReLU(3)  # a formula for each call
 
     def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
-        x = self.shared(self.first(x).tanh())
+        x = self.shared(self.slopes(self.first(x)).tanh())
         if fails:
             raise InterruptedError("half-way")
         distances = (x.unsqueeze(1) - self.points).square().sum(2)

@@ -8,11 +8,12 @@ So the calls are written down as a program.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -36,7 +37,6 @@ from autogram._blocks import (
     written_down,
 )
 from autogram._capture.uses import RuleUse
-from autogram.rules import Formula
 
 
 class Conditions(NamedTuple):
@@ -221,7 +221,13 @@ def _key(
     try:
         recipes = tuple(
             [
-                (tuple([x is not None for x in operands]), _pure(formula), saved.stop)
+                (
+                    tuple([x is not None for x in operands]),
+                    formula.dims,
+                    _MADE.get(formula.blocks) or _pure(formula.blocks),
+                    formula.groups,
+                    saved.stop,
+                )
                 for operands, formula, saved in use.recipes
             ]
         )
@@ -246,15 +252,19 @@ class _ImpureError(Exception):
     """More than its arguments may decide about the calls of a function."""
 
 
-@lru_cache(maxsize=4096)
-def _pure(formula: Formula) -> Hashable:
-    """What a formula is made of, equal for formulas whose functions make equal calls.
+_MADE: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()
+"""What functions are made of. Many rules make one for each call, which is gone with its graph."""
+
+
+def _pure(function: Callable[..., Any]) -> Hashable:
+    """What the function of a formula is made of, equal for functions that make equal calls.
 
     Raises:
         _ImpureError: The function may be the user's, or may read what is no argument.
     """
-    parts: Hashable = _made_of(tuple(formula))
-    return parts
+    made: Hashable = _made_of(function)
+    _MADE[function] = made
+    return made
 
 
 def _made_of(value: Any) -> Any:
