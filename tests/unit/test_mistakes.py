@@ -21,7 +21,15 @@ from torchjd.aggregation import (
     UPGradWeighting,
 )
 
-from autogram import CoupledObjectivesWarning, Engine, InvalidOperandError, InvalidOptionError
+from autogram import (
+    CoupledObjectivesWarning,
+    Engine,
+    InvalidOperandError,
+    InvalidOptionError,
+    weightings,
+)
+from autogram.monitor import ConflictMonitor, cosines, noise_and_signal
+from autogram.plot import by_cluster, plot_cosines, plot_norms
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, assert_nothing_is_left, batch, mlp, per_sample
 
@@ -132,6 +140,30 @@ def test_what_is_no_tensor_of_weights(returned: Any) -> None:
     with pytest.raises(InvalidOperandError, match=rf"returned a {type(returned).__name__}.*tensor"):
         engine.backward(per_sample(model(batch(4, 3))), lambda _: returned)
     assert_nothing_is_left(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        weightings.UPGrad(),
+        weightings.DualProj(),
+        weightings.PCGrad(),
+        weightings.GradVac(),
+        ConflictMonitor().observe,
+        cosines,
+        noise_and_signal,
+        plot_cosines,
+        plot_norms,
+        by_cluster,
+    ],
+)
+def test_what_is_no_gramian(read: Callable[[Any], Any]) -> None:
+    """Integers gave weights that are integers, too."""
+    for given, kind in [(None, "NoneType"), (torch.eye(3).long(), "Tensor of torch.int64")]:
+        with pytest.raises(InvalidOperandError, match=rf"The Gramian is a {kind}.*Pass a tensor"):
+            read(given)
+    with pytest.raises(InvalidOperandError, match="shape"):
+        read(torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("form", [lambda w: w * 1j, Tensor.to_sparse], ids=["complex", "sparse"])

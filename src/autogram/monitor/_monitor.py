@@ -161,13 +161,13 @@ class ConflictMonitor:
 
     def _look(self, gramian: Tensor) -> Tensor | None:
         """The numbers of a Gramian without the entropy, or ``None`` if the Gramian is skipped."""
+        check_square(gramian)
         if gramian.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "A monitor is called while a CUDA graph is captured, and does not see replays. "
                 "Return the Gramian from the step (`return_gramian=True`), and give it to "
                 "`observe` behind each replay."
             )
-        check_square(gramian)
         self._seen += 1
         if (self._seen - 1) % self.every or not len(gramian):
             return None

@@ -8,6 +8,8 @@ from math import inf, isnan, log, nan
 import torch
 from torch import Tensor
 
+from autogram._arguments import check_square
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -68,6 +70,7 @@ def cosines(gramian: Tensor) -> Tensor:
         ``(m, m)``, with ones on the diagonal. A gradient of length zero has no direction: its
         cosines are zero, also with itself.
     """
+    check_square(gramian)
     norms = gramian.diagonal().clamp(min=0).sqrt()
     scale = torch.where(norms > 0, norms.reciprocal(), 0)
     return gramian * scale * scale.unsqueeze(1)
@@ -85,6 +88,7 @@ def noise_and_signal(gramian: Tensor) -> tuple[Tensor, Tensor]:
     References:
         McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.
     """
+    check_square(gramian)
     m, mean = len(gramian), gramian.mean()
     noise = (gramian.diagonal().mean() - mean) * (m / (m - 1) if m > 1 else nan)
     return noise, mean - noise / m

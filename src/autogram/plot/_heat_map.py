@@ -108,6 +108,7 @@ def by_cluster(gramian: Tensor) -> list[int]:
         Friendly, Corrgrams: Exploratory Displays for Correlation Matrices, The American
         Statistician 56, 2002.
     """
+    check_square(gramian)
     if len(gramian) < 3:
         return list(range(len(gramian)))
     table = cosines(gramian.detach().cpu().double()).nan_to_num()

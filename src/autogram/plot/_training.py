@@ -8,6 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from autogram._arguments import check_square
 from autogram._errors import InvalidOperandError
 from autogram.monitor import ConflictMonitor, Numbers
 from autogram.monitor._numbers import NAMES
@@ -75,8 +76,10 @@ def plot_norms(
         The axes, with a logarithmic scale if all norms are positive.
 
     Raises:
-        InvalidOperandError: There is not one class for each objective.
+        InvalidOperandError: The Gramian is not square, or there is not one class for each
+            objective.
     """
+    check_square(gramian)
     norms = gramian.detach().diagonal().cpu().clamp(min=0).sqrt()
     found = classes.tolist() if isinstance(classes, Tensor) else classes
     labels = [None] * len(norms) if found is None else list(found)

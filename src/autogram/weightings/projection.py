@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from autogram._arguments import check_floating
 from autogram._errors import (
     InexactWeightsWarning,
     InvalidOperandError,
@@ -111,6 +112,7 @@ class Projector:
         Warns:
             InexactWeightsWarning: The tolerance was not reached.
         """
+        check_floating(gramian)
         m = vectors.shape[-1] if vectors.dim() else 0
         if gramian.dim() != 2 or gramian.shape != (m, m):
             raise InvalidOperandError(
