@@ -45,7 +45,11 @@ class MicroBatches:
         batch.__exit__(None, None, None)
         return batch.weights
 
+    def forget(self) -> None:
+        """Forgets a step that is not complete."""
+        self._open = None
+
     def close(self) -> None:
         """Forgets a step that is not complete, and takes the engine off the model."""
-        self._open = None
+        self.forget()
         self.engine.remove()

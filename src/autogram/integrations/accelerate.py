@@ -80,3 +80,7 @@ class Accelerated:
         return self._micro_batches.add(
             losses, is_last=self._accelerator.sync_gradients, scaler=self._accelerator.scaler
         )
+
+    def forget(self) -> None:
+        """Forgets the micro-batches of a step that is not complete, as where a loop begins anew."""
+        self._micro_batches.forget()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what it is mixed into, which nobody needs to install for th
         trainer: Any
 
         def optimizers(self) -> Any: ...
+        def on_fit_start(self) -> None: ...
         def on_fit_end(self) -> None: ...
         def __getstate__(self) -> dict[str, Any]: ...
 
@@ -95,6 +96,10 @@ class JacobianDescent(_Module):
                     f"{type(self).__name__} has no `weighting`. Set `self.weighting` to a function "
                     "of a Gramian in `__init__`, for instance `autogram.weightings.UPGrad()`."
                 )
+            if self.micro_batches < 1:
+                raise InvalidOptionError(
+                    f"`micro_batches` is {self.micro_batches}. Pass a positive number of batches."
+                )
             self._micro_batches = MicroBatches(self.make_engine(), weighting)
         losses = self.training_losses(batch, batch_idx)
         is_last = (batch_idx + 1) % self.micro_batches == 0 or self.trainer.is_last_batch
@@ -112,9 +117,18 @@ class JacobianDescent(_Module):
         parts = [part.detach().float().flatten() for part in parts_of(losses)]
         return {"loss": torch.cat(parts).mean(), "weights": weights}
 
+    def on_fit_start(self) -> None:
+        """Takes off what a fit has left that ended by an error."""
+        super().on_fit_start()
+        self._take_off()
+
     def on_fit_end(self) -> None:
         """Takes the engine off."""
         super().on_fit_end()
+        self._take_off()
+
+    def _take_off(self) -> None:
+        """Forgets a step that is not complete, and takes the engine off."""
         if self._micro_batches is not None:
             self._micro_batches.close()
             self._micro_batches = None

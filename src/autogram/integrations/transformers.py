@@ -116,8 +116,12 @@ class JacobianTrainer(Trainer):
         set_mode = getattr(self.optimizer, "train", None)
         if callable(set_mode):  # optimizers without a schedule have two modes, too
             set_mode()
-        with self.compute_loss_context_manager():
-            losses = self.compute_losses(model, self._prepare_inputs(inputs))
+        try:
+            with self.compute_loss_context_manager():
+                losses = self.compute_losses(model, self._prepare_inputs(inputs))
+        except BaseException:
+            self._steps.forget()  # the base may begin anew, with smaller batches
+            raise
         mean = torch.cat([part.detach().float().flatten() for part in parts_of(losses)]).mean()
         self._steps.backward(losses)
         return mean / self.current_gradient_accumulation_steps

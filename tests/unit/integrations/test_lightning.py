@@ -210,6 +210,29 @@ def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
             assert not module._forward_pre_hooks
 
 
+@pytest.mark.parametrize("place", ["training_losses", "on_train_batch_end"])
+def test_a_step_that_was_interrupted_is_no_part_of_the_next_fit(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error between the two batches of a step, and another fit."""
+    seen: list[int] = []
+    model, batches = Net(2, lambda gramian: seen.append(len(gramian)) or mean(gramian)), data(10)
+    act = getattr(model, place)
+
+    def fail(*args: Any) -> Any:
+        if args[-1] == (place == "training_losses"):  # the number of the batch
+            raise InterruptedError("half-way")
+        return act(*args)
+
+    monkeypatch.setattr(model, place, fail)
+    with pytest.raises(InterruptedError):
+        trainer(tmp_path, max_epochs=1).fit(model, loader(batches))
+    assert not seen
+    monkeypatch.undo()
+    trainer(tmp_path, max_epochs=1).fit(model, loader(batches))
+    assert seen == [10]
+
+
 class Tasks(Net):
     """Losses of two tasks, an engine on the trunk alone, and two optimizers."""
 
@@ -253,6 +276,10 @@ def test_without_weighting_or_losses(tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match=r"Without has no `weighting`. Set `self"):
         trainer(tmp_path).fit(model, loader(data()))
     model.weighting = weighting
+    model.micro_batches = 0
+    with pytest.raises(InvalidOptionError, match="`micro_batches` is 0"):
+        trainer(tmp_path).fit(model, loader(data()))
+    model.micro_batches = 1
     with pytest.raises(UnsupportedError, match="has no `training_losses"):
         trainer(tmp_path).fit(model, loader(data()))
 

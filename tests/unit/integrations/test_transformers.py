@@ -195,6 +195,34 @@ def test_bars_evaluation_and_checkpoints(
         assert (p - q).abs().max() < 1e-9
 
 
+def test_a_training_that_begins_anew_with_smaller_batches(tmp_path: Path) -> None:
+    """Memory runs out in the second micro-batch: the first one is no part of another step."""
+    seen: list[int] = []
+
+    class Short(JacobianTrainer):
+        def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+            if len(inputs["labels"]) == 8 and self.was_called:
+                raise RuntimeError("CUDA out of memory.")
+            self.was_called = True
+            return super().compute_losses(model, inputs)
+
+    def weigh(gramian: Tensor) -> Tensor:
+        seen.append(len(gramian))
+        return mean(gramian)
+
+    options = arguments(
+        tmp_path,
+        num_train_epochs=1,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        auto_find_batch_size=True,
+    )
+    trainer = Short(classifier(), options, train_dataset=texts(), weighting=weigh)
+    trainer.was_called = False
+    trainer.train()
+    assert sum(seen) == 18
+
+
 @pytest.mark.slow
 def test_nothing_is_left_on_the_model(tmp_path: Path) -> None:
     """Behind a training, and behind one that fails; each has an engine of its own."""
