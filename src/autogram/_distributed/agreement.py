@@ -75,18 +75,21 @@ class Agreement:
         """
         return (0,) not in self._told(error, int(is_right))
 
-    def confirm(self, error: BaseException | None, scale: float = 0.0) -> None:
+    def confirm(self, error: BaseException | None, scale: float = 0.0, wrapped: int = 0) -> None:
         """Waits until all ranks have come here.
 
         Args:
             error: Why this rank has failed.
             scale: That of this rank's losses, or zero without a gradient scaler.
+            wrapped: How many parameters have gradients that wrappers of this rank exchange.
 
         Raises:
-            RankError: A rank has failed, or the ranks have different scales.
+            RankError: A rank has failed, or the ranks have different scales or wrappers.
         """
         (bits,) = _INTEGER.unpack(_NUMBER.pack(scale))
-        _compare_scales([bits for (bits,) in self._told(error, bits)])
+        found = self._told(error, bits, wrapped)
+        _compare_scales([bits for bits, _ in found])
+        _compare_wrapped([wrapped for _, wrapped in found])
 
     def _told(self, error: BaseException | None, *numbers: int) -> Digests:
         """Some numbers of each rank. If some have failed, tells all ranks what has happened there.
@@ -193,6 +196,18 @@ def _compare(shares: Sequence[Share]) -> None:
                     "on all ranks.",
                     ranks=[rank],
                 )
+
+
+def _compare_wrapped(counts: Sequence[int]) -> None:
+    """Refuses ranks of which some would wait for wrappers, and others would not call these."""
+    ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    if ranks:
+        raise RankError(
+            f"The losses of rank {ranks[0]} do not come from a `DistributedDataParallel` that "
+            f"those of rank {counts.index(max(counts))} come from, which would wait for that rank. "
+            "Call the wrapped model on all ranks; one without samples passes none: `model(x[:0])`.",
+            ranks=ranks,
+        )
 
 
 def _compare_scales(bits: Sequence[int]) -> None:

@@ -93,6 +93,7 @@ class Ranks:
         compute: Callable[[], Jacobian],
         weighting: Weighting,
         scale: Callable[[], float],
+        wrapped: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The weights of all objectives, by a function that the first rank calls; and the Gramian.
 
@@ -100,9 +101,11 @@ class Ranks:
             compute: As for :meth:`gramian`.
             weighting: Gives the weights.
             scale: Gives the scale of this rank's losses, or zero without a gradient scaler.
+            wrapped: How many parameters have gradients that wrappers of this rank exchange.
 
         Raises:
-            RankError: A rank has failed, or the ranks have different parameters or scales.
+            RankError: A rank has failed, or the ranks have different parameters, scales or
+                wrappers.
         """
         exchange, gramian = self._exchanged(compute)
         error, weights = exchange.failure, gramian.new_empty(len(gramian))
@@ -114,7 +117,7 @@ class Ranks:
                     weights = self._weights_by(weighting, gramian)
             except Exception as raised:
                 error = raised
-        self.agreement.confirm(error, number)
+        self.agreement.confirm(error, number, wrapped)
         self.group.broadcast(weights)
         return weights, gramian
 

@@ -77,6 +77,11 @@ class Wrappers:
             for wrapper in unlearned:
                 wrapper._static_graph_delay_allreduce_enqueued = False
 
+    @property
+    def wrapped(self) -> int:
+        """How many parameters have gradients that are a wrapper's affair."""
+        return len(self._wrapped)
+
     def has(self, parameter: Tensor) -> bool:
         """Whether the gradient of a parameter is a wrapper's affair."""
         return id(parameter) in self._wrapped

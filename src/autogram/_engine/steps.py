@@ -155,7 +155,9 @@ class Step:
                 found.append(self.engine._without_objectives(self._empty))
             return found[0]
 
-        weights, gramian = ranks.weights(jacobian, self.scale.weighting, self.scale.number)
+        weights, gramian = ranks.weights(
+            jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
+        )
         own = ranks.own(weights)
         accumulate(ranks.group, found[0], own, ranks.reached, wrappers, ranks.shards)
         return gramian, own

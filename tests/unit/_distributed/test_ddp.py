@@ -323,6 +323,29 @@ def a_rank_that_raises(rank: int) -> None:
         assert_fused(engine, world, wrapped, twin, step)
 
 
+def a_rank_that_does_not_call_the_wrapper(rank: int) -> None:
+    """The others would wait for it. With an empty batch it goes along."""
+    world = World()
+    wrapped = Wrap(world.model())
+    engine = Engine(wrapped, distributed=True)
+    x = world.batch(0, 0)
+
+    def fused() -> None:
+        engine.backward(torch.zeros(0) if rank else world.losses(wrapped(x)), weighting)
+
+    def accumulated() -> None:
+        with engine.accumulate(weighting) as batch:
+            if not rank:
+                batch.add(world.losses(wrapped(x)))
+
+    for step in (fused, accumulated):
+        with pytest.raises(RankError, match=r"of rank 1 do not come from.*`model\(x") as error:
+            step()
+        assert error.value.ranks == [1]
+    engine.backward(world.losses(wrapped(x[:0] if rank else x)), weighting)
+    assert_same_on_all(flat_gradient(wrapped))
+
+
 def another_group(rank: int) -> None:
     """The wrapper's sum would be that of others."""
     groups = [distributed.new_group([other]) for other in range(RANKS)]
@@ -354,6 +377,7 @@ def scenarios() -> Mapping[str, Scenario]:
         a_trunk_with_a_plain_head,
         steps_inside_of_the_forward,
         a_rank_that_raises,
+        a_rank_that_does_not_call_the_wrapper,
         another_group,
     ):
         found[alone.__name__] = alone
