@@ -94,6 +94,16 @@ def test_losses_that_are_coupled() -> None:
         step()
 
 
+def test_one_sample_behind_losses_that_were_as_many_as_its_words() -> None:
+    """A row of integers is the sample, and no row of positions: its calls are recorded."""
+    model = nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH))
+    engine = Engine(model, unseen="error")
+    output = model(words(3))
+    numbers = [(output - i).square().mean() for i in range(LENGTH)]
+    engine.compute_gramian(numbers)
+    assert_exact(engine, per_sample(model(words(1))), model)
+
+
 def test_an_input_without_elements() -> None:
     """As of boxes that no picture has."""
 

@@ -230,20 +230,19 @@ class Recorder(TorchFunctionMode):
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """The sizes of the dimensions of an input in which the samples may lie."""
-    if tensor.is_nested:
-        return ()
-    has_features_alone = tensor.dim() == 2 and tensor.is_floating_point()
-    return tuple(tensor.shape[: 1 if has_features_alone else 2])
-
-
-def _may_have(samples: int, tensor: Tensor) -> bool:
-    """Whether an input may have a dimension of so many samples.
+    """The sizes of the dimensions of an input in which the samples may lie.
 
     In a row of integers, these are likely to be positions, as many as there are samples.
     """
-    is_row = tensor.dim() == 2 and len(tensor) == 1 and not tensor.is_floating_point()
-    return samples in _sizes(tensor) and (samples == 1 or not is_row)
+    if tensor.is_nested:
+        return ()
+    is_first_alone = tensor.dim() == 2 and (tensor.is_floating_point() or len(tensor) == 1)
+    return tuple(tensor.shape[: 1 if is_first_alone else 2])
+
+
+def _may_have(samples: int, tensor: Tensor) -> bool:
+    """Whether an input may have a dimension of so many samples."""
+    return samples in _sizes(tensor)
 
 
 def _may_have_parts(samples: int, tensor: Tensor) -> bool:
