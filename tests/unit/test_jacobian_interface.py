@@ -1,5 +1,7 @@
 """What a person meets who calls a Jacobian: shapes, names, errors, memory."""
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from autogram import ChangedTensorError, Engine, InvalidOperandError, Jacobian
+from autogram import ChangedTensorError, Engine, InvalidOperandError, Jacobian, UnsupportedError
 from autogram.testing import reference_jacobian
 from tests.unit.alive import live_tensors
 from tests.unit.checks import assert_close_to_reference, features
@@ -161,6 +163,14 @@ def test_an_optimizer_is_no_group(model: nn.Module) -> None:
         InvalidOperandError, match=r"those of `SGD`\. Pass `optimizer\.param_groups`"
     ):
         jacobian.block_gramians(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies(model: nn.Module, copied) -> None:
+    """Its parameters would be others."""
+    jacobian, _ = make(model)
+    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*Keep what"):
+        copied(jacobian)
 
 
 def test_no_parameter_in_common(model: nn.Module) -> None:

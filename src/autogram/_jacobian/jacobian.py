@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from numbers import Real
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -106,6 +107,13 @@ class Jacobian:
         return (
             f"Jacobian({m} x {n}, {len(self._names)} parameters, dtype={self.dtype}, "
             f"device={str(self.device)!r})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "A Jacobian cannot be copied or pickled: it is made of tensors of one forward pass, "
+            "and of the parameters of one model. Keep what its methods return, such as `gramian()` "
+            "or `rows(slice(None))`."
         )
 
     @retried_with_less

@@ -219,6 +219,9 @@ class HookManager:
         )
         return "\n".join(padded) if len(lines) > 1 else "No hooks are registered."
 
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()  # a copy has no hooks, as those of the modules have none
+
     def __enter__(self) -> Self:
         return self
 

@@ -278,6 +278,20 @@ def test_copies_have_no_hooks(kind: Any, copied: Any) -> None:
     assert seen == [module]
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_manager_in_a_module_that_is_copied(copied: Any) -> None:
+    """As where a module registers hooks of its own. The copy's manager has none."""
+    module, notes = nn.Linear(3, 3), Notes()
+    module.manager = HookManager()
+    module.manager.register(notes.after, module)
+    twin = copied(module)
+    assert len(twin.manager) == 0
+    twin(X)
+    assert not twin._forward_hooks
+    twin.manager.register(notes.after, twin)
+    assert (len(twin.manager), len(module.manager)) == (1, 1)
+
+
 def test_the_table() -> None:
     """Of what is registered where, and whether it is active."""
     manager, notes = HookManager(), Notes()
