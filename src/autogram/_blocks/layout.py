@@ -173,6 +173,43 @@ class Scattered:
     batch: int
     samples: Tensor
     """The sample of each element, -1 for none. On the CPU."""
+    dims: tuple[int, ...] = ()
+    """The dimensions in which samples may lie."""
+
+    @cached_property
+    def parts(self) -> list[Partial]:
+        """Parts, in each of which samples lie along a dimension: as few as some dimension allows.
+
+        Two for tokens that were exchanged between neighbours, and as many as there are samples in
+        one row for rows in which samples lie one behind the other.
+        """
+        if not self.dims:
+            return [self._part([x]) for x in self.samples[self.samples >= 0].unique().tolist()]
+        return min([self._parts_along(dim) for dim in self.dims], key=len)
+
+    def _parts_along(self, dim: int) -> list[Partial]:
+        """Parts in which samples lie along a dimension: each sample in the first that has room."""
+        by_place = self.samples.movedim(dim, 0).flatten(1)
+        has = torch.zeros(len(by_place), self.batch + 1, dtype=torch.bool, device="cpu")
+        has = has.scatter_(1, by_place.long() + 1, 1)[:, 1:]
+        meet = (has.float().mT @ has.float() > 0).tolist()
+        parts: list[list[int]] = []
+        for sample in has.any(0).nonzero().flatten().tolist():
+            for part in parts:
+                if not any(meet[sample][other] for other in part):
+                    part.append(sample)
+                    break
+            else:
+                parts.append([sample])
+        return [self._part(part, dim, has[:, part]) for part in parts]
+
+    def _part(self, samples: list[int], dim: int = 0, has: Tensor | None = None) -> Partial:
+        """Some samples, and which of them has each place along a dimension, if there are several."""
+        subset = Subset(tuple(samples), self.batch)
+        if has is None or len(samples) == 1:
+            return Partial(subset, None)
+        owners = torch.where(has.any(1), has.int().argmax(1), -1)
+        return Partial(subset, Routed(dim, len(samples), owners))
 
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of the shape of ``like``."""
@@ -201,11 +238,14 @@ def pieces(
         within = layout.layout if len(layout.subset.samples) > 1 else None
         yield layout.subset, within, cotangent
     elif isinstance(layout, Scattered):
-        owners = layout.owners(cotangent[0])
-        for sample in layout.samples[layout.samples >= 0].unique().tolist():
+        numbers = torch.full((layout.batch + 1,), -1, device="cpu")  # the last for no sample
+        for number, part in enumerate(layout.parts):
+            numbers[list(part.subset.samples)] = number
+        numbers = numbers[layout.samples].to(cotangent.device)
+        for number, part in enumerate(layout.parts):
             # A selection and not a product, which would spread infinities to other samples.
-            own = torch.where(owners == sample, cotangent, 0)
-            yield Subset((sample,), layout.batch), None, own
+            own = torch.where(numbers == number, cotangent, 0)
+            yield part.subset, part.layout, own
     else:
         yield None, layout, cotangent
 

@@ -112,3 +112,25 @@ def test_pieces_of_scattered_samples() -> None:
     assert [subset for subset, *_ in found] == [Subset((0,), 4), Subset((2,), 4)]
     for (*_, own), sample in zip(found, (0, 2), strict=True):
         assert torch.equal(own, cotangent * (samples == sample))
+
+
+@pytest.mark.parametrize(
+    ("samples", "dims", "expected"),
+    [
+        ([[0, 0, 1], [2, 3, 3]], (0, 1), [((0, 2), 0), ((1, 3), 0)]),
+        ([[0, 0, 1], [2, 3, 3]], (1,), [((0, 1), 1), ((2, 3), 1)]),
+        ([[3, 0, 0], [0, 1, 1], [1, 2, -1], [2, 3, 3]], (0, 1), [((0, 2), 0), ((1, 3), 0)]),
+        ([[0, 1], [1, 0]], (0, 1), [((0,), None), ((1,), None)]),
+    ],
+)
+def test_scattered_samples_that_are_apart_along_a_dimension(
+    samples: list[list[int]], dims: tuple[int, ...], expected: list[tuple[tuple[int, ...], int]]
+) -> None:
+    """They are one piece, along the dimension in which there are the fewest."""
+    owners = torch.tensor(samples)
+    found = list(pieces(Scattered(4, owners, dims), torch.ones(1, *owners.shape)))
+    assert [(x.samples, y and y.dim) for x, y, _ in found] == expected
+    for subset, layout, own in found:
+        given = Partial(subset, layout).owners(own[0]).expand(owners.shape)
+        assert torch.equal(torch.where(own[0] == 1, given, -1)[own[0] == 1], owners[own[0] == 1])
+    assert torch.equal(sum(own for *_, own in found)[0], (owners >= 0).float())

@@ -37,15 +37,16 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
                 raise not_finite(use)
             return regular
         owners = {dim: torch.where(x == HIDDEN, bad, x) for dim, x in owners.items()}
-    there = next(iter(owners.values())).unique()
-    there = there[there >= 0]
+    places = next(iter(owners.values()))
+    # A count takes a fraction of the time of `unique`.
+    (there,) = places[places >= 0].bincount(minlength=batch).nonzero(as_tuple=True)
     if not len(there):
         return ()
     if ELEMENTS in owners:
         elements = owners[ELEMENTS].view(use.shape)
         owners = _along_dims(elements, use.dims)
         if not owners and len(there) > 1:
-            return (Scattered(batch, elements),)
+            return (Scattered(batch, elements, use.dims),)
     regular = regular_layouts(use.shape, owners, is_finite)
     if len(there) > 1 and 2 * len(there) > batch:
         return regular or (_routed(owners, batch),)
