@@ -56,6 +56,19 @@ def test_weights_may_have_either_shape(model: nn.Module, shape: tuple[int, ...])
     assert_close_to_reference(flat(jacobian.vjp(weights.view(2, *shape)), 2), weights @ expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+def test_weights_of_another_dtype(dtype: torch.dtype) -> None:
+    """Results have the dtype of the Jacobian, those of biases and of scales, too."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).float()
+    losses = per_sample(model(batch(4, 3).float()))
+    jacobian = Engine(model).jacobian(losses)
+    weights = torch.tensor([1, -2, 0, 3]).to(dtype)
+    found = jacobian.vjp(weights)
+    assert {x.dtype for x in found.values()} == {jacobian.dtype} == {torch.float32}
+    expected = weights.float() @ reference_jacobian(losses, model.parameters())
+    torch.testing.assert_close(flat(found), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (5,), (4, 1), (1, 3), (2, 2, 2)])
 def test_weights_of_another_shape(model: nn.Module, shape: tuple[int, ...]) -> None:
     jacobian, _ = make(model)

@@ -178,7 +178,7 @@ class Jacobian:
                 gradient = found.get(parameter)
                 if gradient is None:
                     gradient = _zeros(parameter, shape, dtype)
-                gradients[name] = gradient
+                gradients[name] = gradient.to(_in_numbers_of(parameter, dtype))
             return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
@@ -332,8 +332,12 @@ class Jacobian:
 
 def _zeros(parameter: Tensor, first: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros for gradients of a parameter, in its own kind of numbers."""
-    dtype = dtype.to_complex() if parameter.is_complex() else dtype
-    return parameter.new_zeros((*first, *parameter.shape), dtype=dtype)
+    return parameter.new_zeros((*first, *parameter.shape), dtype=_in_numbers_of(parameter, dtype))
+
+
+def _in_numbers_of(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results for a parameter, which is complex where this is."""
+    return dtype.to_complex() if parameter.is_complex() else dtype
 
 
 def check_jacobian(given: object) -> None:
