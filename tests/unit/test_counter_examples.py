@@ -259,3 +259,25 @@ def test_samples_without_a_loss_that_a_constant_exchanges() -> None:
         weights[1:3] = float(alive)
         losses = layer(torch.randn(6, 3)).tanh()[order].square().sum(1) * weights
         assert_exact(engine, losses, layer)
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
+def test_a_row_of_all_elements_is_rolled(batch_dim: Mode) -> None:
+    """The element that goes to the next sample counts nothing at first."""
+    first, last, x = nn.Linear(3, 4), nn.Linear(4, 2), irregular(B, 3)
+
+    class Rolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            return self.last(self.first(x).tanh().roll(1) * weights)
+
+    model = Rolled()
+    engine = Engine(model, batch_dim=batch_dim, verify="never")
+    for weight in (0.0, 0.0, 1.0, 1.0):
+        weights = torch.tensor([weight, 1, 1, 1])
+        losses = features(model(x, weights), 1).squeeze(1)
+        assert_exact(engine, losses, model)

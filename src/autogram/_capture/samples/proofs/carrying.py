@@ -127,6 +127,11 @@ def _but_own(edge: Edge) -> Iterable[int]:
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 
+def _rolled(edge: Edge) -> Iterable[int]:
+    """All dimensions that are not rolled. Without ``dims``, all elements are rolled as one row."""
+    return _but_own(edge) if edge.node._saved_dims else ()
+
+
 def _joined(edge: Edge) -> Iterable[int]:
     """All dimensions, but the one along which tensors are joined if constants are among them.
 
@@ -246,9 +251,10 @@ _KNOWN: list[tuple[Carries, str]] = [
         _but_own,
         """
         Gather Topk Sort Cummax Cummin Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp
-        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Roll Rot90
+        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Rot90
         """,
     ),
+    (_rolled, "Roll"),
     (_joined, "Cat"),
     (lambda edge: _all(edge) if len(edge.node._input_metadata) == 1 else (), "HandOn"),
     (_of_first(_all, _but_own), "Scatter ScatterAdd ScatterReduce IndexAdd IndexCopy IndexReduce"),
