@@ -1,6 +1,7 @@
 """Parameters that are replaced while losses of earlier forward passes live: J lists its own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,27 @@ def test_a_call_with_derived_tensors_behind_a_replacement() -> None:
         doubled = {n: 2 * p for n, p in parameters.items()}
         output = torch.func.functional_call(model, doubled, (torch.randn(5, 3),))
         assert_lists(engine, per_sample(output), parameters)
+
+
+@pytest.mark.parametrize("verify", ["never", "always"])
+def test_parameters_of_another_graph_that_is_alive(verify: Any) -> None:
+    """They are no part of J, and get their gradients as all that is not the engine's does."""
+    model, other = Extra(), nn.Linear(3, 3)
+    engine = Engine(model, batch_dim=0, verify=verify)
+    x, weights = torch.randn(5, 3), torch.rand(5)
+    model.first, first = nn.Linear(3, 4), model.first
+    tensors = {"extra": other.bias, "first.weight": first.weight}
+    alive = torch.func.functional_call(model, tensors, (x,))
+    for _ in range(2):
+        losses = per_sample(model(other(first(x)[:, :3])))
+        leaves = [*other.parameters(), first.weight, model.first.weight]
+        expected = torch.autograd.grad(losses, leaves, weights, retain_graph=True)
+        for leaf in leaves:
+            leaf.grad = None
+        assert_lists(engine, losses, dict(model.named_parameters()))
+        engine.backward(losses, lambda _: weights)
+        torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected))
+    assert alive.requires_grad
 
 
 def test_a_call_with_derived_tensors_behind_one_with_parameters() -> None:

@@ -85,14 +85,16 @@ class Channel:
             return False
         return all(recording.is_batchable for recording in self.recordings)
 
-    def parameters(self, known: Iterable[Tensor] = ()) -> dict[Tensor, str]:
+    def parameters(
+        self, known: Iterable[Tensor] = (), recordings: Iterable[Recording] = ()
+    ) -> dict[Tensor, str]:
         """The parameters of the engine's modules, with their names.
 
-        They are the parameters at the beginning of the recordings that are alive. If there are
-        none, or others are ``known`` to be used, those of now are added.
+        They are the parameters at the beginning of some ``recordings``, by default of all that are
+        alive. If there are none, or others are ``known`` to be used, those of now are added.
         """
         names: dict[Tensor, str] = {}
-        for recording in self.recordings:
+        for recording in recordings or self.recordings:
             names = {**recording.names, **names}
         if not names or not names.keys() >= set(known):
             names = {**self.parameters_now(), **names}

@@ -70,7 +70,7 @@ def assemble_rows(run: Run) -> None:
         for rows_of, gradient in zip(gradients.values(), found, strict=True):
             rows_of.append(gradient)
     assembly = Assembly(run, None, is_by_use=False)
-    whole = Recording(run.channel, run.channel.parameters(parameters), count=-1)
+    whole = Recording(run.channel, run.survey.names, count=-1)
     use = FallbackUse.of(whole, "an ordinary pass", losses, (), ())
     while gradients:
         parameter, rows_of = gradients.popitem()

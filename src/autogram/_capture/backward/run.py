@@ -79,7 +79,7 @@ class Run:
     def outside(self) -> list[Tensor]:
         """The leaves behind the losses that are no part of J."""
         leaves, left_out = self.survey.leaves, self.survey.left_out
-        inside = self.channel.parameters(leaves)
+        inside = self.survey.names
         return [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
 
     @cached_property

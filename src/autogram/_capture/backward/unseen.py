@@ -33,8 +33,7 @@ def use_in_tail(survey: Survey) -> FallbackUse | None:
     than ``forward``, by a gradient that is differentiated again, and by a forward pass from before
     the engine was made.
     """
-    losses, channel = survey.losses, survey.channel
-    names = channel.parameters(survey.leaves_of_tail)
+    losses, channel, names = survey.losses, survey.channel, survey.names
     known = {p for use, *_ in survey.tail for tracked in use.reads for p in tracked.sources}
     known.update(survey.left_out)
     inside = [p for p in survey.leaves_of_tail if p in names and p not in known]

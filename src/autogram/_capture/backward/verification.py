@@ -141,7 +141,7 @@ class Check:
         are kept.
         """
         survey = self.survey
-        names = survey.channel.parameters(self.comparisons)
+        names = survey.names
         parameters = [p for p in names if p.requires_grad and p not in survey.left_out]
         # Also of leaves that are not the engine's: a pass inside of this one may add to these.
         others = [x for x in survey.leaves if x not in names or x in survey.left_out]

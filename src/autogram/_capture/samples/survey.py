@@ -11,6 +11,7 @@ from __future__ import annotations
 import marshal
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
@@ -80,6 +81,15 @@ class Survey:
             tuple([names.get(p) for names, of in of_uses for p in of.sources]),
         )
 
+    @cached_property
+    def names(self) -> dict[Tensor, str]:
+        """The parameters of the engine's modules, of now or when the losses were computed.
+
+        Parameters of other forward passes that are alive are no part of J.
+        """
+        known = () if self.may_hide_taps else self.recordings
+        return self.channel.parameters(self.leaves, known)
+
     def key_without(self, free: bytes) -> bytes:
         """The key without the sizes of some nodes, and of the uses that they show.
 
@@ -134,10 +144,9 @@ class Survey:
         """The uses in the tail, which become uses of the survey."""
         if self.may_hide_taps or self.channel.before_pass is not None:
             return []
-        known = self.channel.parameters(self.leaves_of_tail)
-        leaves = [x for x in self.leaves_of_tail if x in known and x not in self.left_out]
+        leaves = [x for x in self.leaves_of_tail if x in self.names and x not in self.left_out]
         nodes = self.nodes[: self._end_of_tail]
-        found = uses_in_tail(self.channel, self.losses, nodes, {x: known[x] for x in leaves})
+        found = uses_in_tail(self.channel, self.losses, nodes, {x: self.names[x] for x in leaves})
         for use, output, _ in found:
             self.uses[use] = self.numbers[output.node]
             self._structure += self.uses[use], output.output_nr
