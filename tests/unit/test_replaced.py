@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram import Engine
+from autogram import Engine, UnsupportedError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import per_sample
@@ -161,6 +161,23 @@ def test_a_call_with_derived_tensors_behind_a_replacement() -> None:
         doubled = {n: 2 * p for n, p in parameters.items()}
         output = torch.func.functional_call(model, doubled, (torch.randn(5, 3),))
         assert_lists(engine, per_sample(output), parameters)
+
+
+@pytest.mark.parametrize("verify", ["never", "always"])
+def test_a_call_with_derived_tensors_right_behind_a_replacement(verify: Any) -> None:
+    """The engine has not seen the new parameter, in whose place the call puts another tensor."""
+    model = Extra()
+    engine = Engine(model, batch_dim=0, verify=verify)
+
+    def doubled() -> Tensor:
+        tensors = {n: 2 * p for n, p in model.named_parameters()}
+        return per_sample(torch.func.functional_call(model, tensors, (torch.randn(5, 3),)))
+
+    assert_lists(engine, doubled(), dict(model.named_parameters()))
+    model.first.weight = nn.Parameter(torch.randn(4, 3))
+    with pytest.raises(UnsupportedError, match=r"has read `first\.weight`, not known"):
+        engine.compute_gramian(doubled())
+    assert_lists(engine, doubled(), dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("verify", ["never", "always"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import marshal
 from collections import deque
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
@@ -20,9 +20,16 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autogram._capture.autograd.graph import VIEWS, calls_of, kind_of_node, use_of
+from autogram._capture.autograd.graph import (
+    VIEWS,
+    calls_of,
+    is_tap_of,
+    kind_of_node,
+    nodes_from,
+    use_of,
+)
 from autogram._capture.autograd.slices import CHANGE
-from autogram._capture.recording import Channel
+from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
@@ -72,6 +79,10 @@ class Survey:
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
         self.left_out = self._find_left_out()
+        leaves = set(self.leaves)
+        for recording in self.recordings:
+            if leaves - recording.names.keys():
+                self._refuse_missed(recording)
         self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
         self.key = _digest([self.structure, self._sizes, self._inside])
@@ -139,6 +150,24 @@ class Survey:
                 "the losses anew, with the hooks as they are now."
             )
         return found
+
+    def _refuse_missed(self, recording: Recording) -> None:
+        """Refuses parameters that a forward pass has read and that its recording did not know.
+
+        They lie behind taps of the recording, and in front of those that are next.
+        """
+        taps = [number for use, number in self.uses.items() if use.recording is recording]
+        starts = [node for number in taps for node, _ in self.nodes[number].next_functions]
+        is_end = partial(is_tap_of, self.channel)
+        read = {getattr(node, "variable", None) for node in nodes_from(starts, is_end)}
+        read -= recording.names.keys() | self.left_out.keys()
+        if names := [f"`{name}`" for p, name in self.names.items() if p in read]:
+            raise UnsupportedError(
+                f"A forward pass has read {listed(names)}, not known to the engine as a parameter: "
+                "it became part of the modules since the engine last saw them, and "
+                "`functional_call` put another tensor in its place. Compute the losses once more, "
+                "as the engine knows the parameter now."
+            )
 
     def _find_tail(self) -> list[TailUse]:
         """The uses in the tail, which become uses of the survey."""
