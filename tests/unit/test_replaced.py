@@ -240,3 +240,59 @@ def test_parameters_may_be_swapped(is_replaced: bool) -> None:
             model.load_state_dict(model.state_dict())
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def grow(model: Extra) -> None:
+    model.middle.append(nn.Linear(4, 4))
+
+
+def add_scale(model: Extra) -> None:
+    model.scale = nn.Parameter(torch.randn(4))
+
+
+def grow_beside_lazy(model: Extra) -> None:
+    model.middle.append(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+
+
+def replace_first(model: Extra) -> None:
+    model.first.weight = nn.Parameter(torch.randn(4, 3))
+
+
+def unfreeze(model: Extra) -> None:
+    model.first.requires_grad_(not model.first.weight.requires_grad)
+
+
+CHANGES_INSIDE = [grow, grow_beside_lazy, add_scale, replace_first, unfreeze]
+
+
+@pytest.mark.parametrize("change", CHANGES_INSIDE)
+@pytest.mark.parametrize("has_others", [False, True])
+def test_changes_inside_of_the_forward_pass(
+    change: Callable[[Extra], None], has_others: bool
+) -> None:
+    """Parameters that begin to exist there, or to require a gradient, or no longer do."""
+
+    class Changing(Extra):
+        def __init__(self) -> None:
+            super().__init__()
+            self.middle = nn.ModuleList()
+            self.scale: Tensor | float = 1.0
+            self.is_due = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_due:
+                change(self)
+            h = self.first(other(x) if has_others else x).tanh() * self.scale
+            for layer in self.middle:
+                h = layer(h).tanh()
+            return self.last(h)
+
+    model, other = Changing(), nn.Linear(3, 3)
+    engine = Engine(model, batch_dim=0, verify="never")
+    for is_due in (False, False, True, False, True, True, False):
+        model.is_due = is_due
+        losses = model.losses()
+        parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        assert set(engine.jacobian(losses).names) == set(parameters)
+        reference = reference_jacobian(losses, parameters.values())
+        assert_close_to_reference(engine.compute_gramian(losses), reference @ reference.T)

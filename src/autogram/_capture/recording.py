@@ -157,6 +157,16 @@ class Recording:
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
 
+    def note_new(self) -> Iterable[Tensor]:
+        """Notes parameters that became part of the modules since the recording began.
+
+        Returns all parameters: others may have begun to require a gradient.
+        """
+        left_out = self.channel.left_out_now()
+        now = self.channel.parameters_now().items()
+        self.names = {p: name for p, name in now if p not in left_out} | self.names
+        return self.names
+
 
 def _refuse_sparse(parameters: Mapping[Tensor, str]) -> None:
     """Refuses trainable parameters that are sparse."""

@@ -55,7 +55,7 @@ class Kind(NamedTuple):
     function: Callable[..., Any]
     name: str
     is_question: bool
-    """Whether the function computes no tensor."""
+    """Whether the function computes no tensor, or gives a parameter its first numbers."""
     is_in_place: bool
     """Whether the function changes its first argument."""
     is_cast: bool
@@ -76,10 +76,11 @@ class Kind(NamedTuple):
 def kind_of(function: Callable[..., Any]) -> Kind:
     """A torch function with its properties."""
     name = getattr(function, "__name__", str(function))
+    is_init = getattr(function, "__module__", "") == "torch.nn.init"
     return Kind(
         function,
         name,
-        is_question=function in _QUESTIONS,
+        is_question=function in _QUESTIONS or is_init,
         is_in_place=name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")),
         is_cast=name in _CASTS,
         shows_cotangent=name in ("retain_grad", "register_hook"),

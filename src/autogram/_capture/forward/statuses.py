@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
@@ -44,6 +44,7 @@ class Statuses:
         self._stand_ins: dict[int, tuple[_Reference, int, Tensor]] = {}
         self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
         self.has_untapped = False
+        self._has_others = False  # parameters of other models: each new one would cost a walk
 
     @cached_property
     def _parameters(self) -> dict[int, Tracked]:
@@ -60,7 +61,18 @@ class Statuses:
         """The status of a trainable parameter, or ``None`` for any other tensor."""
         if id(tensor) in self._lazy_parameters and not is_lazy(tensor):
             self.add_parameter(tensor)
-        return self._parameters.get(id(tensor))
+        found = self._parameters.get(id(tensor))
+        is_new = found is None and tensor.requires_grad and isinstance(tensor, nn.Parameter)
+        # Without gradients, the parameters of a module are initialised, before it has them.
+        if is_new and not self._has_others and torch.is_grad_enabled():
+            for parameter in self._tapping.recording.note_new():
+                if is_lazy(parameter):
+                    self._lazy_parameters.add(id(parameter))
+                else:
+                    self.add_parameter(parameter)
+            found = self._parameters.get(id(tensor))
+            self._has_others = found is None
+        return found
 
     @cached_property
     def _inner(self) -> dict[Any, Tensor]:
@@ -142,12 +154,14 @@ class Statuses:
         detached, or a custom autograd Function has put the result of its own calls into the graph.
         """
         if (parameter := self._parameters.get(id(tensor))) is not None:
-            return parameter
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            return None if is_frozen else parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
-        if reference() is not tensor:
+        is_marked = reference() is tensor
+        if not is_marked:
             status = version = None
         if tensor.is_leaf:
-            if id(tensor) in self._lazy_parameters:
+            if not is_marked or id(tensor) in self._lazy_parameters:
                 return self._parameter(tensor)
             return None if isinstance(status, Tracked) else status
         return status if version == tensor._version else self._adopt(tensor)

@@ -164,9 +164,9 @@ class Survey:
         if names := [f"`{name}`" for p, name in self.names.items() if p in read]:
             raise UnsupportedError(
                 f"A forward pass has read {listed(names)}, not known to the engine as a parameter: "
-                "it became part of the modules since the engine last saw them, and "
-                "`functional_call` put another tensor in its place. Compute the losses once more, "
-                "as the engine knows the parameter now."
+                "it became part of the modules since the engine last saw them, in the forward pass "
+                "or in front of one in which `functional_call` put another tensor in its place. "
+                "Compute the losses once more, as the engine knows the parameter now."
             )
 
     def _find_tail(self) -> list[TailUse]:
