@@ -204,7 +204,7 @@ class Scattered:
         return [self._part(part, dim, has[:, part]) for part in parts]
 
     def _part(self, samples: list[int], dim: int = 0, has: Tensor | None = None) -> Partial:
-        """Some samples, and which of them has each place along a dimension, if there are several."""
+        """Some samples, and which of them has each place along a dimension if they are several."""
         subset = Subset(tuple(samples), self.batch)
         if has is None or len(samples) == 1:
             return Partial(subset, None)

@@ -154,14 +154,15 @@ class Statuses:
         detached, or a custom autograd Function has put the result of its own calls into the graph.
         """
         if (parameter := self._parameters.get(id(tensor))) is not None:
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            is_frozen = not tensor.requires_grad and isinstance(tensor, nn.Parameter)
             return None if is_frozen else parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
         is_marked = reference() is tensor
         if not is_marked:
             status = version = None
         if tensor.is_leaf:
-            if not is_marked or id(tensor) in self._lazy_parameters:
+            may_be_new = tensor.requires_grad and not is_marked
+            if may_be_new or id(tensor) in self._lazy_parameters:
                 return self._parameter(tensor)
             return None if isinstance(status, Tracked) else status
         return status if version == tensor._version else self._adopt(tensor)

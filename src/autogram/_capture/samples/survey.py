@@ -79,10 +79,9 @@ class Survey:
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
         self.left_out = self._find_left_out()
-        leaves = set(self.leaves)
         for recording in self.recordings:
-            if leaves - recording.names.keys():
-                self._refuse_missed(recording)
+            if others := set(self.leaves) - recording.names.keys():
+                self._refuse_missed(recording, others)
         self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
         self.key = _digest([self.structure, self._sizes, self._inside])
@@ -151,17 +150,19 @@ class Survey:
             )
         return found
 
-    def _refuse_missed(self, recording: Recording) -> None:
+    def _refuse_missed(self, recording: Recording, others: set[Tensor]) -> None:
         """Refuses parameters that a forward pass has read and that its recording did not know.
 
-        They lie behind taps of the recording, and in front of those that are next.
+        They are among the leaves that are no parameters of the recording, lie behind taps of it,
+        and in front of those that are next.
         """
+        if not (new := others & self.names.keys() - self.left_out.keys()):
+            return
         taps = [number for use, number in self.uses.items() if use.recording is recording]
         starts = [node for number in taps for node, _ in self.nodes[number].next_functions]
         is_end = partial(is_tap_of, self.channel)
         read = {getattr(node, "variable", None) for node in nodes_from(starts, is_end)}
-        read -= recording.names.keys() | self.left_out.keys()
-        if names := [f"`{name}`" for p, name in self.names.items() if p in read]:
+        if names := [f"`{name}`" for p, name in self.names.items() if p in new & read]:
             raise UnsupportedError(
                 f"A forward pass has read {listed(names)}, not known to the engine as a parameter: "
                 "it became part of the modules since the engine last saw them, in the forward pass "
