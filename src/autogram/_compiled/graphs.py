@@ -32,6 +32,18 @@ def results(module: fx.GraphModule) -> list[Any]:
     return list(found)
 
 
+def arguments_of_gradients(module: fx.GraphModule) -> list[int | None]:
+    """The position of the argument that each result is the gradient of.
+
+    Arguments that share memory are one input, before all others, if one of them is changed in
+    place. The gradient of that has no position.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    described = [getattr(x, "grad_of", None) for x in module.graph.output_node().meta["desc"]]
+    return [x.idx if isinstance(x, PlainAOTInput) else None for x in described]
+
+
 def dtypes(module: fx.GraphModule) -> set[torch.dtype]:
     """Those of all floating-point numbers in a graph: what its results are as precise as."""
     values = [node.meta.get("val") for node in module.graph.nodes]

@@ -19,6 +19,7 @@ PRIVATE_NAMES = {
     _JOINT: (
         "torch._subclasses.functional_tensor:FunctionalTensor",
         "torch:_functionalize_mutation_counter",
+        "torch._functorch._aot_autograd.descriptors:PlainAOTInput",
         "torch._functorch._aot_autograd.utils:make_boxed_func",
         "torch._functorch.partitioners:min_cut_rematerialization_partition",
         "torch._dynamo.backends.common:aot_autograd",

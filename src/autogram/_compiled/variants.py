@@ -38,6 +38,7 @@ from autogram._compiled.contraction import (
 from autogram._compiled.fixed import Form, fixed, form_of
 from autogram._compiled.graphs import (
     arguments,
+    arguments_of_gradients,
     copied,
     dtypes,
     finished,
@@ -107,6 +108,7 @@ class Backward:
         part.dtypes |= dtypes(graph)
         self._decompositions = decompositions
         self._results = len(results(graph))
+        self._gradients_of = arguments_of_gradients(graph)
         self._forms: set[Form] = {()}  # those that have graphs of their own; () for all
         self._variants: dict[Any, _Variant] = {}
         self._outside: dict[Keep | None, set[int]] = {}  # numbers of uses, by what is kept
@@ -220,7 +222,8 @@ class Backward:
             node.replace_all_uses_with(arguments(node)[0])
         wanted = results(module)
         if kept is not None:
-            wanted = [x if i in kept else None for i, x in enumerate(wanted)]
+            gradients = zip(self._gradients_of, wanted, strict=True)
+            wanted = [x if i in kept else None for i, x in gradients]
         return _Variant(self._compiled(finished(module, wanted)))
 
     def _with_taps(
@@ -247,7 +250,8 @@ class Backward:
             node.replace_all_uses_with(arguments(node)[0])
             module.graph.erase_node(node)
         parameters = set(self._part.parameters)
-        wanted = [None if i in parameters else x for i, x in enumerate(results(module))]
+        gradients = zip(self._gradients_of, results(module), strict=True)
+        wanted = [None if i in parameters else x for i, x in gradients]
         decompositions, examples = self._decompositions(), None
         if args is not None:
             nodes = [x for x in wanted if x is not None] + list(chain(*factors.values()))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_outside(is_derived: bool) -> None:
     engine = Engine(model, verify="never")
     for _ in range(2):
         losses = model(torch.randn(4, 3))
-        with pytest.raises(ChangedTensorError, match="was changed in place after the part"):
+        with pytest.raises(ChangedTensorError, match="was changed in place by the part or after"):
             engine.compute_gramian(losses)
 
 
@@ -127,3 +128,73 @@ def test_output_from_before_a_change() -> None:
     for size in (4, 4, 5):
         x = torch.randn(size, 3)
         assert_step(engine, model(x), twin(x), trainable(model), trainable(twin))
+
+
+class _Product(torch.autograd.Function):
+    """A product that no rule knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return g * scale, (g * x).sum(0)
+
+
+class _Overlapping(nn.Module):
+    """A layer behind a part that is given a tensor and a slice of it, and changes the tensor."""
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.randn(2))
+        self.part, self.multiply = self.body, multiply
+
+    def body(self, part: Tensor, whole: Tensor) -> Tensor:
+        scale = self.scale.exp()
+        y = self.multiply(part + 1, scale)
+        whole.mul_(2).add_(1)
+        return y + part
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.first(x).tanh() + 1
+        y = self.part(whole[:, :2], whole)
+        found: Tensor = y.square().sum(1) + self.last(whole).square().sum(1)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+@pytest.mark.parametrize("multiply", [torch.mul, _Product.apply], ids=["rule", "rows"])
+def test_arguments_that_share_memory(multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """AOTAutograd puts them together to one input, which comes before all others."""
+    model = _Overlapping(multiply)
+    twin = copy.deepcopy(model)
+    engine = Engine(model, verify="never")
+    model.part = compiled(model.body)
+    for size in (4, 4, 5):
+        x = torch.randn(size, 3)
+        assert_step(engine, model(x), twin(x), trainable(model), trainable(twin))
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+def test_parameters_that_share_memory_with_what_is_changed() -> None:
+    """The part has one gradient for both, of what they were before the change."""
+
+    def body(x: Tensor, scale: Tensor, same: Tensor) -> Tensor:
+        y = _Product.apply(x, same + 1)  # type: ignore[no-untyped-call]  # as typed in torch
+        scale.mul_(2)
+        return y * scale
+
+    def run(model: _Counting, x: Tensor) -> Tensor:
+        scale = model.layer.bias * 3
+        found: Tensor = model.part(model.layer(x), scale, scale.view(3))
+        return found
+
+    model = _Counting(run)
+    model.part = compiled(body)
+    error = pytest.raises(ChangedTensorError, match="was changed in place by the part or after")
+    with Engine(model), error:
+        model(torch.randn(4, 3))
