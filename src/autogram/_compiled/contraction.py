@@ -8,7 +8,7 @@ factors remain, too, by which gradients are computed once there are weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
@@ -112,23 +112,22 @@ class Contracted(NamedTuple):
         return found
 
 
-def key_of(inside: Sequence[Inside], asked: Asked) -> object:
-    """What the contractions of some uses depend on."""
+def key_of(inside: Sequence[Inside], asked: Asked, roots: Collection[int]) -> object:
+    """What the contractions of some uses depend on.
+
+    Args:
+        inside: The uses.
+        asked: What is to be computed.
+        roots: Which arguments of the part are an engine's: the uses have recipes for these.
+    """
     parameters: dict[int, int] = {}
     regions = tuple(
         (parameters.setdefault(id(t.sources[0]), len(parameters)), t.region and t.region.strides)
         for of in inside
         for t in of.use.reads
     )
-    recipes = tuple(
-        (
-            of.number,
-            of.layout,
-            tuple(tuple(x is not None for x in recipe.operands) for recipe in of.use.recipes),
-        )
-        for of in inside
-    )
-    return asked, regions, recipes
+    layouts = tuple((of.number, of.layout) for of in inside)
+    return asked, regions, layouts, frozenset(roots)
 
 
 class OutsideError(Exception):

@@ -152,7 +152,7 @@ class Backward:
         call.recording.dtypes |= self._part.dtypes
         uses = call.all_uses(node)
         given = list(args)
-        inside, variant = self._choose(uses, given, current)
+        inside, variant = self._choose(call, uses, given, current)
         found = variant.run(args)
         if variant.contracted is not None:
             gramian, *factors = found[self._results :]
@@ -171,7 +171,7 @@ class Backward:
         return found[: self._results]
 
     def _choose(
-        self, uses: Sequence[RuleUse | None], args: Sequence[Any], current: Pass
+        self, call: PartCall, uses: Sequence[RuleUse | None], args: Sequence[Any], current: Pass
     ) -> tuple[Sequence[Inside], _Variant]:
         """What is contracted inside, and the variant that does it."""
         receiver = current.receiver
@@ -187,11 +187,11 @@ class Backward:
             self._forms.add(form)
             try:
                 asked = Asked(receiver.limit.elements, receiver.form)
-                variant = self._contracting(inside, asked, form, args)
+                variant = self._contracting(call, inside, asked, form, args)
                 taken = 0 if variant.contracted is None else variant.contracted.taken
                 if not receiver.has_room(inside[0].use.reads[0].sources[0].device, taken):
                     asked = asked._replace(form="auto")
-                    variant = self._contracting(inside, asked, form, args)
+                    variant = self._contracting(call, inside, asked, form, args)
             except OutsideError as error:
                 outside.add(error.number)
             except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
@@ -201,11 +201,16 @@ class Backward:
         return (), self._variant("taps", self._with_taps)
 
     def _contracting(
-        self, inside: Sequence[Inside], asked: Asked, form: Form, args: Sequence[Any]
+        self,
+        call: PartCall,
+        inside: Sequence[Inside],
+        asked: Asked,
+        form: Form,
+        args: Sequence[Any],
     ) -> _Variant:
         """The variant that contracts some uses. For open sizes, it is for inputs of one form."""
         make = partial(self._with_taps, inside, asked, args if form else None)
-        return self._variant((key_of(inside, asked), form), make)
+        return self._variant((key_of(inside, asked, call.roots), form), make)
 
     def _variant(self, key: Any, make: Callable[[], _Variant]) -> _Variant:
         """A compiled variant, made when it is first needed."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autogram import Engine, VerificationError
 from autogram._capture.backward.assembly import Assembly
@@ -23,6 +24,7 @@ from tests.unit._compiled.compiling import (
 )
 from tests.unit._compiled.inside import (
     MODELS,
+    assert_fused,
     assert_gramians,
     mlp,
     shown_uses,
@@ -145,6 +147,34 @@ def test_engines_of_different_parameters() -> None:
         for engine, parameters in ((whole, model.parameters()), (part, model[2].parameters())):
             jacobian = reference_jacobian(losses, list(parameters))
             assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+
+class _Shifted(nn.Module):
+    """A normalisation, whose weight and bias are of one shape and belong to other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.scale, self.shift = nn.LayerNorm(4, bias=False), nn.LayerNorm(4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = F.layer_norm(self.first(x), (4,), self.scale.weight, self.shift.weight)
+        return found.exp().sum(1)
+
+
+def test_engines_of_parameters_of_one_shape() -> None:
+    """Of one use, one engine has the weight, and the other one the bias."""
+    model = _Shifted()
+    run = compiled(model)
+    engines = [
+        (Engine(module, verify="never"), list(module.parameters()))
+        for module in (model.scale, model.shift)
+    ]
+    for _ in range(3):
+        for engine, parameters in engines:
+            losses = run(torch.randn(5, 3))
+            jacobian = reference_jacobian(losses, parameters)
+            assert_fused(engine, losses, jacobian, parameters)
 
 
 def test_small_limit() -> None:
