@@ -219,3 +219,33 @@ def test_one_sample_that_is_not_finite(steps: int) -> None:
     expected = (jacobian @ jacobian.T)[good][:, good]
     assert_close_to_reference(gramian[good][:, good], expected)
     assert not gramian[2].isfinite().any()
+
+
+def test_sequences_in_several_rows() -> None:
+    """Packed anew in each step: one search by scales in each, among positions."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer, self.last = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, tokens: Tensor, is_own: Tensor) -> Tensor:
+            h = self.table(tokens)
+            weights = (h @ h.mT).masked_fill(~is_own, -torch.inf).softmax(-1)
+            return self.last(self.layer(weights @ h).tanh())
+
+    model = Packed()
+    engine = Engine(model, verify="never")
+    for step in range(5):
+        sizes = torch.tensor([[2, 4, 3], [4, 1, 4], [3, 3, 3], [1, 6, 2]])[torch.randperm(4)]
+        sizes = sizes.roll(step, 1)
+        owners = torch.arange(12).repeat_interleave(sizes.flatten()).view(4, 9)
+        is_own = owners.unsqueeze(1) == owners.unsqueeze(2)
+        losses = torch.zeros(12).index_add(
+            0, owners.flatten(), model(torch.randint(7, (4, 9)), is_own).square().sum(2).flatten()
+        )
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+        assert len(passes) == (2 if step else 17)
+        assert_exact(engine, losses, model)
+    assert "scattered" in str(engine.report())

@@ -172,7 +172,7 @@ class Scattered:
 
     batch: int
     samples: Tensor
-    """The sample of each element, -1 for none. On the CPU."""
+    """The sample of each element, -1 for none, of a shape that broadcasts. On the CPU."""
     dims: tuple[int, ...] = ()
     """The dimensions in which samples may lie."""
 
@@ -212,7 +212,7 @@ class Scattered:
         return Partial(subset, Routed(dim, len(samples), owners))
 
     def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of the shape of ``like``."""
+        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         return self.samples.to(like.device)
 
     def __str__(self) -> str:

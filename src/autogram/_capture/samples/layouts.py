@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
-from autogram._capture.samples.owners import ELEMENTS, HIDDEN, NONE, Owners, not_finite
+from autogram._capture.samples.owners import HIDDEN, NONE, Owners, not_finite
 from autogram._capture.uses import Use, describe
 from autogram._errors import MixedSamplesError
 
@@ -42,11 +42,13 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     (there,) = places[places >= 0].bincount(minlength=batch).nonzero(as_tuple=True)
     if not len(there):
         return ()
-    if ELEMENTS in owners:
-        elements = owners[ELEMENTS].view(use.shape)
-        owners = _along_dims(elements, use.dims)
+    if (together := -min(owners)) > 0:
+        rest = len(use.shape[together:])
+        samples = places.view(*use.shape[:together], *(1,) * rest)
+        dims = tuple([dim for dim in use.dims if dim < together])
+        owners = _along_dims(samples, dims)
         if not owners and len(there) > 1:
-            return (Scattered(batch, elements, use.dims),)
+            return (Scattered(batch, samples, dims),)
     regular = regular_layouts(use.shape, owners, is_finite)
     if len(there) > 1 and 2 * len(there) > batch:
         return regular or (_routed(owners, batch),)
@@ -60,7 +62,7 @@ def regular_layouts(
 ) -> tuple[Folded, ...]:
     """The regular layouts that fit the owners of a tensor's places, the likely ones first."""
     found = []
-    for layout in candidates(shape, tuple(d for d in owners if d != ELEMENTS), len(is_finite)):
+    for layout in candidates(shape, tuple(d for d in owners if d >= 0), len(is_finite)):
         places = owners[layout.dim]
         given = layout.owners(places.new_empty((1,) * layout.dim + places.shape)).view(-1)
         fits = torch.where(places == HIDDEN, ~is_finite[given], (places < 0) | (places == given))
@@ -88,7 +90,7 @@ def layouts_of_owners(use: Use, owners: Tensor, samples: int) -> tuple[Placement
 
 
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
-    """The owners along each dimension along which the owners of elements agree."""
+    """The owners along each dimension along which the owners of elements, or positions, agree."""
     found = {}
     for dim in dims:
         by_place = elements.movedim(dim, 0).reshape(elements.shape[dim], -1)

@@ -13,7 +13,8 @@ depends on the objectives of one sample alone, its owner. Two codes show the own
   by an accident of its values.
 
 A place is a position along a dimension, for all positions along the other dimensions. Where samples
-meet in such places, or can lie along no dimension, each element is a place.
+meet in such places, each place is a position along the first two dimensions together, as in rows
+of packed sequences, and then of more dimensions, up to single elements.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from autogram._errors import NonFiniteError
 
 NONE = -1
 HIDDEN = -2
-ELEMENTS = -1  # in the place of a dimension, where each element is a place
 
 # Exponents from -16 to 15 keep numbers of ordinary size far from overflow and underflow.
 _SCALES = len(EXPONENTS)
@@ -50,8 +50,8 @@ _BEYOND = 2**40
 
 # For each dimension along which samples can lie and do not meet, the sample of each place, on the
 # CPU: `NONE` where the cotangent is zero, `HIDDEN` where the cotangent is not finite and belongs to
-# one of the samples whose objectives are not finite. Under `ELEMENTS`, the samples of all elements
-# in row-major order, where each element has one owner. Empty if samples meet in some element.
+# one of the samples whose objectives are not finite. Under -n, the samples of all positions along
+# the first n dimensions together, in row-major order. Empty if samples meet in some place.
 Owners = dict[int, Tensor]
 
 
@@ -83,12 +83,14 @@ def owners_by_zeros(
     uses = {use: zeros.owners(use) for use in zeros.counts}
     met = [use for use, owners in uses.items() if not owners]
     # Samples that meet along every dimension of a use may still have elements of their own.
-    most = {use: 0 if _is_by_element(use) else zeros.passes // 2 * prod(use.shape) for use in met}
+    finer = {use: _finer(use) for use in met}
+    most = {use: zeros.passes // 2 * prod(use.shape) if finer[use] else 0 for use in met}
     mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
-        channel.by_element.update([_name(use) for use in met])
+        channel.together.update({_name(use): count for use, count in finer.items()})
         uses, spots = owners_by_zeros(channel, objectives, prover, are_apart=are_apart)
-        channel.by_element.difference_update([_name(use) for use in uses if not uses[use]])
+        for use in [use for use in uses if not uses[use]]:
+            channel.together.pop(_name(use), None)
         return uses, spots
     for use in mixed:
         if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
@@ -247,8 +249,8 @@ def _by_place(
             reduced first, and dimensions in front of places one by one, so that most values are
             read once or twice, whatever their dimensions.
     """
-    if _is_by_element(seen):
-        yield ELEMENTS, reduce(values.reshape(prod(seen.shape), -1), 1)
+    if together := _together(seen):
+        yield -together, reduce(values.reshape(prod(seen.shape[:together]), -1), 1)
         return
     front = values.shape[: dims[-1] + 1]
     if values.dim() > len(front):
@@ -261,11 +263,17 @@ def _by_place(
             values = reduce(rows, 0).view(values.shape[1:])
 
 
-def _is_by_element(seen: Use | Spot) -> bool:
-    """Whether the places to look at are single elements."""
-    if isinstance(seen, Spot) or not seen.dims:
-        return not seen.dims
-    return _name(seen) in seen.recording.channel.by_element
+def _together(seen: Use | Spot) -> int:
+    """Of how many dimensions together the places are, or zero for those along each dimension."""
+    if not seen.dims:
+        return max(len(seen.shape), 1)
+    return 0 if isinstance(seen, Spot) else seen.recording.channel.together.get(_name(seen), 0)
+
+
+def _finer(use: Use) -> int:
+    """The same for the next smaller places, or zero where they are elements."""
+    together, rank = _together(use), len(use.shape)
+    return 0 if together >= rank else min(max(together + 1, 2), rank)
 
 
 def _name(use: Use) -> tuple[int, str]:
