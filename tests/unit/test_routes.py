@@ -226,6 +226,23 @@ def test_samples_that_meet_in_a_later_step(call: Losses, batch_dim: int | str) -
     assert_exact(engine, model(nodes(4), call, 4), model)
 
 
+def test_a_matrix_for_as_many_places_as_it_has_rows() -> None:
+    """It is put in each place, not a row in each. At first, all places are of one sample."""
+
+    def losses(model: Layers, x: Tensor, step: int) -> Tensor:
+        owners = torch.arange(2).repeat_interleave(torch.tensor([4 + step, 3 + step % 2]))
+        places = torch.tensor([0, 1, 2, len(owners) - 1 if step == 3 else 3])
+        rows = torch.zeros(len(owners), WIDTH, WIDTH).index_put((places,), model.first(x).tanh())
+        return torch.zeros(2).index_add(0, owners, per_sample(model.second(rows)))
+
+    model = Layers()
+    engine = Engine(model, batch_dim=0, verify="never")
+    for step in range(3):
+        assert_exact(engine, model(batch(WIDTH, WIDTH), losses, step), model)
+    with pytest.raises(MixedSamplesError):
+        engine.compute_gramian(model(batch(WIDTH, WIDTH), losses, 3))
+
+
 def pooled(model: Layers, x: Tensor, owners: Tensor) -> Tensor:
     """Words of a vector of samples, added up for each sample."""
     words = model.first(x).sin()

@@ -132,6 +132,8 @@ UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     ),
     "joined with a constant": ((4, 4), lambda x: torch.cat([torch.ones(2, 4), x]), 1),
     "one row for all places of a mask": ((1, 4), put((MASK,), 6, 4), 1),
+    "one matrix for all places, of as many rows": ((4, 4), put((ORDER,), 6, 4, 4), 1),
+    "one row for all places of a mask, as long as they": ((3,), put((MASK,), 6, 3), 1),
 }
 
 

@@ -166,13 +166,18 @@ def _rows(edge: Edge) -> Iterable[int]:
 def _put(edge: Edge) -> Iterable[int]:
     """For the ``y`` of ``x[indices] = y``: the dimensions that ``x[indices]`` carries."""
     result, given, front = edge.result, edge.given, _in_front(edge.node)
-    if not front:
-        return ()
-    taken = [x for x in edge.node._saved_indices if x is not None]
-    replaced = sum(x.dim() if x.dtype == torch.bool else 1 for x in taken)
-    added = max(1 if x.dtype == torch.bool else x.dim() for x in taken)
-    is_whole = len(given) == len(result) - replaced + added  # and not broadcast
+    is_whole = front and len(given) == rank_of_indexed(edge.node, len(result))
     return [d for d in range(front) if is_whole and given[d] == result[d]]
+
+
+def rank_of_indexed(node: Any, rank: int) -> int:
+    """The number of dimensions of ``x[indices]``, for a node that saved the indices."""
+    taken = [x for x in node._saved_indices if x is not None]
+    are_masks = [x.dtype in (torch.bool, torch.uint8) for x in taken]
+    pairs = list(zip(taken, are_masks, strict=True))
+    replaced = sum(x.dim() if is_mask else 1 for x, is_mask in pairs)
+    added = max(1 if is_mask else x.dim() for x, is_mask in pairs)
+    return rank - replaced + added
 
 
 def _in_front(node: Any) -> int:

@@ -23,6 +23,7 @@ from autogram._capture.samples.proofs.carrying import (
     Shape,
     carried,
     is_packed,
+    rank_of_indexed,
     signed,
     wrapped,
 )
@@ -212,11 +213,13 @@ def _from_places(passage: Passage) -> Tensor | None:
 def _to_places(passage: Passage) -> Tensor | None:
     """For an input that is put in some places of the result."""
     (owners,), (result,), given = passage.owners, passage.results, passage.given
-    places = _places(passage, result[0], given)
-    if places is None or owners is None or given[: places.dim()] != places.shape:
-        return None
-    if not owners.dim():
+    if owners is None or not owners.dim():
         return owners
+    places, rank = _places(passage, result[0], given), len(result)
+    if hasattr(passage.node, "_saved_indices"):
+        rank = rank_of_indexed(passage.node, rank)
+    if places is None or given[: places.dim()] != places.shape or len(given) != rank:
+        return None  # or it may be broadcast along the places
     # Indexing by a tensor without dimensions would read it on the host.
     each = owners.to(places.device).index_select(0, places.flatten()).view(places.shape)
     return each if each.dim() < 2 else _unanimous(each.flatten(1))
