@@ -13,6 +13,7 @@ from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.recording import Channel
 from autogram._capture.samples.layouts import Layouts, layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.proofs.moves import SEVERAL
 from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
 from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot
@@ -55,7 +56,7 @@ class Known:
     def recall(self, survey: Survey, samples: int) -> tuple[Layouts, list[Tensor]] | None:
         """The layouts, by use, and comparisons: booleans, none of which may be true.
 
-        ``None`` where it is not known where values take samples now.
+        ``None`` where it is not known where values take samples now, or these meet.
         """
         found = dict(zip(survey.uses, self.layouts, strict=True))
         changes = [_differ(constant.value(survey), old) for constant, old in self.constants]
@@ -76,6 +77,8 @@ class Known:
                 equal = (x for other, x in known if other is own or torch.equal(other, own))
                 layouts = next(equal, None)
                 if layouts is None:
+                    if bool((own == SEVERAL).any()):
+                        return None
                     layouts = layouts_of_owners(use, own, samples)
                     known.append((own, layouts))
                 found[use] = layouts

@@ -74,8 +74,9 @@ class Routes:
         """The owners of the results of taps in a call, by the taps' numbers.
 
         Returns:
-            The owners, as in :mod:`.moves`, and comparisons: booleans, none of which may be true.
-            ``None`` where a node moves samples in an unknown way at the sizes of this call.
+            The owners, as in :mod:`.moves`, and comparisons of those of regular places: booleans,
+            none of which may be true. ``None`` where a node moves samples in an unknown way at the
+            sizes of this call.
         """
         metadata = [survey.nodes[x.node]._input_metadata[x.position] for x in self.spots]
         shapes = [tuple(x.shape) for x in metadata]
@@ -110,8 +111,7 @@ class Routes:
                 doubts.append((owners == SEVERAL).any())
         pairs = zip(self.spots, found, strict=True)
         of_taps = {x.node: own for x, own in pairs if own is not None and x.node in self.taps}
-        at_taps = {id(own): own for own in of_taps.values()}
-        return of_taps, doubts + [(own == SEVERAL).any() for own in at_taps.values()]
+        return of_taps, doubts
 
     def without_told(self, spots: Iterable[Spot]) -> list[Spot]:
         """Those of some spots whose places have owners that are not known."""
