@@ -26,6 +26,8 @@ from tests.unit.engines import batch, per_sample
 from tests.unit.environment import DEVICE
 from tests.unit.test_spread import QUERIES, SPREADS, WIDTH, Decoder, by_heads, linear
 
+pytestmark = pytest.mark.slow
+
 
 def steps(*sizes: int) -> list[tuple[Tensor]]:
     """Batches of so many samples."""
