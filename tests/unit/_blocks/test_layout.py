@@ -106,12 +106,12 @@ def test_owners_where_there_are_few_samples(layout: Partial, owners: list[int]) 
 
 def test_pieces_of_scattered_samples() -> None:
     """One for each sample that is there, with its own elements alone."""
-    samples = torch.tensor([[0, 2], [2, -1]])
+    samples = torch.tensor([[0, 2], [2, -1]], device="cpu")
     cotangent = torch.randn(3, 2, 2)
     found = list(pieces(Scattered(4, samples), cotangent))
     assert [subset for subset, *_ in found] == [Subset((0,), 4), Subset((2,), 4)]
     for (*_, own), sample in zip(found, (0, 2), strict=True):
-        assert torch.equal(own, cotangent * (samples == sample))
+        assert torch.equal(own, cotangent * (samples == sample).to(own.device))
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,11 @@ def test_scattered_samples_that_are_apart_along_a_dimension(
     samples: list[list[int]], dims: tuple[int, ...], expected: list[tuple[tuple[int, ...], int]]
 ) -> None:
     """They are one piece, along the dimension in which there are the fewest."""
-    owners = torch.tensor(samples)
+    owners = torch.tensor(samples, device="cpu")
     found = list(pieces(Scattered(4, owners, dims), torch.ones(1, *owners.shape)))
     assert [(x.samples, y and y.dim) for x, y, _ in found] == expected
     for subset, layout, own in found:
-        given = Partial(subset, layout).owners(own[0]).expand(owners.shape)
-        assert torch.equal(torch.where(own[0] == 1, given, -1)[own[0] == 1], owners[own[0] == 1])
-    assert torch.equal(sum(own for *_, own in found)[0], (owners >= 0).float())
+        given = Partial(subset, layout).owners(own[0]).expand(owners.shape).cpu()
+        is_own = own[0].cpu() == 1
+        assert torch.equal(given[is_own], owners[is_own])
+    assert torch.equal(sum(own.cpu() for *_, own in found)[0] == 1, owners >= 0)
