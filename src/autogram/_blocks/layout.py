@@ -168,6 +168,7 @@ class Scattered:
     """Samples that have elements of their own, and along no dimension places of their own.
 
     Sums of views can lead to this: a row of one sample has one element that goes to another sample.
+    So do sequences that are packed into several rows.
     """
 
     batch: int
