@@ -44,7 +44,7 @@ class Statuses:
         self._stand_ins: dict[int, tuple[_Reference, int, Tensor]] = {}
         self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
         self.has_untapped = False
-        self._has_others = False  # parameters of other models: each new one would cost a walk
+        self._others: set[Tensor] = set()  # parameters of other models, as far as they are known
 
     @cached_property
     def _parameters(self) -> dict[int, Tracked]:
@@ -61,18 +61,22 @@ class Statuses:
         """The status of a trainable parameter, or ``None`` for any other tensor."""
         if id(tensor) in self._lazy_parameters and not is_lazy(tensor):
             self.add_parameter(tensor)
-        found = self._parameters.get(id(tensor))
-        is_new = found is None and tensor.requires_grad and isinstance(tensor, nn.Parameter)
+        self._note_new([tensor])
+        return self._parameters.get(id(tensor))
+
+    def _note_new(self, tensors: Iterable[Tensor]) -> None:
+        """Notes parameters that are new, if some tensors may be among them: by one walk for all."""
+        unknown = [x for x in tensors if id(x) not in self._parameters and x.requires_grad]
+        new = [x for x in unknown if isinstance(x, nn.Parameter) and x not in self._others]
         # Without gradients, the parameters of a module are initialised, before it has them.
-        if is_new and not self._has_others and torch.is_grad_enabled():
-            for parameter in self._tapping.recording.note_new():
-                if is_lazy(parameter):
-                    self._lazy_parameters.add(id(parameter))
-                else:
-                    self.add_parameter(parameter)
-            found = self._parameters.get(id(tensor))
-            self._has_others = found is None
-        return found
+        if not new or not torch.is_grad_enabled():
+            return
+        for parameter in self._tapping.recording.note_new():
+            if is_lazy(parameter):
+                self._lazy_parameters.add(id(parameter))
+            else:
+                self.add_parameter(parameter)
+        self._others.update([x for x in new if id(x) not in self._parameters])
 
     @cached_property
     def _inner(self) -> dict[Any, Tensor]:
@@ -186,7 +190,7 @@ class Statuses:
         """
         # The tap of an in-place call that may cover only a slice is hidden behind another node.
         is_end = partial(is_tap_of, self._tapping.recording.channel)
-        sources: dict[Tensor, Tracked] = {}
+        variables: list[Tensor] = []
         are_samples_behind = False
         for node in nodes_behind(tensor, is_end):
             if node.name() == "CheckpointFunctionBackward":
@@ -197,8 +201,10 @@ class Statuses:
                 )
             are_samples_behind |= node in self._batched_nodes or is_end(node)
             variable: Tensor | None = getattr(node, "variable", self._inner.get(node))
-            if variable is not None and (tracked := self._parameter(variable)):
-                sources[variable] = tracked
+            if variable is not None:
+                variables.append(variable)
+        self._note_new(variables)
+        sources = {x: tracked for x in variables if (tracked := self._parameter(x))}
         return sources, are_samples_behind
 
     def _adopt(self, tensor: Tensor) -> Status:
