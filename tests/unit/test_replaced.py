@@ -301,3 +301,24 @@ def test_changes_inside_of_the_forward_pass(change: Callable[[Extra], None], oth
         assert set(engine.jacobian(losses).names) == set(parameters)
         reference = reference_jacobian(losses, parameters.values())
         assert_close_to_reference(engine.compute_gramian(losses), reference @ reference.T)
+
+
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_a_change_of_a_tensor_in_the_place_of_a_parameter(is_trainable: bool) -> None:
+    """A tensor that `functional_call` puts there, which is no parameter by its class."""
+
+    class Changing(Extra):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.weight.requires_grad_(not is_trainable)
+            return super().forward(x)
+
+    model = Changing()
+    engine = Engine(model, batch_dim=0, verify="never")
+    for _ in range(2):
+        others = {"last.weight": torch.randn(2, 4, requires_grad=is_trainable)}
+        output = torch.func.functional_call(model, others, (torch.randn(5, 3),))
+        known = {**dict(model.named_parameters()), **others}
+        trainable = [p for p in known.values() if p.requires_grad]
+        reference = reference_jacobian(per_sample(output), trainable)
+        gramian = engine.compute_gramian(per_sample(output))
+        assert_close_to_reference(gramian, reference @ reference.T)

@@ -67,7 +67,7 @@ class Statuses:
     def _note_new(self, tensors: Iterable[Tensor]) -> None:
         """Notes parameters that are new, if some tensors may be among them: by one walk for all."""
         unknown = [x for x in tensors if id(x) not in self._parameters and x.requires_grad]
-        new = [x for x in unknown if isinstance(x, nn.Parameter) and x not in self._others]
+        new = [x for x in unknown if self._is_any_parameter(x) and x not in self._others]
         # Without gradients, the parameters of a module are initialised, before it has them.
         if not new or not torch.is_grad_enabled():
             return
@@ -77,6 +77,10 @@ class Statuses:
             else:
                 self.add_parameter(parameter)
         self._others.update([x for x in new if id(x) not in self._parameters])
+
+    def _is_any_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter of any model, or is in the place of one."""
+        return isinstance(tensor, nn.Parameter) or tensor in self._tapping.recording.names
 
     @cached_property
     def _inner(self) -> dict[Any, Tensor]:
@@ -158,7 +162,7 @@ class Statuses:
         detached, or a custom autograd Function has put the result of its own calls into the graph.
         """
         if (parameter := self._parameters.get(id(tensor))) is not None:
-            is_frozen = not tensor.requires_grad and isinstance(tensor, nn.Parameter)
+            is_frozen = not tensor.requires_grad and self._is_any_parameter(tensor)
             return None if is_frozen else parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
         is_marked = reference() is tensor
