@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, get_args
@@ -266,11 +267,14 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
             "The groups are no groups of an optimizer. Pass `optimizer.param_groups`, or a "
             "function that gives the group of a parameter from its name."
         )
-    found = {
-        parameter: str(group.get("name", i))
-        for i, group in enumerate(groups)
-        for parameter in group["params"]
-    }
+    titles = [str(group.get("name", i)) for i, group in enumerate(groups)]
+    if same := [title for title, count in Counter(titles).items() if count > 1]:
+        raise InvalidOperandError(
+            f"Several groups of the optimizer are called `{same[0]}`; one without a `name` has its "
+            "number. Give each another name, or pass a function that gives the group of a "
+            "parameter from its name."
+        )
+    found = {p: title for group, title in zip(groups, titles, strict=True) for p in group["params"]}
     return {parameter: found[parameter] for parameter in names if parameter in found}
 
 

@@ -178,6 +178,15 @@ def test_an_optimizer_is_no_group(model: nn.Module) -> None:
         jacobian.block_gramians(torch.optim.SGD(model.parameters(), lr=1.0))
 
 
+def test_groups_of_one_name(model: nn.Module) -> None:
+    """The second one would have its number for a name."""
+    jacobian, _ = make(model)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "name": "1"}, {"params": others}]
+    with pytest.raises(InvalidOperandError, match=r"are called `1`.*another name"):
+        jacobian.block_gramians(torch.optim.SGD(groups, lr=1.0).param_groups)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies(model: nn.Module, copied) -> None:
     """Its parameters would be others."""

@@ -127,10 +127,12 @@ class Jacobian:
         """Gramians of groups of parameters, each ``(m, m)``, which add up to the whole.
 
         Args:
-            by: A function that gives the group of a parameter from its name, for instance
-                ``lambda name: name.split(".")[0]``; or ``optimizer.param_groups``, where the key of
-                a group is its ``"name"`` or else its number, and where parameters may be missing.
-                By default, each parameter is its own group.
+            by: A function that gives the group of a parameter from its name, such as ``lambda name:
+                name.split(".")[0]``; or ``optimizer.param_groups``, by ``"name"`` or else number,
+                where parameters may be missing. By default, each parameter is its own group.
+
+        Raises:
+            InvalidOperandError: ``by`` is neither, or several groups have one name.
         """
         groups: dict[str, list[Tensor]] = {}
         for parameter, label in labels(by, self._names).items():
@@ -175,8 +177,7 @@ class Jacobian:
             shape, dtype = weights[0].shape[:-2], self.dtype
             gradients = {}
             for parameter, name in self._names.items():
-                gradient = found.get(parameter)
-                if gradient is None:
+                if (gradient := found.get(parameter)) is None:
                     gradient = _zeros(parameter, shape, dtype)
                 gradients[name] = gradient.to(_in_numbers_of(parameter, dtype))
             return gradients
