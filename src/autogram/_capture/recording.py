@@ -160,8 +160,11 @@ class Recording:
     def note_new(self) -> Iterable[Tensor]:
         """Notes parameters that became part of the modules since the recording began.
 
-        Returns all parameters: others may have begun to require a gradient.
+        Returns all parameters: others may have begun to require a gradient. Those of shards are
+        noted when they are whole, in place of the shards.
         """
+        if self.channel.before_pass is not None:
+            return ()
         left_out = self.channel.left_out_now()
         now = self.channel.parameters_now().items()
         self.names = {p: name for p, name in now if p not in left_out} | self.names

@@ -44,7 +44,7 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
         return ()
     if (together := -min(owners)) > 0:
         rest = len(use.shape[together:])
-        samples = places.view(*use.shape[:together], *(1,) * rest)
+        samples = places.view((*use.shape[:together], *(1,) * rest))
         dims = tuple([dim for dim in use.dims if dim < together])
         owners = _along_dims(samples, dims)
         if not owners and len(there) > 1:
