@@ -32,9 +32,9 @@ from autogram._errors import ChangedTensorError, listed
 
 _CHANGED = (
     "A tensor from which a compiled part computes a parameter's value, such as a weight times a "
-    "buffer, was changed in place by the part or after the part had read it, so that the rows of "
-    "the parameter cannot be computed. Make a new tensor: `x = x * 2`, not `x.mul_(2)`. Or change "
-    "the tensor behind the engine's pass."
+    "buffer, was changed in place after the part had read it, so that the rows of the parameter "
+    "cannot be computed. Make a new tensor: `x = x * 2`, not `x.mul_(2)`. Or change the tensor "
+    "behind the engine's pass."
 )
 
 
@@ -295,7 +295,6 @@ class _Results:
 
     Attributes:
         outputs: The outputs, behind the taps.
-        inputs: The edges from the node of the call.
     """
 
     def __init__(
@@ -309,9 +308,6 @@ class _Results:
         self._changed = [
             x for x in changed if any(calls_of(node) is calls for node in nodes_behind(x))
         ]
-        behind = chain.from_iterable(map(nodes_behind, (*self._own.values(), *self._changed)))
-        node = next((node for node in behind if calls_of(node) is calls), None)
-        self.inputs = set() if node is None else {GradientEdge(*x) for x in node.next_functions}
 
     def tap(self, make_use: Callable[[Tensor], Use]) -> None:
         """Puts a tap on each. What is a view is made again, from what is behind the tap."""
@@ -339,7 +335,4 @@ def _add_rows(
     functions = list(dict.fromkeys(name for i in reads for name in part.rows.get(i, ())))
     name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
     roots, inputs = tuple(reads.values()), tuple(edges[i] for i in reads)
-    if results.inputs and not results.inputs.issuperset(inputs):
-        # AOTAutograd puts arguments that share memory together, if one is changed in place.
-        raise ChangedTensorError(_CHANGED)
     results.tap(lambda x: FallbackUse.of(recording, name, x, roots, inputs))

@@ -79,8 +79,9 @@ class Survey:
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
         self.left_out = self._find_left_out()
+        leaves = set(self.leaves)
         for recording in self.recordings:
-            if others := set(self.leaves) - recording.names.keys():
+            if others := leaves - recording.names.keys():
                 self._refuse_missed(recording, others)
         self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
