@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -178,7 +179,10 @@ def _why_unanswered(function: Callable[..., Any], use: Use, missed: list[str]) -
 
 
 def _layouts(use: Use) -> Iterator[Layout]:
-    """Samples in each dimension that the rule allows: alone, folded with others, and routed."""
+    """Samples in each dimension that the rule allows: alone, folded with others, and routed.
+
+    And routed in several dimensions together.
+    """
     for dim in use.dims:
         size = use.shape[dim]
         if size > 1:
@@ -189,6 +193,10 @@ def _layouts(use: Use) -> Iterator[Layout]:
             yield Folded(dim, 1, size // factor, factor)
         if size > 2:
             yield Routed(dim, 2, torch.arange(size, device="cpu").flip(0) % 3 - 1)
+    for depth in range(2, use.depth + 1):
+        places = use.shape[:depth]
+        if prod(places) > 2:
+            yield Routed(0, 2, (torch.arange(prod(places), device="cpu") * 2 % 3 - 1).view(places))
 
 
 def _rows_of_blocks(

@@ -221,31 +221,92 @@ def test_one_sample_that_is_not_finite(steps: int) -> None:
     assert not gramian[2].isfinite().any()
 
 
-def test_sequences_in_several_rows() -> None:
+class Packed(nn.Module):
+    """Attention within sequences, of which several lie one behind the other in each row."""
+
+    def __init__(self, middle: nn.Module | None = None) -> None:
+        super().__init__()
+        self.table, self.layer, self.last = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.middle = nn.Identity() if middle is None else middle
+
+    def forward(self, tokens: Tensor, is_own: Tensor) -> Tensor:
+        h = self.middle(self.table(tokens))
+        weights = (h @ h.mT).masked_fill(~is_own, -torch.inf).softmax(-1)
+        return self.last(self.layer(weights @ h).tanh())
+
+
+class Places(nn.Module):
+    """A parameter for each place of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(irregular(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions
+
+
+class ByPlace(nn.Module):
+    """A product that has a constant for each place of a row among its factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(irregular(4))
+        self.register_buffer("of_place", irregular(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("rtd,t,d->rtd", x, self.of_place, self.weight)
+
+
+MIDDLES: dict[str, Callable[[], nn.Module]] = {
+    "plain": nn.Identity,
+    "norm": lambda: nn.LayerNorm(4),
+    "parameter for each place": Places,
+    "constant for each place": ByPlace,
+    "without a rule": WithoutRule,
+    "network of values": lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)),
+}
+
+
+def in_rows(step: int) -> tuple[Tensor, Tensor]:
+    """Of each place of four rows, the sequence; and which places are of the same one."""
+    sizes = torch.tensor([[2, 4, 3], [4, 1, 4], [3, 3, 3], [1, 6, 2]])[torch.randperm(4)]
+    sizes = sizes.roll(step, 1)
+    owners = torch.arange(12).repeat_interleave(sizes.flatten()).view(4, 9)
+    return owners, owners.unsqueeze(1) == owners.unsqueeze(2)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_sequences_in_several_rows(middle: str, several: bool) -> None:
     """Packed anew in each step: one search by scales in each, among positions."""
+    model = Packed(MIDDLES[middle]())
+    engine = Engine(model, verify="never")
+    for step in range(5):
+        owners, is_own = in_rows(step)
+        terms = model(torch.randint(7, (4, 9)), is_own).square().flatten(0, 1)
+        losses = torch.zeros(12, 2).index_add(0, owners.flatten(), terms)
+        losses = losses if several else losses.sum(1)
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+        if step and not several:
+            assert len(passes) == 2
+        assert_exact(engine, losses, model)
+    uses = {of.name: of.uses[0].layout for of in engine.report().parameters}
+    assert uses["last.weight"] == "dimensions 0, 1 (36 places of 12 samples, routed)"
+    if middle == "parameter for each place":
+        assert uses["middle.positions"] == "single elements (12 samples, scattered)"
 
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layer, self.last = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 2)
 
-        def forward(self, tokens: Tensor, is_own: Tensor) -> Tensor:
-            h = self.table(tokens)
-            weights = (h @ h.mT).masked_fill(~is_own, -torch.inf).softmax(-1)
-            return self.last(self.layer(weights @ h).tanh())
-
+def test_empty_sequences_in_several_rows() -> None:
+    """Some have no place, and some places are of none."""
     model = Packed()
     engine = Engine(model, verify="never")
     for step in range(5):
-        sizes = torch.tensor([[2, 4, 3], [4, 1, 4], [3, 3, 3], [1, 6, 2]])[torch.randperm(4)]
-        sizes = sizes.roll(step, 1)
-        owners = torch.arange(12).repeat_interleave(sizes.flatten()).view(4, 9)
+        owners, _ = in_rows(step)
+        owners = torch.where(owners % 5 == step, -1, owners)
         is_own = owners.unsqueeze(1) == owners.unsqueeze(2)
-        losses = torch.zeros(12).index_add(
-            0, owners.flatten(), model(torch.randint(7, (4, 9)), is_own).square().sum(2).flatten()
-        )
-        with counted_passes(losses) as passes:
-            engine.compute_gramian(losses)
-        assert len(passes) == (2 if step else 17)
+        terms = model(torch.randint(7, (4, 9)), is_own).square().sum(2).flatten()
+        has = owners.flatten() >= 0
+        losses = torch.zeros(12).index_add(0, owners.flatten()[has], terms[has])
         assert_exact(engine, losses, model)
-    assert "scattered" in str(engine.report())

@@ -259,8 +259,8 @@ def block_of_equation(
     if layout is None:
         terms, out = equation.split("->")
         return Block(f"kb{terms}->kb{out}", (cotangent.unsqueeze(1), *factors))
-    label = dims[layout.dim]
-    terms, found, diagonal = _split_equation(equation, label, layout.has_before, layout.has_after)
+    labels = dims[layout.dim : layout.dim + layout.depth]
+    terms, found, diagonal = _split_equation(equation, labels, layout.has_before, layout.has_after)
     if not (layout.has_before or layout.has_after or diagonal):
         return Block(terms, (cotangent, *factors))
     pairs = list(zip((cotangent, *factors), found, strict=True))
@@ -276,7 +276,7 @@ def block_of_equation(
 def _split_equation(
     equation: str, label: str, has_before: bool, has_after: bool
 ) -> tuple[str, list[int | None], bool]:
-    """Splits ``b`` out of the index ``label``.
+    """Splits ``b`` out of the index ``label``, or out of several that every operand has in a row.
 
     Returns the new equation, the dimension of ``label`` in each operand, and whether an identity
     matrix is to be one more factor. A tensor that is itself indexed by the samples needs it: the

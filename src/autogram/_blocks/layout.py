@@ -34,6 +34,8 @@ class Folded:
     batch: int
     after: int
 
+    depth = 1
+
     @cached_property
     def has_before(self) -> bool:
         """Whether something is folded before the samples."""
@@ -79,18 +81,24 @@ class Folded:
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """Samples in irregular places along a dimension: tokens of an expert, packed sequences."""
+    """Samples in irregular places along a dimension: tokens of an expert, packed sequences.
+
+    Or along several dimensions together: sequences that are packed into several rows.
+    """
 
     dim: int
+    """The dimension, the first one of several."""
     batch: int
     samples: Tensor
-    """The sample of each place along the dimension, -1 for none. On the CPU."""
+    """The sample of each place, -1 for none, with as many dimensions. On the CPU."""
 
     has_before = False
     has_after = True
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """Places by sample, with zeros where a sample has fewer; a view if they are in order."""
+        if self.depth > 1:
+            tensor = tensor.flatten(dim, dim + self.depth - 1)
         if self._is_in_order:
             in_order: Tensor = tensor.unflatten(dim, self._places.shape)
             return in_order
@@ -103,7 +111,13 @@ class Routed:
 
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
-        return self.samples.to(like.device).view(-1, *(1,) * (like.dim() - self.dim - 1))
+        behind = like.dim() - self.dim - self.depth
+        return self.samples.to(like.device).view(*self.samples.shape, *(1,) * behind)
+
+    @property
+    def depth(self) -> int:
+        """How many dimensions the places are of."""
+        return self.samples.dim()
 
     @property
     def most(self) -> int:
@@ -113,7 +127,7 @@ class Routed:
     @cached_property
     def _is_in_order(self) -> bool:
         """Whether the places are those of each sample in turn, and as many of each."""
-        return self._places.flatten().tolist() == list(range(len(self.samples)))
+        return self._places.flatten().tolist() == list(range(self.samples.numel()))
 
     @cached_property
     def _copies(self) -> dict[torch.device, Tensor]:
@@ -130,8 +144,9 @@ class Routed:
     @cached_property
     def _places(self) -> Tensor:
         """The places of each sample, ``(batch, most of one sample)``, filled up with -1."""
-        order = self.samples.argsort(stable=True)
-        owners = self.samples[order]
+        samples = self.samples.flatten()
+        order = samples.argsort(stable=True)
+        owners = samples[order]
         order, owners = order[owners >= 0], owners[owners >= 0]
         counts = torch.bincount(owners, minlength=self.batch)
         ranks = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[owners]
@@ -140,7 +155,9 @@ class Routed:
         return places
 
     def __str__(self) -> str:
-        return f"dimension {self.dim} ({len(self.samples)} places of {self.batch} samples, routed)"
+        dims = ", ".join(map(str, range(self.dim, self.dim + self.depth)))
+        of = "dimension" if self.depth == 1 else "dimensions"
+        return f"{of} {dims} ({self.samples.numel()} places of {self.batch} samples, routed)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,11 +268,18 @@ def pieces(
         yield None, layout, cotangent
 
 
-def agree(layouts: Sequence[Placement], places: Tensor) -> bool:
-    """Whether some layouts give the same sample to each place that is marked in a mask."""
-    first, *others = (layout.owners(places) for layout in layouts)
-    is_without = bool((places & (first < 0)).any())
-    return not is_without and not any(bool((places & (first != x)).any()) for x in others)
+def agree(layouts: Sequence[Placement], cotangent: Tensor) -> bool:
+    """Whether layouts give the same sample to each place with a cotangent, ``(k, *output)``."""
+    if not cotangent.numel():
+        return True
+    owners = torch.broadcast_tensors(*[layout.owners(cotangent[0]) for layout in layouts])
+    front = max([dim + 1 for dim, size in enumerate(owners[0].shape) if size > 1], default=0)
+    behind = owners[0].dim() - front  # dimensions along which nothing is decided
+    values = cotangent.flatten(cotangent.dim() - behind) if behind else cotangent.unsqueeze(-1)
+    has = values.abs().amax((0, -1)) != 0
+    first, *others = [x.view(x.shape[:front]) for x in owners]
+    is_without = bool((has & (first < 0)).any())
+    return not is_without and not any(bool((has & (first != x)).any()) for x in others)
 
 
 def candidates(shape: tuple[int, ...], dims: tuple[int, ...], batch: int) -> list[Folded]:

@@ -43,6 +43,11 @@ class Use(ABC):
         """The dimensions of the output in which the samples may lie."""
         return tuple(range(len(self.shape)))
 
+    @property
+    def depth(self) -> int:
+        """How many dimensions, from the first one on, may hold the samples together."""
+        return len(self.shape)
+
     @abstractmethod
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
@@ -73,6 +78,11 @@ class RuleUse(Use):
         """The dimensions to which every formula gives an index."""
         each = [{d for d, x in enumerate(r.formula.dims) if x != "-"} for r in self.recipes]
         return tuple(sorted(set(range(len(self.shape))).intersection(*each)))
+
+    @property
+    def depth(self) -> int:
+        """The number that every formula allows."""
+        return min([recipe.formula.depth for recipe in self.recipes])
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit

@@ -29,11 +29,14 @@ class Formula(NamedTuple):
             the saved tensors, which returns the block of each operand. It must not hold tensors.
         groups: Into how many groups the blocks have split the first dimension of an operand:
             ``(groups, rest)``. ``None`` where blocks have the dimensions of the operand.
+        depth: How many dimensions of the result, from the first one on, may hold the samples
+            together, so that places are positions along all of them.
     """
 
     dims: str
     blocks: Callable[..., Iterable[Block | Lookup]]
     groups: int | None = None
+    depth: int = 1
 
 
 class Recipe(NamedTuple):
@@ -117,7 +120,19 @@ def formula_of(
             "Pass other letters."
         )
     dims = dims or inputs.split(",")[0]
-    return Formula(dims, partial(_einsum, equation, dims, prepare, scale, is_complex), groups)
+    blocks = partial(_einsum, equation, dims, prepare, scale, is_complex)
+    return Formula(dims, blocks, groups, _depth(dims, inputs.split(","), output))
+
+
+def _depth(dims: str, inputs: Sequence[str], output: str) -> int:
+    """How many first dimensions of a result are positions that all factors have in a row."""
+    depth = 1
+    while depth < len(dims) and not set(dims[: depth + 1]) & {"-", *output}:
+        labels = dims[: depth + 1]
+        if any(labels not in of and set(labels) & set(of) for of in inputs):
+            break
+        depth += 1
+    return depth
 
 
 def are_numbers(*values: float | None) -> bool:
@@ -168,7 +183,8 @@ def lookup(operand: Tensor, indices: Tensor, padding: int | None = None) -> Reci
         padding: The index of a row whose reads have no gradient.
     """
     read = partial(read_rows, operand.shape[0], padding)
-    return Recipe((operand,), Formula(positions(indices.dim()), read), (indices,))
+    formula = Formula(positions(indices.dim()), read, depth=indices.dim())
+    return Recipe((operand,), formula, (indices,))
 
 
 def read_rows(

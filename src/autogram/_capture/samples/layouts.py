@@ -46,12 +46,12 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
         rest = len(use.shape[together:])
         samples = places.view((*use.shape[:together], *(1,) * rest))
         dims = tuple([dim for dim in use.dims if dim < together])
-        owners = _along_dims(samples, dims)
+        owners = _along_dims(samples, dims) or (owners if together <= use.depth else {})
         if not owners and len(there) > 1:
             return (Scattered(batch, samples, dims),)
     regular = regular_layouts(use.shape, owners, is_finite)
     if len(there) > 1 and 2 * len(there) > batch:
-        return regular or (_routed(owners, batch),)
+        return regular or (_routed(use, owners, batch),)
     # A call for few samples may also fit a layout of all samples, with most places empty.
     few = _of_few(use, owners, there, batch)
     return (*regular, *few) if len(there) > 1 else (*few, *regular)
@@ -100,10 +100,10 @@ def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
     return found
 
 
-def _routed(owners: Owners, batch: int) -> Routed:
-    """The layout of samples in irregular places along a dimension."""
+def _routed(use: Use, owners: Owners, batch: int) -> Routed:
+    """The layout of samples in irregular places along a dimension, or several together."""
     dim, places = next(iter(owners.items()))
-    return Routed(dim, batch, places)
+    return Routed(max(dim, 0), batch, places if dim >= 0 else places.view(use.shape[:-dim]))
 
 
 def _of_few(use: Use, owners: Owners, there: Tensor, batch: int) -> tuple[Partial, ...]:
@@ -112,6 +112,6 @@ def _of_few(use: Use, owners: Owners, there: Tensor, batch: int) -> tuple[Partia
     subset = Subset(tuple(there.tolist()), batch)
     own = {d: torch.where(x < 0, NONE, torch.searchsorted(there, x)) for d, x in owners.items()}
     if count == 1:
-        return (Partial(subset, _routed(own, 1) if own else None),)
+        return (Partial(subset, _routed(use, own, 1) if own else None),)
     regular = regular_layouts(use.shape, own, torch.ones(count, dtype=torch.bool, device="cpu"))
-    return tuple(Partial(subset, x) for x in regular or (_routed(own, count),))
+    return tuple(Partial(subset, x) for x in regular or (_routed(use, own, count),))

@@ -120,10 +120,9 @@ class Search:
             raise UnknownLayoutError(use)  # each replay may have another cotangent
         # The use had no cotangent so far (a branch with weights of zero, say), or a cotangent that
         # several layouts fit (at a single token, say). This cotangent may fit fewer.
-        has_cotangent = (cotangent != 0).any(0)
-        if layouts and agree(layouts, has_cotangent):
+        if layouts and agree(layouts, cotangent):
             return layouts[0]
-        if bool(has_cotangent.any()):
+        if bool((cotangent != 0).any()):
             # Of few samples, a pass by scales shows enough.
             is_of_few = not self.has_searched and any(isinstance(x, Partial) for x in layouts)
             raise UnknownLayoutError(None if is_of_few else use)
