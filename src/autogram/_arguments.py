@@ -212,8 +212,14 @@ def check_floating(gramian: Tensor) -> None:
 
 def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
     """The weights that a user's function gives, detached, in at least float32."""
+    version = gramian._version
     with without_autocast(gramian.device):
         weights = weighting(gramian)
+    if gramian._version != version:
+        raise InvalidOperandError(
+            "The weighting changed the Gramian in place, which the engine is going to return. Let "
+            "it change a copy, `gramian.clone()`."
+        )
     if not isinstance(weights, Tensor):
         raise InvalidOperandError(
             f"The weighting returned a {type(weights).__name__}. Return a tensor of weights, "

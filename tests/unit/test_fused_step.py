@@ -209,6 +209,15 @@ def test_weighting_runs_with_gradients_enabled() -> None:
     assert seen[0] is not None
 
 
+def test_a_weighting_that_changes_the_gramian() -> None:
+    """It would change what the engine returns."""
+    model = mlp()
+    engine = Engine(model)
+    with pytest.raises(InvalidOperandError, match=r"changed the Gramian in place.*`gramian\.clone"):
+        engine.backward(per_sample(model(batch(4, 3))), lambda gramian: gramian.div_(2).sum(1))
+    engine.backward(per_sample(model(batch(4, 3))), lambda gramian: gramian.clone().div_(2).sum(1))
+
+
 def positions_model() -> nn.Module:
     """A layer whose rows are formed: more positions than columns."""
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
