@@ -8,6 +8,7 @@ from autogram.rules import (  # noqa: F401 - importing a file registers its rule
     linear,
     normalization,
     recurrent,
+    sampling,
     solving,
 )
 from autogram.rules._recipe import (

@@ -152,6 +152,20 @@ def learned_grid(x: Tensor, image: Tensor) -> Tensor:
     return F.grid_sample(image, places, align_corners=False).flatten(1)
 
 
+def feature_planes(x: Tensor, planes: Tensor) -> Tensor:
+    """Two planes of a radiance field, each read in one call at the points of all samples."""
+    points = x.unflatten(2, (2, 3)).flatten(0, 1)[..., :2].tanh()
+    read = F.grid_sample(planes, torch.stack([points, points.flip(2)]), align_corners=True)
+    return read.prod(0).view(-1, B, T, 2).permute(1, 2, 3, 0)
+
+
+def voxels(x: Tensor, values: Tensor) -> Tensor:
+    places = x.unflatten(2, (2, 3)).tanh().unsqueeze(0)
+    return F.grid_sample(values, places, padding_mode="border", align_corners=False)[0].movedim(
+        0, 3
+    )
+
+
 def learned_upsampling(x: Tensor, weight: Tensor) -> Tensor:
     patches = x.mT.unsqueeze(-1) * weight  # (b, d, t, taps)
     return F.fold(patches.permute(0, 1, 3, 2).flatten(1, 2), (1, T + 1), (1, 2)).squeeze(2)
@@ -192,6 +206,8 @@ LAYERS: dict[str, ModelFactory] = {
     "Cayley": call(cayley, (D, D)),
     "matrix exponential": call(exponential, (D, D)),
     "learned grid": call(learned_grid, (1, 2, 3, 3)),
+    "feature planes": call(feature_planes, (2, 3, 4, 5)),
+    "voxels": call(voxels, (1, 2, 3, 4, 2)),
     "learned upsampling": call(learned_upsampling, (2,)),
     "random features": call(random_features, (D,)),
     "quantiles": call(learned_quantiles, (T, D)),

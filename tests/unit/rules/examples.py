@@ -138,6 +138,22 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of(_matrix(1, 3), x(3, 6), upper=False),
         of(_matrix(3), x(4, 6, 3), upper=False, left=False, unitriangular=True),
     ],
+    "grid_sample": lambda: [
+        of(p(1, 3, 5, 4), x(1, 6, 4, 2).tanh(), align_corners=True),
+        of(
+            p(2, 3, 5, 4),
+            x(2, 6, 3, 2).tanh(),
+            mode="nearest",
+            padding_mode="border",
+            align_corners=True,
+        ),
+        of(p(1, 3, 5, 4), x(1, 6, 1, 2).tanh(), "bicubic", "reflection", align_corners=False),
+        of(p(1, 3, 3, 4, 2), x(1, 4, 1, 3, 3).tanh(), align_corners=False),
+        of(p(1, 3, 5, 4).expand(6, 3, 5, 4), x(6, 2, 3, 2).tanh(), align_corners=False),
+    ],
+    "grid_sampler": lambda: [of(p(1, 3, 5, 4), x(1, 6, 4, 2).tanh(), 0, 0, False)],
+    "grid_sampler_2d": lambda: [of(p(2, 3, 5, 4), x(2, 6, 4, 2).tanh(), 0, 1, True)],
+    "grid_sampler_3d": lambda: [of(p(2, 3, 3, 4, 2), x(2, 4, 1, 3, 3).tanh(), 0, 2, False)],
     "cdist": lambda: [
         of(x(4, 6, 3), p(5, 3)),
         of(p(1, 5, 3), x(4, 6, 3)),
