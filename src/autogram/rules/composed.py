@@ -1,13 +1,16 @@
-"""Cells of recurrent layers, composed of other calls, as PyTorch does it where it has no kernel.
+"""Recurrent layers composed of other calls, as PyTorch does it where it has no kernel for all.
 
-Two of these calls are linear layers, which have a rule. So no rule has to replay the step. The
-operations are in PyTorch's order, and in place where PyTorch's are, so that the results are the
-same bit for bit.
+The step of a cell calls two linear layers, which have a rule, so that no rule has to replay the
+step. Several layers with dropout are calls of one layer each, which can be replayed, and dropout
+between, of which the random mask is in no result of a call for all layers. The operations are in
+PyTorch's order, and in place where PyTorch's are, so that the results, and the state of the random
+numbers, are the same bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,15 +68,54 @@ def gru_step(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
     return (hx - n).mul_(z).add_(n)
 
 
-COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For the rules of some functions, what makes the calls of which PyTorch may compose these."""
+def in_layers(function: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
+    """Several recurrent layers, one by one."""
+    given, hx, params, options = _arguments(args)
+    has_biases, count, dropout, train, is_bidirectional, *rest = options
+    (input, *sizes), is_single = given, isinstance(hx, Tensor)
+    if rest == [True]:  # the samples come first
+        input = input.transpose(0, 1)
+    directions, each = 1 + is_bidirectional, len(params) // count
+    finals = []
+    for layer in range(count):
+        states = [x.narrow(0, layer * directions, directions) for x in ((hx,) if is_single else hx)]
+        weights = params[layer * each : (layer + 1) * each]
+        known = (states[0] if is_single else states), weights, has_biases, 1, 0.0, train
+        input, *final = function(input, *sizes, *known, is_bidirectional, *[False for _ in rest])
+        finals.append(final)
+        if layer < count - 1:
+            input = torch.dropout(input, dropout, True)
+    output = input.transpose(0, 1) if rest == [True] else input
+    return output, *[torch.cat(of_layers) for of_layers in zip(*finals, strict=True)]
 
 
-def composed(rule: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What makes the calls of which PyTorch composes the function of a rule.
+def _arguments(args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """The input, with batch sizes if it is packed; initial states; weights; and options."""
+    inputs = 2 if isinstance(args[3], (list, tuple)) else 1
+    return args[:inputs], args[inputs], args[inputs + 1], args[inputs + 2 :]
 
-    ``None`` if PyTorch has a kernel for all of it, or autocast rounds its arguments.
-    """
+
+def of_step(body: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
+    """The step of a cell, or ``None`` where there is a kernel, or autocast rounds arguments."""
     is_rounded = torch._C._is_any_autocast_enabled()
-    is_composed = bool(args) and args[0].device.type == "cpu" and not is_rounded
-    return COMPOSED[rule] if is_composed else None
+    return body if args and args[0].device.type == "cpu" and not is_rounded else None
+
+
+def of_layers(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
+    """The layers, or ``None`` without dropout between them, or where there is a kernel for all."""
+    if len(args) != 9:
+        return None
+    _, count, dropout, train, *_ = _arguments(args)[3]
+    has_dropout = count > 1 and bool(dropout) and train
+    return partial(in_layers, function) if has_dropout and not _has_kernel(args[0]) else None
+
+
+def _has_kernel(input: Tensor) -> bool:
+    """Whether one kernel computes all layers, with random numbers of its own."""
+    if input.is_cuda:
+        return torch.version.hip is not None or torch.backends.cudnn.is_acceptable(input)
+    return input.device.type != "cpu"
+
+
+COMPOSED: dict[Callable[..., Any], Callable[[Sequence[Any]], Callable[..., Any] | None]] = {}
+"""For rules of some functions: gives what composes a call with some arguments, or ``None``."""

@@ -10,7 +10,8 @@ layers with positions t:
 The call returns neither u nor v. So it is replayed from its input, its initial states and its
 weights, once for each of its results that the losses depend on, and autograd gives du and dv.
 The single step of a cell has a rule where PyTorch has a kernel for it, and is
-:mod:`composed <autogram.rules.composed>` of linear layers elsewhere.
+:mod:`composed <autogram.rules.composed>` of linear layers elsewhere, as layers with dropout
+between them are composed of single ones.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def _register(
     def one_step(input: Tensor, hx: States, *params: Tensor | None) -> list[Recipe]:
         return _one_step(cell, input, hx, params)
 
-    composed.COMPOSED[one_step] = by_calls
+    composed.COMPOSED[one_step] = partial(composed.of_step, by_calls)
+    composed.COMPOSED[layers] = partial(composed.of_layers, of_layers)
     # Reports show rules by these names.
     layers.__qualname__, one_step.__qualname__ = of_layers.__name__, of_cell.__name__
 
@@ -73,7 +75,7 @@ def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
         input = input.transpose(0, 1) if batch_first else input
         sizes = (input.shape[1],) * input.shape[0]
     if dropout and train and layers > 1:
-        return None  # no replay has the random mask, which only the nodes of this call have saved
+        return None  # no replay has the random mask, which only the kernel's own node has saved
     states = _states(hx)
     replay = partial(Replay, cell, len(states), sizes, 1 + is_bidirectional)
     replays = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
 from autogram._capture.uses import FallbackUse
-from autogram.rules import Recipe, _registry, find_rule
+from autogram.rules import Recipe, _registry, composed, find_rule
 from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
@@ -386,14 +386,63 @@ def test_checkpoint(make: MakeLayer) -> None:
     assert_gramian_is_exact(Model, torch.randn(B, T, WIDTH))
 
 
+def with_dropout(make: MakeLayer, **options: Any) -> nn.RNNBase:
+    return make(WIDTH, UNITS, num_layers=3, dropout=0.5, **options)
+
+
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("make", LAYERS)
-def test_dropout_goes_to_the_fallback(make: MakeLayer, read: Read) -> None:
-    """The nodes of the call itself know what was dropped."""
-    assert_gramian_is_exact(
-        lambda: trained(Net(make(WIDTH, UNITS, num_layers=2, dropout=0.5, batch_first=True), read)),
-        torch.randn(B, T, WIDTH),
-    )
+def test_dropout(make: MakeLayer, read: Read) -> None:
+    """The layers are called one by one."""
+    net = trained(Net(with_dropout(make, batch_first=True), read))
+    assert_gramian_is_exact(lambda: net, torch.randn(B, T, WIDTH))
+    with Engine(net) as engine:
+        engine.compute_gramian(per_sample(net(batch(B, T, WIDTH))))
+        uses = [use for parameter in engine.report().parameters for use in parameter.uses]
+    assert all(use.rule is not None for use in uses)
+
+
+@pytest.mark.parametrize("make", [nn.GRU, nn.LSTM])
+def test_dropout_goes_to_the_fallback_where_a_kernel_computes_all_layers(
+    make: MakeLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of the call itself knows what was dropped."""
+    monkeypatch.setattr(composed, "_has_kernel", lambda _: True)
+    net = trained(Net(with_dropout(make, batch_first=True)))
+    assert_gramian_is_exact(lambda: net, torch.randn(B, T, WIDTH))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("make", LAYERS)
+def test_dropout_changes_no_bit(
+    make: MakeLayer, batch_first: bool, is_bidirectional: bool, is_packed: bool
+) -> None:
+    """Results, gradients and the state of the random numbers are those without an engine."""
+    options = {"batch_first": batch_first, "bidirectional": is_bidirectional}
+    layer = with_dropout(make, **options)
+    x = torch.randn(B, T, WIDTH) if batch_first else torch.randn(T, B, WIDTH)
+    lengths = torch.tensor([T, 2, 1], device="cpu")
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        packed = pack_padded_sequence(given, lengths, batch_first) if is_packed else given
+        output, states = layer(packed)
+        output = output.data if is_packed else output
+        states = states if isinstance(states, tuple) else (states,)
+        loss = sum(y.sin().sum() for y in (output, *states))
+        gradients = torch.autograd.grad(loss, [given, *layer.parameters()])
+        random = torch.rand(1)
+        return [output, *states, *gradients, random]
+
+    expected = results()
+    with Engine(layer):
+        found = results()
+    for y, z in zip(found, expected, strict=True):
+        assert torch.equal(y, z)
+        assert y.stride() == z.stride()
 
 
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last")
@@ -532,12 +581,13 @@ def test_permutation_of_learned_states_goes_to_the_fallback(make: MakeLayer) -> 
     assert_gramian_is_exact(model, torch.randn(4, 5, WIDTH), torch.tensor([2, 5, 1, 3]))
 
 
-def test_packed_dropout_goes_to_the_fallback() -> None:
-    def model() -> nn.Module:
-        layer = nn.LSTM(WIDTH, UNITS, num_layers=2, dropout=0.5, bidirectional=True)
-        return Packed(layer, read_all, False)
-
-    assert_gramian_is_exact(model, torch.randn(4, 5, WIDTH), torch.tensor([2, 5, 1, 3]))
+@pytest.mark.parametrize("make", LAYERS)
+def test_packed_dropout(make: MakeLayer) -> None:
+    net = trained(Packed(with_dropout(make, bidirectional=True), read_all, False))
+    engine = Engine(net)
+    for lengths in ([2, 5, 1, 3], [3, 3, 3, 2], [1, 5, 2, 3], [4, 4, 4, 4]):
+        losses = per_sample(net(batch(4, 5, WIDTH), torch.tensor(lengths)))
+        assert_exact(engine, losses, net)
 
 
 def test_packed_with_other_lengths_at_each_step() -> None:

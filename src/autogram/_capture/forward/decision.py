@@ -20,7 +20,7 @@ from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule, holds_for_complex
-from autogram.rules.composed import COMPOSED, composed
+from autogram.rules.composed import COMPOSED
 from autogram.rules.expansion import (
     SPREADS,
     find_expansion,
@@ -168,7 +168,7 @@ def decide(
         return UseExpanded(expansions)
     body = inlined(kind.function) if rule is None else None
     if rule in COMPOSED:
-        body = composed(rule, args)
+        body = COMPOSED[rule](args)
     if body is not None:
         return RunBody(body)
     if rule is None:
