@@ -113,7 +113,7 @@ def of_layers(function: Callable[..., Any], args: Sequence[Any]) -> Callable[...
 def _has_kernel(input: Tensor) -> bool:
     """Whether one kernel computes all layers, with random numbers of its own."""
     if input.is_cuda:
-        return torch.version.hip is not None or torch.backends.cudnn.is_acceptable(input)
+        return torch.version.hip is not None or torch.cudnn_is_acceptable(input)
     return input.device.type != "cpu"
 
 
