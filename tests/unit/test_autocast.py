@@ -81,6 +81,25 @@ def test_fused_step_inside_as_outside(
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("call", ["backward", "accumulate"])
+def test_other_leaves_inside_as_outside(call: str, half: torch.dtype) -> None:
+    """Leaves that are no part of J get the same gradient, by a pass in the dtypes of the graph."""
+    model = mlp().float()
+    engine = Engine(model)
+    x, gradients = batch(5, 3).float().requires_grad_(), []
+    for is_inside in (True, False):
+        x.grad = None
+        losses = per_sample(model(x))
+        with torch.autocast(DEVICE, dtype=half, enabled=is_inside):
+            if call == "backward":
+                engine.backward(losses, Seen())
+            else:
+                with engine.accumulate(Seen()) as step:
+                    step.add(losses)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
 def test_entries_above_the_range_of_float16() -> None:
     """Products of gradients: each fits into float16, and their squares do not."""
     model = nn.Linear(3, 1, bias=False).float()

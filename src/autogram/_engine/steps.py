@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
+from autogram._capture.autograd.exact import without_autocast
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
 from autogram._engine.hooked import Hooked
@@ -134,13 +135,15 @@ class Step:
             losses, outside, retain_graph = self._rest.pop(i)
             outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
             cotangent = part.reshape(losses.shape).to(losses)
-            if wrappers is not None and (leaves := [x for x in outside if wrappers.has(x)]):
-                outside = [leaf for leaf in outside if not wrappers.has(leaf)]
-                scaled = cotangent * wrappers.size
-                must_retain = retain_graph or bool(outside)
-                torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
-            if outside:
-                torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+            # Autocast would round what the nodes of these passes multiply.
+            with without_autocast(losses.device):
+                if wrappers is not None and (leaves := [x for x in outside if wrappers.has(x)]):
+                    outside = [leaf for leaf in outside if not wrappers.has(leaf)]
+                    scaled = cotangent * wrappers.size
+                    must_retain = retain_graph or bool(outside)
+                    torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
+                if outside:
+                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
 
     def _finish_with_others(self, ranks: Ranks, wrappers: Wrappers) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
