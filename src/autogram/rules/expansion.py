@@ -43,7 +43,9 @@ def attention(
     front = torch.broadcast_shapes(*[x.shape[:own] for x in sequences])
     shapes = [(x, tuple(x.shape)) for x in sequences if x.shape[:own] == front]
     if attn_mask is not None and attn_mask.dim() >= 2:
-        shapes.append((attn_mask, (*front, *query.shape[own:-2], *attn_mask.shape[-2:])))
+        # Also over positions: autograd would add up these before the samples, to other last bits.
+        scores = (*query.shape[own:-1], key.shape[-2])
+        shapes.append((attn_mask, (*front, *scores)))
     return shapes
 
 
