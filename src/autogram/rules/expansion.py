@@ -58,6 +58,15 @@ def elementwise(*args: Any, **kwargs: Any) -> Shapes:
     return [(x, shape) for x in tensors]
 
 
+def in_float64(*args: Any, **kwargs: Any) -> Shapes:
+    """Tensors that a call casts to float64, if they have it: of others, it casts sums of gradients.
+
+    Of an expanded tensor, it would round the part of each sample before autograd adds them up.
+    """
+    shapes = elementwise(*args, **kwargs)
+    return shapes if all(x.dtype.to_real() == torch.float64 for x, _ in shapes) else []
+
+
 def assigned(tensor: Tensor, index: Any, value: Any) -> Shapes:
     """What a slice of a tensor is set to."""
     if not is_of_slices(index):
@@ -74,7 +83,7 @@ def is_of_slices(index: Any) -> bool:
 
 # Those without a rule: their derivatives are left to PyTorch.
 _ELEMENTWISE = (
-    "pow __pow__ __rpow__ __ipow__ float_power maximum minimum max min fmax fmin clamp clip "
+    "pow __pow__ __rpow__ __ipow__ maximum minimum max min fmax fmin clamp clip "
     "clamp_min clamp_max lerp atan2 arctan2 hypot logaddexp logaddexp2 xlogy "
     "copysign remainder fmod ldexp addcmul addcdiv complex polar cosine_similarity "
     "pairwise_distance"
@@ -85,6 +94,7 @@ _NAMES = [name + end for name in _ELEMENTWISE.split() for end in ("", "_")] + _C
 _EXPANSIONS: dict[Callable[..., Any], Callable[..., Shapes]] = {
     F.scaled_dot_product_attention: attention,
     **dict.fromkeys((*variants(*_NAMES), torch.linalg.cross, torch.special.xlog1py), elementwise),
+    **dict.fromkeys(variants("float_power", "float_power_"), in_float64),
     Tensor.__setitem__: assigned,
 }
 

@@ -205,6 +205,21 @@ def test_results_are_those_without_an_engine(name: str, dtype: torch.dtype) -> N
         assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_powers_in_float64(dtype: torch.dtype) -> None:
+    """The call casts: the gradient of the power is a sum in float64, rounded once."""
+    model = Attention(lambda x, power: (x.square() + 0.1).float_power(power), 1, 1, WIDTH).to(dtype)
+    x, found = batch(SAMPLES, LENGTH, 3).to(dtype), []
+    for has_engine in (False, True):
+        engine = Engine(model) if has_engine else None
+        output = model(x)
+        (gradient,) = torch.autograd.grad(output.sum(), [model.parameter], retain_graph=True)
+        found.append([output.detach(), gradient])
+        if engine is not None and dtype == torch.float64:
+            assert_exact(engine, per_sample(output), model)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_in_a_checkpoint(name: str) -> None:
     model = model_of(name)

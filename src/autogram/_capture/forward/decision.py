@@ -256,8 +256,9 @@ def _expansions(
     """How to expand all tracked tensors of a call, or nothing if that is not known.
 
     Gradients stay what they are, bit for bit, but for attention in half precision, which may add up
-    the samples in float32. Of a tensor that is passed twice PyTorch adds two sums up, and autocast
-    rounds a leaf once for all calls, so that these are not expanded.
+    the samples in float32, and for the last bits of gradients of powers. Of a tensor that is passed
+    twice PyTorch adds two sums up, and autocast rounds a leaf once for all calls, so that these are
+    not expanded.
     """
     find = find_expansion(kind.function)
     if find is None or len({id(tensor) for tensor, _ in reads}) < len(reads):
