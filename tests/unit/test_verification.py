@@ -17,7 +17,8 @@ from autogram import (
     VerificationError,
 )
 from autogram.rules import Recipe, find_rule, product, register_rule, unregister_rule
-from tests.unit.checks import features
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
 from tests.unit.environment import DEVICE
 from tests.unit.networks import Recurrent
@@ -100,6 +101,27 @@ def test_lower_precision_inside_passes() -> None:
         losses = per_sample(output.float())
         assert losses.dtype == torch.float32
         engine.compute_gramian(losses)
+
+
+def test_parameters_in_float8_pass() -> None:
+    """A weight that is kept in eight bits, and cast where it is used: so is its gradient."""
+
+    class Model(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.to(x.dtype)
+
+    model = Model(batch(4, 3).to(torch.float8_e5m2))
+    twin, x = Model(model.weight.detach().to(torch.get_default_dtype())), batch(5, 4)
+    jacobian = reference_jacobian(per_sample(twin(x)), twin.parameters())
+    engine = Engine(model, verify="always")
+    for _ in range(3):
+        assert_close_to_reference(
+            engine.compute_gramian(per_sample(model(x))), jacobian @ jacobian.T
+        )
 
 
 def test_sparse_gradients_pass() -> None:

@@ -280,6 +280,8 @@ def _form_of(u: Tensor, part: Tensor) -> tuple[float, float]:
 def _squared_norm(gradient: Tensor) -> float:
     """The squared norm of a gradient, in double precision."""
     values = as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    if values.dtype.itemsize == 1:
+        values = values.to(torch.float32)  # PyTorch promotes no float8
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
