@@ -20,6 +20,7 @@ from torchjd import autogram as torchjd_autogram
 from torchjd.aggregation import UPGradWeighting
 
 from autogram import Engine
+from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     Objectives,
     assert_close_to_reference,
@@ -121,6 +122,29 @@ class TestForwardPasses:
             evaluated = model(batch(4, 3))
         assert not evaluated.requires_grad
         assert_exact(engine, losses, model)
+
+    def test_made_in_inference_mode(self) -> None:
+        """The engine, and a part of the model that runs without gradients."""
+        with torch.inference_mode():
+            encoder = mlp()
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.encoder, self.head = encoder, nn.Linear(2, 2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.no_grad():
+                    hidden = self.encoder(x)
+                return self.head(hidden)
+
+        model = Model()
+        with torch.inference_mode():
+            engine = Engine(model)
+        for _ in range(2):
+            losses = per_sample(model(batch(4, 3)))
+            jacobian = reference_jacobian(losses, model.head.parameters())
+            assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
 
     def test_a_part_without_gradients(self) -> None:
         """A frozen teacher, or targets of another network, inside the forward pass."""

@@ -389,6 +389,19 @@ def test_nested_tensors_behind_a_parameter_are_refused(layout: torch.layout) -> 
     assert_works(engine, model, batch(4, 3))
 
 
+def test_parameters_from_inference_mode_are_refused() -> None:
+    """PyTorch drops gradients of these; a copy has them."""
+    with torch.inference_mode():
+        first = nn.Linear(3, 4)
+    model = nn.Sequential(first, nn.Linear(4, 2))
+    engine = Engine(model)
+    with pytest.raises(UnsupportedError, match=r"`linear` was called.*in inference mode.*clone"):
+        model(batch(5, 3))
+    for name, parameter in list(first.named_parameters()):
+        setattr(first, name, nn.Parameter(parameter.clone()))
+    assert_works(engine, model, batch(5, 3))
+
+
 def test_an_error_of_the_users_backward_passes_through() -> None:
     """What a custom function raises is not hidden, with one objective per sample or several."""
 

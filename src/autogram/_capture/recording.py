@@ -50,7 +50,8 @@ class Channel:
     ) -> None:
         self.parameters_now = parameters_now
         self.left_out_now = left_out_now
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        with torch.inference_mode(mode=False):  # where a tensor has no node in the graph
+            self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._recordings: WeakSet[Recording] = WeakSet()
         self._lock = threading.RLock()  # several threads may record
         self.together: dict[tuple[int, str], int] = {}

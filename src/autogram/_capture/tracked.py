@@ -51,7 +51,7 @@ class Tracked:
     ) -> Tracked:
         """A tensor as it is now. Without a region, its blocks are pulled back."""
         shape = real_shape(tensor) if region is None else region.shape
-        version = tensor._version
+        version = version_of(tensor)
         return cls(sources, region, shape, tensor.dtype, tensor.device, version, place=place)
 
 
@@ -119,7 +119,7 @@ def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
     if tensor.is_leaf:
         return derived
     if derived.region is not None:
-        if tensor._version == derived.version:
+        if version_of(tensor) == derived.version:
             return derived
         derived = Tracked.of(tensor, derived.sources)
     edge = get_gradient_edge(tensor)
@@ -142,6 +142,11 @@ def _region_of_view(view: Tensor, base: Tensor, region: Region) -> Region | None
 def real_shape(of: Any) -> tuple[int, ...]:
     """The shape of a tensor, or by its metadata, with a last dimension of two if it is complex."""
     return (*of.shape, 2) if of.dtype.is_complex else tuple(of.shape)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place. One from inference mode does not count changes."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def base_of(tensor: Tensor) -> Tensor:

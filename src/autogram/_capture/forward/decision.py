@@ -152,6 +152,12 @@ def decide(
             f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples to "
             "one length, and mask what was added; or put them one behind the other in one tensor."
         )
+    if True in [tensor.is_inference() for tensor, _ in tracked]:
+        raise UnsupportedError(
+            f"`{kind.name}` was called with a parameter that was made in inference mode, of which "
+            "PyTorch drops some gradients. Make the module outside of `torch.inference_mode`, or "
+            "put `nn.Parameter(parameter.clone())` in the place of its parameters."
+        )
     now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
     rule = None if is_bare else find_rule(kind.function)
     are_plain = False not in [x.layout == torch.strided and not x.is_complex() for x, _ in reads]
