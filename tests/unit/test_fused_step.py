@@ -19,6 +19,7 @@ from tests.unit.checks import (
     ModelFactory,
     Objectives,
     assert_close_to_reference,
+    irregular,
 )
 from tests.unit.engines import batch, counted_passes, mlp, per_sample
 from tests.unit.jacobians import assert_gradients_are_close
@@ -365,3 +366,28 @@ def test_optimizers_in_the_backward_pass() -> None:
                 take_step(parameter)
     for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close_to_reference(found.detach(), expected.detach())
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="needs a newer PyTorch")
+@pytest.mark.parametrize("call", ["backward", "accumulate", "accumulate_grad"])
+def test_gradients_of_another_dtype(call: str) -> None:
+    """Parameters in bfloat16 whose gradients are kept in float32, and not rounded before."""
+    model = mlp().to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    engine, weights = Engine(model), irregular(4).to(torch.float32)
+    x = batch(4, 3).to(torch.bfloat16)
+    expected = engine.jacobian(per_sample(model(x).float())).vjp(weights)
+    for step in range(1, 3):
+        losses = per_sample(model(x).float())
+        if call == "backward":
+            engine.backward(losses, lambda _: weights)
+        elif call == "accumulate":
+            with engine.accumulate(lambda _: weights) as micro_batches:
+                micro_batches.add(losses)
+        else:
+            engine.jacobian(losses).accumulate_grad(weights)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == torch.float32
+            torch.testing.assert_close(parameter.grad, step * expected[name])

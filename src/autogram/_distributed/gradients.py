@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import as_real, in_numbers_of
-from autogram._capture.autograd.grad import add_to_grad
+from autogram._capture.autograd.grad import add_to_grad, dtype_of_grad
 from autogram._capture.shards import Shards
 from autogram._distributed.group import Group
 from autogram._distributed.wrapper import Wrappers
@@ -44,7 +44,7 @@ def accumulate(
     by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]
     own = (_gradient(found, name, parameters) for name in by_us)
     for name, total in zip(by_us, _sums(group, own), strict=True):
-        add_to_grad([(parameters[name], total.to(parameters[name].dtype))])
+        add_to_grad([(parameters[name], total.to(dtype_of_grad(parameters[name])))])
     wrappers.hand_over(
         {
             parameter: _gradient(found, name, parameters)
@@ -63,7 +63,7 @@ def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     partial = DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim, run_check=False)
     shard: Tensor = partial.redistribute(placements=placements)
-    return shard.to(device=parameter.device, dtype=parameter.dtype)
+    return shard.to(device=parameter.device, dtype=dtype_of_grad(parameter))
 
 
 def _gradients(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from autogram._capture.autograd.grad import dtype_of_grad
 from autogram._capture.autograd.graph import leaves_behind
 from autogram._capture.distribution import wrapper_now, wrappers_of
 from autogram._capture.recording import Channel
@@ -105,7 +106,7 @@ class Wrappers:
         """
         gradients = {**self._rest_of_open(gradients), **gradients}
         tensors = list(gradients)
-        found = [(gradients[p] * self.size).to(p.dtype) for p in tensors]
+        found = [(gradients[p] * self.size).to(dtype_of_grad(p)) for p in tensors]
         if tensors:
             sinks = [_sink(wrapper) for wrapper in self._seen if _learns(wrapper)]
             ones = [torch.ones_like(sink) for sink in sinks]

@@ -20,7 +20,7 @@ from autogram._arguments import (
 )
 from autogram._blocks import Columns, Limit, as_real
 from autogram._capture.autograd.exact import exact
-from autogram._capture.autograd.grad import add_to_grad
+from autogram._capture.autograd.grad import add_to_grad, as_gradients
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
@@ -185,9 +185,9 @@ class Jacobian:
     def accumulate_grad(self, w: Tensor) -> None:
         """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
 
-        A gradient has the dtype of its parameter, and hooks on parameters run. The gradient of a
-        parameter that no objective reaches, or that was frozen since, stays as it is. The gradient
-        of a sparse embedding is dense.
+        A gradient has the dtype of its parameter, or its ``grad_dtype``, and hooks on parameters
+        run. The gradient of a parameter that no objective reaches, or that was frozen since, stays
+        as it is. The gradient of a sparse embedding is dense.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape.
@@ -211,8 +211,7 @@ class Jacobian:
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
         with exact(self.device):
-            sums = self._parts.weighted_sums(self._parts.weights_of(w))
-            return {p: torch.zeros_like(p) if x is None else x.to(p.dtype) for p, x in sums}
+            return as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)))
 
     def _add(self, gradients: dict[Tensor, Tensor]) -> None:
         """Adds gradients to ``.grad``, and lets go of them."""

@@ -12,6 +12,21 @@ from torch import Tensor
 _FIRST = threading.Lock()
 
 
+def dtype_of_grad(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient: its own, unless the user gave it a ``grad_dtype``."""
+    given: torch.dtype | None = getattr(parameter, "grad_dtype", None)  # PyTorch 2.11 may lack it
+    return given or parameter.dtype
+
+
+def as_gradients(sums: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
+    """Weighted sums of rows as gradients of parameters: zeros where there is no sum."""
+    found = {}
+    for parameter, total in sums:
+        total = torch.zeros_like(parameter) if total is None else total
+        found[parameter] = total.to(dtype_of_grad(parameter))
+    return found
+
+
 def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Adds to the gradients of parameters, which own what is added where there was none.
 
