@@ -152,8 +152,18 @@ def _run(
         output = module._call_impl(*args, **kwargs)
         is_done = True
     finally:
+        output = _end(module, entered, output, is_done=is_done)
+    return output
+
+
+def _end(module: nn.Module, entered: list[Around], output: Any, *, is_done: bool) -> Any:
+    """Ends what was begun, from the last to the first, also if one of them raises."""
+    try:
         while entered:
             replaced = entered.pop().end(module, output)
             if is_done and replaced is not None:
                 output = replaced
+    finally:
+        if entered:  # those outside see what they see where a forward raised
+            _end(module, entered, None, is_done=False)
     return output

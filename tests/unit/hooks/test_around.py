@@ -134,6 +134,24 @@ def test_the_end_is_reached_when_the_forward_raises(error: type[BaseException]) 
     assert noted.seen[1:] == [("end", "Failing", None)]
 
 
+def test_the_end_is_reached_when_another_end_raises() -> None:
+    """Of all that is outside, with no output, as where the forward raises."""
+
+    class Failing(Noted):
+        def end(self, module: nn.Module, output: Any) -> Any:
+            super().end(module, output)
+            raise ValueError("at the end")
+
+    model, outer, outermost = nn.Identity(), Failing(), Noted()
+    inner = Failing()
+    put(model, outermost, outer, inner)
+    with pytest.raises(ValueError, match="at the end"):
+        model(torch.ones(2))
+    assert inner.words == outer.words == outermost.words == ["begin Identity", "end Identity"]
+    assert inner.seen[1][2] is not None
+    assert outer.seen[1][2] is outermost.seen[1][2] is None
+
+
 def test_without_gradients_nothing_begins() -> None:
     """Where the module is called: inside of a block without them they may be enabled again."""
     model, noted = nn.Identity(), Noted()
