@@ -220,7 +220,7 @@ def _spread_use(
         now = as_of_now(tensor, status)
         return _use_of_expansion(spread_shape, tensor, now, shape)._replace(is_guess=True)
     # A constant that is for all samples counts as batched.
-    of_samples = [status is None and _are_of_samples(x, batch) for x, status in reads]
+    of_samples = [status is None and are_of_samples(x, batch) for x, status in reads]
     if True not in of_samples:
         return None
     marked = [(x, BATCHED if is_so else s) for (x, s), is_so in zip(reads, of_samples, strict=True)]
@@ -231,7 +231,7 @@ def _spread_use(
     return use._replace(is_guess=True) if isinstance(use, UseRule) else None
 
 
-def _are_of_samples(constant: Tensor, batch: Batch) -> bool:
+def are_of_samples(constant: Tensor, batch: Batch) -> bool:
     """Whether a constant is likely to be for all samples: expanded over them, or made for each.
 
     What a model makes for each sample has their number in front: types of tokens, which are zero,

@@ -67,6 +67,7 @@ class Recorder(TorchFunctionMode):
         size, unspread = recording.counted.samples, recording.channel.unspread
         names = recording.names.items() if unspread else ()
         self._batch = Batch(size, {p for p, name in names if name in unspread})
+        self.statuses.batch = self._batch
         call = _call(module, tensors)
         before = self._checkpoints.recall(call) or [None] * len(tensors)
         are_batched = []

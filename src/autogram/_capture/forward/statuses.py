@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
+from autogram._capture.forward.checkpoints import hooks_now
+from autogram._capture.forward.decision import NO_BATCH, are_of_samples
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.tracked import (
     BATCHED,
@@ -36,6 +39,7 @@ class Statuses:
 
     Attributes:
         has_untapped: Whether any tensor was untapped. Few models have such tensors.
+        batch: What is known of the samples.
     """
 
     def __init__(self, tapping: Tapping) -> None:
@@ -44,6 +48,7 @@ class Statuses:
         self._stand_ins: dict[int, tuple[_Reference, int, Tensor]] = {}
         self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
         self.has_untapped = False
+        self.batch = NO_BATCH
         self._others: set[Tensor] = set()  # parameters of other models, as far as they are known
 
     @cached_property
@@ -218,11 +223,36 @@ class Statuses:
         too, the call is a use, and its result is tapped here, or by a use that reads it.
         """
         sources, are_samples_behind = self.untapped_parameters(tensor)
-        if sources and not are_samples_behind:
-            status: Status = Tracked.of(tensor, tuple(sources))
-            self.set(tensor, status)
-            return status
-        return self.adopt_batched(tensor, sources)
+        if not sources or are_samples_behind or self._may_hide_samples(tensor, sources):
+            return self.adopt_batched(tensor, sources)
+        status = Tracked.of(tensor, tuple(sources))
+        self.set(tensor, status)
+        return status
+
+    def _may_hide_samples(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> bool:
+        """Whether a call that was not recorded may have read samples that need no gradient.
+
+        Such samples have no node by which they would be known, as where a custom autograd Function
+        is the first layer. Taken for derived from parameters alone, its result would hide all
+        uses behind. Where no call of the Function's own has shown samples, sizes tell, which is a
+        guess. The second run of a checkpoint, which hooks show, may know other inputs.
+        """
+        reference, status, version = self._marks.get(id(tensor), _NO_MARK)
+        if reference() is tensor:
+            return status is BATCHED and version is None  # as it was before it got a node
+        batch = self.batch
+        if batch.samples in (0, 1) or hooks_now(True) is not None:
+            return False
+        if not are_of_samples(tensor, batch) or not sources.keys().isdisjoint(batch.unspread):
+            return False
+        nodes = [*nodes_behind(tensor, partial(is_tap_of, self._tapping.recording.channel))]
+        functions = [node for node in nodes if isinstance(node, BackwardCFunction)]
+        # Other calls have such an edge for a number, too.
+        edges = [edge for node in functions or nodes for edge in node.next_functions]
+        if not any(following is None for following, _ in edges):
+            return False
+        self._tapping.note_guess([*sources.values()])
+        return True
 
     def adopt_batched(self, tensor: Tensor, sources: Mapping[Tensor, Tracked]) -> Batched:
         """The status of a batched tensor, which is tapped here if parameters are behind it."""
