@@ -112,7 +112,7 @@ class Routed:
     def owners(self, like: Tensor) -> Tensor:
         """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         behind = like.dim() - self.dim - self.depth
-        return self.samples.to(like.device).view(*self.samples.shape, *(1,) * behind)
+        return self.samples.to(like.device).view((*self.samples.shape, *(1,) * behind))
 
     @property
     def depth(self) -> int:

@@ -82,7 +82,7 @@ class RuleUse(Use):
     @property
     def depth(self) -> int:
         """The number that every formula allows."""
-        return min([recipe.formula.depth for recipe in self.recipes])
+        return min([len(self.shape), *[recipe.formula.depth for recipe in self.recipes]])
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
