@@ -131,7 +131,8 @@ class Engine(Hooked):
                 ``"factors"``: the factors, from which each product starts anew. ``"auto"``: rows
                 where they are no larger than the factors. ``"rows"``: also larger rows, until
                 these fill the memory limit; on a GPU, where reading them is faster than contracting
-                again, until these fill half of the free memory. Later products only read rows.
+                again, until these fill half of the free memory, or a third of the memory in use
+                without them. Later products only read rows.
 
         Returns:
             The Jacobian, for the cost of :meth:`compute_gramian`, less the contractions.

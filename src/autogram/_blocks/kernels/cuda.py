@@ -38,8 +38,8 @@ _FEWEST_COLUMNS = 512
 _PARTS_PER_PROCESSOR = 2
 
 # Rows that are larger than their factors may take half of the memory that is free, and a third of
-# what is taken with them, and copies of factors an eighth: the step of a small model is not to need
-# several times its memory.
+# what is taken without them, and copies of factors an eighth: the step of a small model is not to
+# need several times its memory.
 _SHARE_OF_FREE, _SHARE_OF_TAKEN, _SHARE_OF_COPIES = 2, 3, 8
 
 # Rows of a convolution whose samples are groups cost three times as much an element as patches do.
