@@ -40,7 +40,7 @@ class Jacobian:
 
     RAM: the cotangents of all activations that were computed from parameters, times K for K
     objectives per sample. The inputs share their memory with the graph, and stay alive after it.
-    For calls without a rule, and for derived tensors such as weight-normed ones, rows are kept.
+    For calls without a rule, and behind derivations such as a matrix inverse, rows are kept.
 
     Rows are in the row-major order of the losses, and columns in the order of
     ``named_parameters``, each parameter flattened. A complex number has two columns, for its real
