@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
-from tests.unit._compiled.compiling import assert_step, assert_steps, compile_inside, compiled
+from tests.unit._compiled.compiling import (
+    assert_step,
+    assert_steps,
+    compile_inside,
+    compiled,
+    counted_parts,
+)
 from tests.unit.checks import trainable
 
 
@@ -174,3 +180,27 @@ def test_derived_arguments() -> None:
     for (x,) in batches:
         expected = twin(x).square().sum(1)
         assert_step(engine, model(x).square().sum(1), expected, trainable(model), trainable(twin))
+
+
+class _Bags(nn.Module):
+    """Bags of words, one behind the other: the rule has to know how long the longest is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.last = nn.EmbeddingBag(7, 4, mode="sum"), nn.Linear(4, 2)
+
+    def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
+        found: Tensor = self.last(self.bags(words, offsets).tanh())
+        return found
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_rules_that_read_values(fullgraph: bool) -> None:
+    """A tracing has no values: such a call gets rows, and stays in the graph."""
+    model = _Bags()
+    engine = Engine(model, verify="never")
+    batches = [(torch.randint(7, (3 * n,)), torch.arange(0, 3 * n, 3)) for n in (4, 4, 5)]
+    with counted_parts() as parts:
+        run = compiled(model, fullgraph=fullgraph)
+        assert_steps(model, run, engine, batches, lambda y, *_: y.square().sum(1))
+    assert all(part._part.rows for part in parts)

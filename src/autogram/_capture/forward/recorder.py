@@ -159,7 +159,7 @@ class Recorder(TorchFunctionMode):
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
         batch = self._batch if hooks is None else self._batch_in_hooks
-        decision = decide(kind, args, kwargs, reads, is_bare=is_bare, batch=batch)
+        decision = self._decide(kind, args, kwargs, reads, is_bare=is_bare, batch=batch)
         if isinstance(decision, NoUse) and not kind.changes_slices:
             output = function(*args, **kwargs)
         elif isinstance(decision, NoUse):
@@ -199,6 +199,8 @@ class Recorder(TorchFunctionMode):
             is_number = count.__class__ is int and count == 1
             self.statuses.set(tensor, None if is_number else status)
         return output
+
+    _decide = staticmethod(decide)  # in the tracing of a compiled part, rules are asked otherwise
 
     def _mark_unbatched(
         self, results: Iterable[Tensor], origins: Sequence[Tracked], kind: Kind, *, may_read: bool

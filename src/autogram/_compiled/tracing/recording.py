@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind
-from autogram._capture.forward.decision import Batch, Reads, UseRule
+from autogram._capture.forward.decision import Batch, Decision, Reads, UseRows, UseRule, decide
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel, Recording
@@ -119,6 +120,30 @@ class TracedTapping(Tapping):
         return output
 
 
+# What needs the values of a tensor on the host.
+_READS_VALUES = {
+    *(torch.equal, Tensor.equal, Tensor.item, Tensor.tolist, Tensor.numpy),
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__),
+}
+
+
+class _ValuesError(Exception):
+    """A rule has asked for values."""
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Refuses what reads values: a tracing has none, or would make symbols of them."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carries out a call, or refuses it."""
+        del types
+        if function in _READS_VALUES:
+            raise _ValuesError
+        return function(*args, **(kwargs or {}))
+
+
 class TraceRecorder(Recorder):
     """The recorder of one tracing of a region, with what is known of the samples."""
 
@@ -137,6 +162,15 @@ class TraceRecorder(Recorder):
         for argument, status in zip(arguments, statuses, strict=True):
             if isinstance(argument, Tensor):
                 self.statuses.let_be(argument, status)
+
+    def _decide(self, *call: Any, **known: Any) -> Decision:
+        """As always. A call whose rule reads values gets rows."""
+        try:
+            with _WithoutValues():
+                return decide(*call, **known)
+        except _ValuesError:
+            *_, reads = call
+            return UseRows([(x, status) for x, status in reads if isinstance(status, Tracked)])
 
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """No: AOTAutograd decides what is computed again."""
