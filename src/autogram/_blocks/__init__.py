@@ -34,7 +34,7 @@ from autogram._blocks.programs import (
     settings_now,
     written_down,
 )
-from autogram._blocks.region import Region, as_real, in_numbers_of
+from autogram._blocks.region import Region, as_real, in_numbers_of, overlap
 from autogram._blocks.sketch import Projection, projected
 
 __all__ = [
@@ -77,6 +77,7 @@ __all__ = [
     "in_numbers_of",
     "in_places",
     "joined",
+    "overlap",
     "pieces",
     "projected",
     "rows_block",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from autogram._blocks import Region, cost_of_products, cost_of_rows
+from autogram._blocks import Region, cost_of_products, cost_of_rows, overlap
 from autogram._distributed.group import Link
 from autogram._distributed.share import Piece, Share, cut
 
@@ -120,7 +120,7 @@ def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> 
         pieces = share.pieces.get(name, ())
         forming = sum(_forming(piece) for piece in pieces)
         sent = share.m * n * (world - 1) / world
-        pairs = sum(_pair(p, q) for p in pieces for q in pieces)
+        pairs = sum(_pair(p, q, share, n) for p in pieces for q in pieces)
         own: dict[Way, float] = {
             "rows": sent * link.element + forming + m * m * n / world,
             "gathered": (world - 1) * largest * link.element + world * pairs,
@@ -138,11 +138,16 @@ def _forming(piece: Piece) -> float:
     return cost_of_rows(piece.equation, shapes)
 
 
-def _pair(first: Piece, second: Piece) -> float:
+def _pair(first: Piece, second: Piece, share: Share, places: int) -> float:
     """Multiply-adds of the products of two pieces, of the same rank or alike."""
     shapes = [tuple([operand.shape for operand in of.operands]) for of in (first, second)]
     if first.equation and second.equation:
-        return cost_of_products(first.equation, shapes[0], second.equation, shapes[1])
+        if first.region == second.region:
+            return cost_of_products(first.equation, shapes[0], second.equation, shapes[1])
+        # Parts of a parameter that share elements meet as rows of the whole, others do not meet.
+        if not overlap(first.region, second.region):
+            return 0.0
+        return float(prod(prod(share.sizes[of.part]) for of in (first, second)) * places)
     # A lookup meets the tokens that it has in common with the other, at most all.
     read = min(prod(of[-1]) for of in shapes)
     return float(read * shapes[0][0][0] * 16)

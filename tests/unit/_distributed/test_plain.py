@@ -14,6 +14,7 @@ from autogram.testing import reference_jacobian
 from tests.unit._distributed import test_scaler
 from tests.unit._distributed.worlds import (
     Gappy,
+    Parts,
     Routed,
     Tied,
     Waves,
@@ -38,6 +39,7 @@ WORLDS = {
     "complex": World(Waves),
     "tied embedding": World(Tied, tokens),
     "views with holes": World(Gappy),
+    "parts of parameters": World(Parts),
     "parts of some ranks": World(Routed),
     "ranks without objectives": World(sizes=[3, 0, 2, 4]),
     "nobody has any": World(sizes=[0]),

@@ -11,6 +11,7 @@ from autogram import Engine
 from autogram._distributed.group import Link
 from autogram._distributed.plan import costs_of, make_plan
 from autogram._distributed.share import Share, data_of
+from tests.unit._distributed.worlds import Parts
 from tests.unit.engines import per_sample
 
 SLOW, FAST = Link(element=1e4, call=1e6), Link(element=1e-3, call=1e-3)
@@ -53,6 +54,13 @@ def test_beginning_messages_is_weighed() -> None:
     patient = make_plan(shares, Link(element=1.0, call=0.0))
     hurried = make_plan(shares, Link(element=1.0, call=1e12))
     assert hurried.messages(16) == 1 <= patient.messages(16)
+
+
+def test_parts_of_a_parameter() -> None:
+    """They have indices of their own, and meet only where they share elements."""
+    shares = [share(Parts(), torch.randn(2, 6))] * 2
+    assert len({piece.region for piece in shares[0].pieces["second.weight"]}) > 1
+    assert make_plan(shares, SLOW).ways.keys() == dict(shares[0].parameters).keys()
 
 
 @pytest.mark.parametrize("limit", [16, 100, 1000, 10**6])

@@ -114,6 +114,18 @@ class Slices(nn.Module):
         return x @ product.cumsum(0)
 
 
+class Parts(nn.Module):
+    """Parameters that are read whole, and of which other calls read a row, a corner or the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh() * self.first.weight[1] + self.second(x[:, None]).sin().sum(1)
+        return x[:, :2] @ self.second.weight[:3, :2].T + x[:, :3] * self.second.weight[3:, 2].cos()
+
+
 class Members(nn.Module):
     """Parameters expanded over the samples, and over as many members as one rank has samples."""
 
