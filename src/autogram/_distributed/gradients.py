@@ -25,6 +25,7 @@ def accumulate(
     reached: Sequence[str],
     wrappers: Wrappers,
     shards: Shards,
+    outside: Mapping[Tensor, Tensor],
 ) -> None:
     """Adds the sum over ranks of their Jᵀ w to ``.grad``.
 
@@ -35,6 +36,7 @@ def accumulate(
         reached: The parameters that any rank's losses reach, in the same order on all ranks.
         wrappers: What runs the forward passes.
         shards: The sharded parameters.
+        outside: Gradients of other parameters, which wrappers wait for together with these.
     """
     parameters = {name: p for p, name in jacobian._names.items()}
     found = _gradients(jacobian, weights)
@@ -45,15 +47,14 @@ def accumulate(
     own = (_gradient(found, name, parameters) for name in by_us)
     for name, total in zip(by_us, _sums(group, own), strict=True):
         add_to_grad([(parameters[name], total.to(dtype_of_grad(parameters[name])))])
-    wrappers.hand_over(
-        {
-            parameter: _gradient(found, name, parameters)
-            for name, parameter in parameters.items()
-            if wrappers.waits_for(
-                parameter, is_reached=name in found, is_reached_elsewhere=name in reached
-            )
-        }
-    )
+    own_wrapped = {
+        parameter: _gradient(found, name, parameters)
+        for name, parameter in parameters.items()
+        if wrappers.waits_for(
+            parameter, is_reached=name in found, is_reached_elsewhere=name in reached
+        )
+    }
+    wrappers.hand_over({**outside, **own_wrapped})
 
 
 def _scattered(parameter: Any, gradient: Tensor) -> Tensor:

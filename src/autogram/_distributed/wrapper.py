@@ -38,8 +38,7 @@ class Wrappers:
         self.size = group.size
         self._seen: dict[Any, None] = {}
         self._wrapped: dict[int, Any] = {}
-        self._touched: set[int] = set()
-        self._outside: set[int] = set()  # leaves whose gradients come by another pass
+        self._touched: dict[int, Tensor] = {}
 
     def _see(self, channel: Channel, losses: Tensor) -> None:
         """Notes what has run the forward passes behind some losses of the step."""
@@ -55,7 +54,7 @@ class Wrappers:
             self._wrapped.update({id(p): wrapper for p in wrapper.parameters()})
         if not losses.numel() and losses.grad_fn is not None:
             # Without objectives, wrappers wait for zeros of what the forward pass has used.
-            self._touched.update(id(leaf) for leaf in leaves_behind(losses))
+            self._touched.update({id(leaf): leaf for leaf in leaves_behind(losses)})
 
     @contextmanager
     def passing(self, channel: Channel, losses: Iterable[Tensor]) -> Iterator[None]:
@@ -104,6 +103,8 @@ class Wrappers:
 
         They divide what they add up by the number of ranks, sooner or later.
         """
+        touched = [p for p in self._touched.values() if self.has(p) and p.requires_grad]
+        gradients = {**{p: torch.zeros_like(p) for p in touched}, **gradients}
         gradients = {**self._rest_of_open(gradients), **gradients}
         tensors = list(gradients)
         found = [(gradients[p] * self.size).to(dtype_of_grad(p)) for p in tensors]
@@ -121,7 +122,7 @@ class Wrappers:
         wrapper = wrapper_now()
         if wrapper not in self._seen or not wrapper.require_backward_grad_sync:
             return {}
-        expected = [p for p in wrapper.parameters() if p in gradients or id(p) in self._outside]
+        expected = [p for p in wrapper.parameters() if p in gradients]
         if wrapper.find_unused_parameters:
             wrapper.reducer.prepare_for_backward([p.view_as(p) for p in expected])
             return {}
@@ -136,7 +137,6 @@ class Wrappers:
         Raises:
             UnsupportedError: There are some.
         """
-        self._outside.update(map(id, outside))
         are_learning = any(map(_learns, self._seen))  # a static graph, from the next pass
         found = [
             str(tuple(x.shape))

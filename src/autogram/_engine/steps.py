@@ -11,6 +11,7 @@ from torch import Tensor
 from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
+from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, together
 from autogram._engine.hooked import Hooked
@@ -127,23 +128,42 @@ class Step:
 
     def _differentiate_rest(self, weights: Tensor) -> None:
         """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
-        sizes, wrappers = [part.m for part in self._parts], self.wrappers
+        sizes = [part.m for part in self._parts]
         self._parts.clear()
         for i, part in enumerate(weights.flatten().split(sizes)):
             if i not in self._rest:
                 continue
             losses, outside, retain_graph = self._rest.pop(i)
-            outside = [leaf for leaf in outside if leaf.requires_grad]  # not frozen since
-            cotangent = part.reshape(losses.shape).to(losses)
-            # Autocast would round what the nodes of these passes multiply.
-            with without_autocast(losses.device):
-                if wrappers is not None and (leaves := [x for x in outside if wrappers.has(x)]):
-                    outside = [leaf for leaf in outside if not wrappers.has(leaf)]
-                    scaled = cotangent * wrappers.size
-                    must_retain = retain_graph or bool(outside)
-                    torch.autograd.backward([losses], [scaled], must_retain, inputs=leaves)
-                if outside:
+            outside = self._without_wrapped(outside)
+            if outside:
+                cotangent = part.reshape(losses.shape).to(losses)
+                # Autocast would round what the nodes of this pass multiply.
+                with without_autocast(losses.device):
                     torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+
+    def _without_wrapped(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Those of some leaves that are not frozen since, and no affair of a wrapper."""
+        wrappers = self.wrappers
+        return [x for x in leaves if x.requires_grad and not (wrappers and wrappers.has(x))]
+
+    def _wrapped_rest(self, weights: Tensor, wrappers: Wrappers) -> dict[Tensor, Tensor]:
+        """Gradients of leaves that are not of J, and that wrappers exchange, summed over the parts.
+
+        A wrapper exchanges each gradient once. Hooks are called where it is handed over.
+        """
+        found: dict[Tensor, Tensor] = {}
+        for i, part in enumerate(weights.split([part.m for part in self._parts])):
+            losses, outside, retain_graph = self._rest.get(i, (part, (), False))
+            leaves = [x for x in outside if x.requires_grad and wrappers.has(x)]
+            if not leaves:
+                continue
+            must_retain = retain_graph or bool(self._without_wrapped(outside))
+            cotangent = part.reshape(losses.shape).to(losses)
+            with without_hooks(leaves), without_autocast(losses.device):
+                gradients = torch.autograd.grad([losses], leaves, [cotangent], must_retain)
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                found[leaf] = found[leaf] + gradient if leaf in found else gradient
+        return found
 
     def _finish_with_others(self, ranks: Ranks, wrappers: Wrappers) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
@@ -162,5 +182,6 @@ class Step:
             jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
         )
         own = ranks.own(weights)
-        accumulate(ranks.group, found[0], own, ranks.reached, wrappers, ranks.shards)
+        rest = self._wrapped_rest(own, wrappers)
+        accumulate(ranks.group, found[0], own, ranks.reached, wrappers, ranks.shards, rest)
         return gramian, own

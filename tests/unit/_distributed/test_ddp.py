@@ -1,6 +1,6 @@
 """DistributedDataParallel: its hooks run, once, and the sum over ranks is left in `.grad`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autogram import Engine, RankError
 from autogram.testing import reference_jacobian
 from tests.unit._distributed.worlds import (
+    SIZES,
     Routed,
     Tied,
     Waves,
@@ -243,13 +244,15 @@ def steps_without_exchange(rank: int) -> None:
     assert_close_to_reference(flat_gradient(wrapped), total)
 
 
-def a_head_that_is_not_the_engines(rank: int) -> None:
-    """Inside of the wrapper, which sums its gradients as well."""
-    world = World()
+def a_head_that_is_not_the_engines(sizes: Sequence[int], rank: int) -> None:
+    """Inside of the wrapper, which sums its gradients as well, once for all micro-batches."""
+    world = World(sizes=sizes)
     model, twin = world.model(), world.model()
     wrapped = Wrap(model)
     engine = Engine(model[:3], distributed=True)
     split = sum(p.numel() for p in model[:3].parameters())
+    called: list[Tensor] = []
+    model[4].weight.register_hook(called.append)
     for step in range(STEPS):
         jacobian, _ = world.expected(twin, step)
         part = jacobian[:, :split]
@@ -257,7 +260,17 @@ def a_head_that_is_not_the_engines(rank: int) -> None:
         losses = world.losses(wrapped(world.batch(rank, step)))
         gramian = engine.backward(losses, weighting, return_gramian=True)[1]
         assert_close_to_reference(gramian, part @ part.T)
-        assert_close_to_reference(flat_gradient(wrapped), jacobian.T @ weighting(gramian))
+        expected = jacobian.T @ weighting(gramian)
+        assert_close_to_reference(flat_gradient(wrapped), expected)
+        assert len(called) == 1
+        wrapped.zero_grad()
+        with engine.accumulate(lambda found: torch.ones(len(found))) as batch:
+            for i in range(2):
+                with wrapped.no_sync() if i == step % 2 == 0 else nullcontext():
+                    batch.add(world.losses(wrapped(world.batch(rank, step))))
+        assert_close_to_reference(flat_gradient(wrapped), 2 * jacobian.sum(0))
+        assert_same_on_all(flat_gradient(wrapped))
+        called.clear()
 
 
 def a_trunk_with_a_plain_head(rank: int) -> None:
@@ -366,6 +379,10 @@ def scenarios() -> Mapping[str, Scenario]:
             found[f"{name}, {how}"] = partial(series, world, wrap)
     for how, wrap in WRAPS.items():
         found[f"accumulation, {how}"] = partial(accumulation, wrap)
+    for name, sizes in {"": SIZES, ", ranks without objectives": [3, 0, 2, 4]}.items():
+        found[f"a head that is not the engine's{name}"] = partial(
+            a_head_that_is_not_the_engines, sizes
+        )
     for alone in (
         static_graph,
         static_graph_and_a_gramian_alone,
@@ -373,7 +390,6 @@ def scenarios() -> Mapping[str, Scenario]:
         parts_of_some_ranks,
         samples_are_not_looked_for_again,
         steps_without_exchange,
-        a_head_that_is_not_the_engines,
         a_trunk_with_a_plain_head,
         steps_inside_of_the_forward,
         a_rank_that_raises,
