@@ -54,6 +54,7 @@ class Step:
         self._empty: Tensor | None = None  # losses without elements
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
+        self._last: Losses = []  # where a pass for the sake of other ranks begins
 
     @contextmanager
     def passing(self, losses: Losses) -> Iterator[None]:
@@ -62,6 +63,7 @@ class Step:
             yield
             return
         ranks, channel = self.engine._ranks, self.engine._channel
+        self._last = losses
         with together(ranks, channel, losses), self.wrappers.passing(channel, parts_of(losses)):
             yield
 
@@ -115,7 +117,8 @@ class Step:
         """
         if self.engine._ranks is not None and self.wrappers is not None:
             gramian, weights = self._finish_with_others(self.engine._ranks, self.wrappers)
-            self._differentiate_rest(weights)
+            with together(self.engine._ranks, self.engine._channel, self._last):
+                self._differentiate_rest(weights)
             return self.scale.unscaled(gramian), weights
         jacobian = Jacobian(self._parts, self._names, self.engine._limit)
         gramian = jacobian.gramian() if gramian is None else gramian
@@ -128,7 +131,7 @@ class Step:
 
     def _differentiate_rest(self, weights: Tensor) -> None:
         """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
-        sizes = [part.m for part in self._parts]
+        sizes, before_pass = [part.m for part in self._parts], self.engine._channel.before_pass
         self._parts.clear()
         for i, part in enumerate(weights.flatten().split(sizes)):
             if i not in self._rest:
@@ -136,6 +139,9 @@ class Step:
             losses, outside, retain_graph = self._rest.pop(i)
             outside = self._without_wrapped(outside)
             if outside:
+                if before_pass is not None:
+                    before_pass()
+                    retain_graph = True  # for passes of other ranks
                 cotangent = part.reshape(losses.shape).to(losses)
                 # Autocast would round what the nodes of this pass multiply.
                 with without_autocast(losses.device):

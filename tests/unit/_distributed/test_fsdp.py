@@ -227,6 +227,30 @@ def different_numbers_of_passes(rank: int) -> None:
             assert along.call_count >= STEPS
 
 
+def inputs_with_gradients(rank: int) -> None:
+    """They take a further pass, which ranks without samples, or such inputs, make along."""
+    for sizes, ranks_with in (([3, 2], (0, 1)), ([3, 0, 2, 4], (0, 1)), ([3, 2], (1,))):
+        world = World(sizes=sizes)
+        model, twin = nested(world.model(), reshard_after_forward=True), world.model()
+        engine = Engine(model, distributed=True)
+        for step in range(STEPS):
+            jacobian, _ = world.expected(twin, step)
+            x = world.batch(rank, step).requires_grad_(rank in ranks_with)
+            model.zero_grad()
+            losses = world.losses(model(x))
+            if step == 0:
+                weights = engine.backward(losses, weighting)
+            else:
+                with engine.accumulate(weighting) as batches:
+                    batches.add(losses)
+                (weights,) = batches.weights
+            expected = jacobian.T @ weighting(jacobian @ jacobian.T)
+            assert_close_to_reference(gradient(model), expected)
+            if x.requires_grad and len(x):
+                (of_inputs,) = torch.autograd.grad(world.losses(twin(x)), x, weights)
+                assert_close_to_reference(x.grad, of_inputs)
+
+
 def products_of_each_rank(rank: int) -> None:
     """`jacobian` and `verify` are of this rank alone, and all ranks call them."""
     world = World()
@@ -366,6 +390,7 @@ def scenarios() -> Mapping[str, Scenario]:
         mixed_precision,
         accumulation,
         different_numbers_of_passes,
+        inputs_with_gradients,
         products_of_each_rank,
         a_rank_that_raises,
         what_is_refused,
