@@ -84,6 +84,18 @@ def chosen(model: Layers, x: Tensor, step: int) -> Tensor:
     return torch.zeros(SAMPLES).index_add(0, is_masked.nonzero()[:, 0], of_words)
 
 
+def splines(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Values inside of an interval get a spline, whose knots are changed at the ends in place."""
+    is_inside = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 != 1
+    hidden = model.first(x).tanh()
+    knots = F.pad(model.second(hidden[is_inside]).softmax(1).cumsum(1), (1, 0))
+    knots[..., 0] = -1.0
+    knots[..., -1] += model.scale[0]
+    values = torch.zeros(SAMPLES, 6)
+    values[is_inside] = (knots[..., 1:] - knots[..., :-1]).square() @ model.scale
+    return per_sample(model.third(values[:, :WIDTH]) * hidden.sum(1))
+
+
 def packed(model: Layers, x: Tensor, step: int) -> Tensor:
     """Sequences one behind the other, put into a padded tensor."""
     is_there = torch.arange(8) < counts_of(step).unsqueeze(1)
@@ -155,6 +167,7 @@ CASES: dict[str, tuple[Callable[[int], Tensor], Losses]] = {
     "graphs": (nodes, graphs),
     "attention in graphs": (nodes, attention),
     "words that are chosen": (sentences, chosen),
+    "splines inside of an interval": (sentences, splines),
     "packed sequences": (nodes, packed),
     "pieces": (nodes, split),
     "forces in graphs": (nodes, forces),

@@ -1,12 +1,15 @@
 """Moves: the samples of a node's input by what it saved, against what autograd shows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autogram._capture.forward.calls import kind_of
+from autogram._capture.forward.changes import run_and_note
 from autogram._capture.samples.proofs.carrying import Edge
 from autogram._capture.samples.proofs.moves import (
     SEVERAL,
@@ -35,6 +38,25 @@ def put(indices: tuple[Tensor, ...], *sizes: int) -> Callable[[Tensor], Tensor]:
 
 def joined(x: Tensor) -> Tensor:
     return torch.cat([torch.ones(2, 4, requires_grad=True), x, x.new_ones(3, 4).requires_grad_()])
+
+
+def change(y: Tensor, place: Any, by: Tensor | float) -> Tensor:
+    """Changes a slice of a tensor in a call that is noted."""
+    run_and_note(kind_of(Tensor.__setitem__), (y, place, by), {})
+    return y
+
+
+def view_of_changed(x: Tensor) -> Tensor:
+    y = x.clone()
+    part = y[:, 1:3]
+    change(y, (slice(None), 0), 2.0)
+    return part
+
+
+def unnoted(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1] = 2.0
+    return y
 
 
 def gradient_of(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -116,6 +138,15 @@ STAYING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "index_add to it": ((6, 4), lambda x: x.index_add(0, ORDER, torch.ones(4, 4)), 0),
     "put in it": ((6, 4), lambda x: x.index_put((ORDER,), torch.ones(4, 4)), 0),
     "columns that are padded": ((6, 4), lambda x: F.pad(x, (1, 2)), 0),
+    "a column is changed": ((6, 4), lambda x: change(x.clone(), (..., 1), 2.0), 0),
+    "what a column is changed by": ((6,), lambda x: change(torch.zeros(6, 4), (..., 1), x), 1),
+    "what two columns are changed by": (
+        (6, 1),
+        lambda x: change(torch.zeros(6, 4), (..., slice(2)), x),
+        1,
+    ),
+    "view of what was changed": ((6, 4), view_of_changed, 0),
+    "as_strided": ((6, 4), lambda x: x.as_strided((6, 2), (4, 1), 1), 0),
 }
 UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "turned": ((6, 6), lambda x: x.T, 0),
@@ -131,6 +162,15 @@ UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
         0,
     ),
     "joined with a constant": ((4, 4), lambda x: torch.cat([torch.ones(2, 4), x]), 1),
+    "changed in a call that is not seen": ((6, 4), unnoted, 0),
+    "what all rows are changed by": (
+        (4,),
+        lambda x: change(torch.zeros(4, 5), (slice(None), slice(1, 5)), x),
+        1,
+    ),
+    "what some rows are changed by": ((4,), lambda x: change(torch.zeros(6, 4), (1, ...), x), 1),
+    "turned by as_strided": ((4, 4), lambda x: x.as_strided((4, 4), (1, 4)), 0),
+    "windows": ((6,), lambda x: x.as_strided((4, 3), (1, 1)), 0),
     "one row for all places of a mask": ((1, 4), put((MASK,), 6, 4), 1),
     "one matrix for all places, of as many rows": ((4, 4), put((ORDER,), 6, 4, 4), 1),
     "one row for all places of a mask, as long as they": ((3,), put((MASK,), 6, 3), 1),

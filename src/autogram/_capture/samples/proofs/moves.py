@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autogram._capture.autograd.graph import VIEWS, kind_of_node, use_of
+from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice
+from autogram._capture.autograd.strides import kept_dims
 from autogram._capture.samples.proofs.carrying import (
     Edge,
     Shape,
@@ -94,6 +96,8 @@ def _move_of(node: Any, position: int, rank: int) -> Move | None:
     if operation in ("Index", "IndexPut", "IndexPutImpl"):
         is_packed_up = is_packed(node._raw_saved_indices)
         return None if is_packed_up or node._saved_indices[0] is None else move
+    if operation in (CHANGE, "AsStrided"):
+        return move
     rank = max(rank, len(node._input_metadata[0].shape))
     if operation == "ConstantPadNd":
         return move if len(node._saved_pad) == 2 * rank else None
@@ -255,6 +259,28 @@ def _to_padded(passage: Passage) -> Tensor | None:
     return pad(owners, (before, after), value=_NONE)
 
 
+def _to_changed(passage: Passage) -> Tensor | None:
+    """For a tensor of which a slice was changed, and what that was changed by.
+
+    The slice must have all places, in order.
+    """
+    (owners,), found = passage.owners, changed_slice(passage.node)
+    if owners is None or not owners.dim():
+        return owners
+    if found is None:
+        return None
+    kept, missing = kept_by_slice(found), len(found.part.sizes) - len(passage.given)
+    return owners if passage.position == 0 or kept[:1] == (missing,) else None
+
+
+def _to_viewed(passage: Passage) -> Tensor | None:
+    """For a tensor of which a view by ``as_strided`` has all places, in order."""
+    (owners,) = passage.owners
+    if owners is None or not owners.dim():
+        return owners
+    return owners if (0, 0) in kept_dims(passage.node) else None
+
+
 def _sliced(node: Any) -> slice | int:
     """The places along the first dimension of a slice, or the one that is selected."""
     if hasattr(node, "_saved_step"):
@@ -305,15 +331,15 @@ _MOVES: dict[str, tuple[Move, int | None]] = {
     **dict.fromkeys(("Split", "SplitWithSizes", "Unbind"), (_from_pieces, None)),
     **dict.fromkeys(("UnsafeSplit", "UnsafeSplitWithSizes"), (_from_pieces, None)),
     **dict.fromkeys(("Cat", "Stack"), (_to_piece, None)),
+    CHANGE: (_to_changed, None),
+    "AsStrided": (_to_viewed, None),
 }
 # Operations that carry the first dimension of their result, but not to that of their input.
 _TURNING = {
     "T",
-    "AsStrided",
     "Diagonal",
     "DiagonalBackward",
     "DiagEmbed",
-    "CopySlices",
     "Trilinear",
     "Unfold",
 }
