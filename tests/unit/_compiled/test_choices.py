@@ -33,6 +33,8 @@ from tests.unit._compiled.inside import (
 )
 from tests.unit.checks import trainable
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_on_a_gpu(dtype: torch.dtype) -> None:

@@ -13,6 +13,8 @@ from autogram import Engine
 from tests.unit._compiled.compiling import assert_step, compiled
 from tests.unit.checks import trainable
 
+pytestmark = pytest.mark.slow
+
 
 class _Derived(nn.Module):
     """A layer with a weight that is computed from parameters."""

@@ -27,6 +27,8 @@ from tests.unit._compiled.compiling import (
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.environment import DEVICE, device_of_threads
 
+pytestmark = pytest.mark.slow
+
 
 def _mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

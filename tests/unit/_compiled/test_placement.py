@@ -26,6 +26,8 @@ from tests.unit._compiled.compiling import (
 )
 from tests.unit.checks import trainable
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def counted_passes() -> Iterator[list[int]]:

@@ -12,6 +12,8 @@ from tests.unit._compiled.compiling import Block, compiled
 from tests.unit._compiled.inside import shown_uses
 from tests.unit.checks import assert_close_to_reference, trainable
 
+pytestmark = pytest.mark.slow
+
 
 def _squares(y: Tensor, count: int) -> Tensor:
     """A number of objectives for each sample, or a loss for each if it is 1."""

@@ -34,6 +34,8 @@ from tests.unit.checks import (
     trainable,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("inner", INNER)
 def test_sizes_change(inner: str) -> None:

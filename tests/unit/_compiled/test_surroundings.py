@@ -26,6 +26,8 @@ from tests.unit._compiled.compiling import (
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.environment import DEVICE
 
+pytestmark = pytest.mark.slow
+
 
 def _mlp(width: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))

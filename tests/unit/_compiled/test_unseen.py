@@ -19,6 +19,8 @@ from tests.unit._compiled.compiling import (
 )
 from tests.unit.checks import trainable
 
+pytestmark = pytest.mark.slow
+
 
 class _Product(torch.autograd.Function):
     """A product, in a custom autograd Function."""

@@ -23,6 +23,8 @@ from autogram.integrations.transformers import JacobianTrainer
 from autogram.testing import reference_jacobian
 from tests.unit.integrations.weightings import mean, weighting
 
+pytestmark = pytest.mark.slow
+
 SCALE = 2.0**22
 
 

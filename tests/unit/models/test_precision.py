@@ -14,6 +14,8 @@ from tests.unit.environment import DEVICE
 from .adapters import GPT2_TARGETS, LOW_RANK, adapted
 from .zoo import GPT2, SPECIMENS, Batch, Specimen
 
+pytestmark = pytest.mark.slow
+
 HALF = [torch.bfloat16, torch.float16]
 SOME = ["gpt2", "mamba", "mixtral", "bert-two-tasks", "t5", "vit", "swin", "resnet", "gpt2-dora"]
 

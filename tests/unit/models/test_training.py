@@ -15,6 +15,8 @@ from tests.unit.engines import assert_exact, assert_nothing_is_left
 
 from .zoo import BERT, GPT2, MHA, SPECIMENS, SWIN, VIT, Batch, Specimen
 
+pytestmark = pytest.mark.slow
+
 
 def seeded_losses(specimen: Specimen, model: nn.Module, batch: Batch) -> Tensor:
     """Losses with the same dropout at each call."""

@@ -18,6 +18,8 @@ from .specimen import Batch, Build, from_config
 from .text import TOKENS, VOCABULARY, make_text, make_tokens
 from .zoo import SPECIMENS
 
+pytestmark = pytest.mark.slow
+
 
 def two_losses(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of the first tokens of a sequence, and of the others: ``(B, 2)``."""
