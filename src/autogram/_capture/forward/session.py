@@ -34,8 +34,10 @@ class Parameters:
         seen: dict[Tensor, str] = {}
         replaced: list[tuple[weakref.ref[Tensor], str]] = []
 
+        refer = weakref.ref  # where an interpreter ends, names of this file may be gone
+
         def release(_: object) -> None:
-            replaced.extend([(weakref.ref(p), name) for p, name in seen.items()])
+            replaced.extend([(refer(p), name) for p, name in seen.items()])
             seen.clear()
 
         self._modules = tuple(weakref.ref(module, release) for module in modules)
