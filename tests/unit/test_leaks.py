@@ -96,6 +96,13 @@ class Loop:
         losses = self.losses()
         self.update(losses, torch.ones_like(losses))
 
+    def a_forward_pass_without_a_tap(self) -> None:
+        """Of a derived weight alone, at whose node the forward pass is noted."""
+        weight = self.model.first.parametrizations.weight()
+        losses = per_sample(batch(4, 3) @ weight.T)
+        gramian = self.engine.compute_gramian(losses)
+        self.update(losses, gramian.mean(0) / gramian.trace())
+
     def without_a_backward_pass(self) -> None:
         self.engine.compute_gramian(self.losses())
 
@@ -146,6 +153,7 @@ STYLES: list[Callable[[Loop], None]] = [
     Loop.several_objectives,
     Loop.another_shape_each_time,
     Loop.without_the_gramian,
+    Loop.a_forward_pass_without_a_tap,
     Loop.without_a_backward_pass,
     Loop.forward_alone,
     Loop.exception_in_the_forward_pass,

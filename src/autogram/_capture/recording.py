@@ -41,6 +41,7 @@ class Channel:
             ``None``.
         before_pass: Is called before each pass that is inside of no other, if passes communicate
             with other processes.
+        has_noted: Whether a forward pass was ever noted at nodes of its graph.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Channel:
         self.told: set[str] = set()
         self.listener: Any = None
         self.before_pass: Callable[[], None] | None = None
+        self.has_noted = False
 
     def begin(self) -> Recording:
         """Begins a recording, of the parameters as they are now."""
@@ -133,7 +135,7 @@ class Channel:
 
 @dataclass(eq=False)
 class Recording:
-    """What remains of one recorded forward pass. The taps of its graph keep it alive."""
+    """What remains of one recorded forward pass. Its graph keeps it alive, by taps and notes."""
 
     channel: Channel
     names: dict[Tensor, str]
@@ -157,6 +159,26 @@ class Recording:
     each exchanges gradients in an ordinary backward pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
+    earlier: dict[Recording, None] = field(default_factory=dict)
+    """Forward passes of which this one has read results that no tap was on."""
+
+    def note_at(self, result: Tensor) -> None:
+        """Notes the forward pass in the graph of a result on which no tap is.
+
+        Which parameters it had, and which of them are part of J, nothing else would tell later.
+        Where a view's base is changed in place, PyTorch gives the view another node.
+        """
+        for tensor in (result, result._base):
+            if tensor is None or tensor.grad_fn is None or tensor in self.names:
+                return  # the graph of a parameter that is no leaf would hold what holds it
+            notes: Any = tensor.grad_fn.metadata
+            notes.setdefault(self.channel, self)
+            self.channel.has_noted = True
+
+    def join(self, earlier: Recording) -> None:
+        """Notes that the forward pass reads what is noted as a result of an earlier one."""
+        self.earlier.update({earlier: None, **earlier.earlier})
+        self.names = earlier.names | self.names
 
     def note_new(self) -> Iterable[Tensor]:
         """Notes parameters that became part of the modules since the recording began.
@@ -170,6 +192,12 @@ class Recording:
         now = self.channel.parameters_now().items()
         self.names = {p: name for p, name in now if p not in left_out} | self.names
         return self.names
+
+
+def noted_at(node: Any, channel: Channel) -> Recording | None:
+    """The forward pass of an engine that is noted at a node. Ask where `has_noted` says so."""
+    found: Recording | None = node.metadata.get(channel)
+    return found
 
 
 def _refuse_sparse(parameters: Mapping[Tensor, str]) -> None:

@@ -224,6 +224,9 @@ class CompiledPart:
         batched = [x for i, x in enumerate(outputs) if i not in unbatched]
         for recorder in recorders:
             recorder.mark([x for x in batched if isinstance(x, Tensor)])
+            for i in unbatched:
+                if isinstance(outputs[i], Tensor):
+                    recorder.recording.note_at(outputs[i])
         return outputs
 
 

@@ -197,7 +197,7 @@ class Hooked:
             device = next((p.device for p in self._channel.parameters_now()), torch.device("cpu"))
             losses = torch.zeros(0, device=device)
         survey = Survey(self._channel, losses)
-        names = self._channel.names({}, survey.recordings, survey.left_out)
+        names = self._channel.names({}, survey.passes, survey.left_out)
         return Jacobian([JacobianPart.of(Objectives(losses, None), {}, ())], names, self._limit)
 
     def _checked(self, losses: Losses) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
+from autogram.testing import reference_jacobian
 from tests.unit._compiled.compiling import (
     assert_step,
     assert_steps,
@@ -206,3 +207,37 @@ def test_rules_that_read_values(fullgraph: bool) -> None:
         run = compiled(model, fullgraph=fullgraph)
         assert_steps(model, run, engine, batches, lambda y, *_: y.square().sum(1))
     assert all(part._part.rows for part in parts)
+
+
+class _Hyper(nn.Module):
+    """Makes weights from parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.head = nn.Linear(1, 4), nn.Linear(4, 6)
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.head(self.code.weight.T.tanh()).view(2, 3)
+        return found
+
+
+def test_a_compiled_function_that_reads_parameters_alone() -> None:
+    """J has the parameters and the hooks of its call, not those of later."""
+    model = _Hyper().double()
+    engine = Engine(model, verify="never")
+    run = compiled(lambda: model())
+
+    def assert_exact(weight: Tensor, parameters: list[Tensor], change: Callable[[], None]) -> None:
+        losses = F.linear(torch.randn(4, 3).double(), weight).tanh().square().sum(1)
+        change()
+        jacobian = reference_jacobian(losses, parameters)
+        torch.testing.assert_close(engine.compute_gramian(losses), jacobian @ jacobian.T)
+
+    def replace() -> None:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+    for _ in range(2):
+        with engine.hooks.inactive(module=model.head):
+            weight = run()
+        assert_exact(weight, [model.code.weight], lambda: None)
+        assert_exact(run(), [model.code.weight, *model.head.parameters()], replace)

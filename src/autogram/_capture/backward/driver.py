@@ -143,7 +143,7 @@ class Driver:
         self.summary = run.summary or self._summaries[key]
         if run.summary is not None:
             self._summaries[key] = self.summary
-            for recording in run.survey.recordings or self._channel.recordings:
+            for recording in run.survey.passes or self._channel.recordings:
                 for parameter, name in recording.names.items():
                     self.summary.names.setdefault(name, parameter.requires_grad)
             for name in run.survey.left_out.values():

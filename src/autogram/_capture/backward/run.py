@@ -91,4 +91,4 @@ class Run:
     @property
     def names(self) -> dict[Tensor, str]:
         """The parameters that have columns, and all others that could have, with their names."""
-        return self.channel.names(self.columns, self.survey.recordings, self.survey.left_out)
+        return self.channel.names(self.columns, self.survey.passes, self.survey.left_out)

@@ -120,10 +120,16 @@ class Recorder(TorchFunctionMode):
         """Adopts what the outermost module returns, and no call has read yet.
 
         What is computed from parameters alone stays what it is. It has no place for samples in
-        front of the calls by which the losses read it, and the graph shows these.
+        front of the calls by which the losses read it, and the graph shows these. As no tap keeps
+        the recording, it is noted there, and also at results that the modules keep if there is no
+        tap at all.
         """
-        for tensor in tensors_in(output):
-            self.statuses.of(tensor)
+        found = [(tensor, self.statuses.of(tensor)) for tensor in tensors_in(output)]
+        if not self.recording.count:
+            found += self.statuses.alive()
+        for tensor, status in found:
+            if status is UNTAPPED or isinstance(status, Tracked):
+                self.recording.note_at(tensor)
 
     def __torch_function__(
         self,

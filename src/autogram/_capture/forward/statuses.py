@@ -16,6 +16,7 @@ from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.checkpoints import hooks_now
 from autogram._capture.forward.decision import NO_BATCH, are_of_samples
 from autogram._capture.forward.tapping import Tapping
+from autogram._capture.recording import Recording, noted_at
 from autogram._capture.tracked import (
     BATCHED,
     UNTAPPED,
@@ -180,6 +181,11 @@ class Statuses:
             return None if isinstance(status, Tracked) else status
         return status if version == tensor._version else self._adopt(tensor)
 
+    def alive(self) -> list[tuple[Tensor, Status]]:
+        """The tensors that are alive and have a status which was noted, and these statuses."""
+        found = [(reference(), status) for reference, status, _ in self._marks.values()]
+        return [(tensor, status) for tensor, status in found if tensor is not None]
+
     def is_batched(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on samples, as far as calls that read it are concerned."""
         status = self.of(tensor)
@@ -198,10 +204,13 @@ class Statuses:
         These are behind each tap, and behind inputs that no tap could be put on.
         """
         # The tap of an in-place call that may cover only a slice is hidden behind another node.
-        is_end = partial(is_tap_of, self._tapping.recording.channel)
+        channel = self._tapping.recording.channel
+        is_end = partial(is_tap_of, channel)
         variables: list[Tensor] = []
         are_samples_behind = False
         for node in nodes_behind(tensor, is_end):
+            if channel.has_noted and (earlier := noted_at(node, channel)) is not None:
+                self._join(earlier)
             if node.name() == "CheckpointFunctionBackward":
                 raise UnsupportedError(
                     "A part of the model is checkpointed with `use_reentrant=True`, which hides "
@@ -215,6 +224,16 @@ class Statuses:
         self._note_new(variables)
         sources = {x: tracked for x in variables if (tracked := self._parameter(x))}
         return sources, are_samples_behind
+
+    def _join(self, earlier: Recording) -> None:
+        """Notes an earlier forward pass, whose parameters are parameters of this one, too."""
+        recording = self._tapping.recording
+        if earlier is recording or earlier in recording.earlier:
+            return
+        recording.join(earlier)
+        for parameter in earlier.names:
+            if not is_lazy(parameter):
+                self.add_parameter(parameter)
 
     def _adopt(self, tensor: Tensor) -> Status:
         """The status of a tensor that comes from a call which the recorder could not see.

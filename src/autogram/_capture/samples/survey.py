@@ -29,7 +29,7 @@ from autogram._capture.autograd.graph import (
     use_of,
 )
 from autogram._capture.autograd.slices import CHANGE
-from autogram._capture.recording import Channel, Recording
+from autogram._capture.recording import Channel, Recording, noted_at
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError, listed
@@ -53,11 +53,12 @@ class Survey:
         leaves: All leaves but the anchors of engines.
         leaves_of_tail: The leaves on a path from the losses without a tap: parameters in a penalty.
         recordings: Those of the taps, in order.
+        passes: These, and those of forward passes whose results the losses read past every tap.
         left_out: The parameters that inactive hooks kept out of J when the losses were computed.
         tail: The uses on such paths that are uses of single nodes.
         key: A digest of all that decides where the samples lie, except values of tensors.
         structure: The same digest without sizes.
-        parameters: The key, and the names of all parameters that the uses read.
+        parameters: The key, and the names of all parameters that are left out or read by the uses.
     """
 
     def __init__(self, channel: Channel, losses: Tensor) -> None:
@@ -78,6 +79,9 @@ class Survey:
         self._end_of_tail = len(self.nodes)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
+        self._noted = self._find_noted() if self.leaves_of_tail and channel.has_noted else []
+        passes = [*self.recordings, *[recording for _, recording in self._noted]]
+        self.passes = [*{of: None for each in passes for of in (each, *each.earlier)}]
         self.left_out = self._find_left_out()
         leaves = set(self.leaves)
         for recording in self.recordings:
@@ -90,6 +94,7 @@ class Survey:
         self.parameters = (
             self.key,
             tuple([names.get(p) for names, of in of_uses for p in of.sources]),
+            tuple(self.left_out.values()),
         )
 
     @cached_property
@@ -98,7 +103,7 @@ class Survey:
 
         Parameters of other forward passes that are alive are no part of J.
         """
-        known = () if self.may_hide_taps else self.recordings
+        known = () if self.may_hide_taps else self.passes
         return self.channel.parameters(self.leaves, known)
 
     def key_without(self, free: bytes) -> bytes:
@@ -137,12 +142,21 @@ class Survey:
         groups = [_groups(x._input_metadata[0].shape, x._saved_self_sym_sizes) for x in views]
         return _digest([rooms, groups, self._inside])
 
+    def _find_noted(self) -> list[tuple[Any, Recording]]:
+        """The nodes of the tail at which a forward pass is noted, and its recording."""
+        found = [(x, noted_at(x, self.channel)) for x in self.nodes[: self._end_of_tail]]
+        return [(node, recording) for node, recording in found if recording is not None]
+
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
-        if not self.recordings:
+        if not self.passes:
             return self.channel.left_out_now()
-        found = {p: name for of in self.recordings for p, name in of.left_out.items()}
+        found = {p: name for of in self.passes for p, name in of.left_out.items()}
         read = {p for use in self.uses if found for tracked in use.reads for p in tracked.sources}
+        for node, of in self._noted if found else ():
+            behind = nodes_from([node], partial(is_tap_of, self.channel))
+            leaves = [getattr(x, "variable", None) for x in behind]
+            read.update([x for x in leaves if x in of.names])
         if names := [f"`{name}`" for p, name in found.items() if p in read]:
             raise UnsupportedError(
                 "The losses depend on several forward passes, and the engine's hooks on a module "
