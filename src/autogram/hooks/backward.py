@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from autogram._containers import map_leaves
-from autogram._errors import HookError
+from autogram._errors import HookError, UnsupportedError
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -29,7 +29,10 @@ _Form = tuple[int, tuple[int, ...]]
 """How many leaves a value has, and which of them go through a gate."""
 
 SILENT_PASSES: dict[int, Any] = {}
-"""Backward passes in which no hook is called, by the number that PyTorch gives to each."""
+"""Backward passes in which no hook is called, by the number that PyTorch gives to each.
+
+A pass keeps an error that it is given by ``fail(error)``, and raises it at its end.
+"""
 
 
 class Observer(Protocol):
@@ -59,6 +62,9 @@ class Gates:
     Args:
         observe: Makes the observer of a call from its module and arguments, or returns ``None``.
         has_gradients: Whether to put gates. Without, observers are shown the forward alone.
+
+    Attributes:
+        has_replaced: Whether an observer has ever replaced gradients.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Gates:
     ) -> None:
         self._observe = observe
         self._has_gradients = has_gradients
+        self.has_replaced = False
         self._open = _Open()
 
     def before(
@@ -76,7 +83,7 @@ class Gates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments behind a gate: a forward pre-hook with keyword arguments."""
         observer = self._observe(module, args, kwargs)
-        call = None if observer is None else _Call(observer)
+        call = None if observer is None else _Call(observer, self, type(module).__name__)
         self._open.calls[id(module)].append(call)
         is_seen = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
         if call is None or not (is_seen and self._has_gradients):
@@ -151,8 +158,10 @@ class _Call:
     is.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, gates: Gates, name: str) -> None:
         self._observer = observer
+        self._gates, self._name = gates, name
+        self._is_passed_by = False  # whether a silent pass has gone through the gates
         self._pending: set[int] = set()  # passes that have reached the output, and not the input
         self._of_input: _Form = (0, ())
         self._of_output: _Form = (0, ())
@@ -237,10 +246,17 @@ class _Call:
     def _see_input(self, gradients: Gradients) -> Gradients | None:
         """The gate of the arguments: everything between the gates has run."""
         number = torch._C._current_graph_task_id()
-        if number in SILENT_PASSES:
+        silent = SILENT_PASSES.get(number)
+        if silent is not None:
+            self._is_passed_by = True
+            if self._gates.has_replaced:
+                silent.fail(self._refusal())
             return None
         self._pending.discard(number)
+        versions = [_version(x) for x in gradients]
         replaced = self._finish(number, gradients)
+        if versions != [_version(x) for x in gradients]:
+            self._note_replaced()
         size, found = self._of_input
         if replaced is None:
             return None
@@ -250,7 +266,25 @@ class _Call:
                 f"A backward hook returned {len(chosen)} gradients for the {size} arguments of its "
                 "module. Return one for each of `grad_input`, or `None` to leave them as they are."
             )
-        return tuple([chosen[i] for i in found])
+        new = tuple([chosen[i] for i in found])
+        if any(x is not before for x, before in zip(new, gradients, strict=True)):
+            self._note_replaced()
+        return new
+
+    def _note_replaced(self) -> None:
+        """Notes that gradients were replaced, which a silent pass must not have missed."""
+        self._gates.has_replaced = True
+        if self._is_passed_by:
+            raise self._refusal()
+
+    def _refusal(self) -> UnsupportedError:
+        """Says that a silent pass would differ from all others."""
+        return UnsupportedError(
+            f"A backward hook on a `{self._name}` has replaced gradients. An engine's passes do "
+            "not call it, so that their Jacobian is not that of `losses.backward`. Register the "
+            "function by PyTorch's `register_full_backward_hook`, which these passes call, or "
+            "deactivate it before the forward pass."
+        )
 
     def _finish(self, number: int, gradients: Gradients) -> Any:
         """Shows the observer the gradients of the arguments, which come last."""
@@ -271,6 +305,11 @@ def _place(tensor: Tensor) -> int:
         return id(tensor)
     number: int = tensor.untyped_storage()._cdata
     return number
+
+
+def _version(gradient: Tensor | None) -> int:
+    """How often a gradient was changed in place."""
+    return 0 if gradient is None or gradient.is_inference() else gradient._version
 
 
 def _at_leaves(gradients: Gradients, size: int, found: tuple[int, ...]) -> Gradients:

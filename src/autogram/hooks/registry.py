@@ -80,7 +80,9 @@ class HookManager:
                 each backward pass that reaches the call. ``grad_input`` has an entry for each leaf
                 of the nested arguments, then of the keyword arguments, and ``grad_output`` for each
                 leaf of the output. An entry is ``None`` where the leaf is no tensor, or no gradient
-                reaches it. A returned tuple replaces the gradients of the arguments.
+                reaches it. A returned tuple replaces the gradients of the arguments. An engine's
+                passes do not call the function, and raise an `UnsupportedError` once it has
+                replaced gradients.
             name: A name for the function, by default its own.
             active: Whether the function is active from now on.
             with_kwargs: Whether to pass keyword arguments too, after ``args``.

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine, HookError
+from autogram import Engine, HookError, UnsupportedError
 from autogram.hooks import HookManager
+from autogram.testing import reference_jacobian
 
 Gradients = tuple[Tensor | None, ...]
 Seen = list[tuple[Gradients, Gradients]]
@@ -441,3 +442,85 @@ def test_passes_of_an_engine_are_not_shown() -> None:
         assert seen == []
         losses.sum().backward()
     assert len(seen) == 1
+
+
+def _reversed(_: nn.Module, grad_input: Gradients, __: Gradients) -> Gradients:
+    return tuple(None if x is None else -2 * x for x in grad_input)
+
+
+def _reversed_in_place(_: nn.Module, grad_input: Gradients, __: Gradients) -> None:
+    for x in grad_input:
+        if x is not None:
+            x.mul_(-2)
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def _gramian_of(losses: Tensor, model: nn.Module) -> Tensor:
+    jacobian = reference_jacobian(losses, model.parameters())
+    return jacobian @ jacobian.T
+
+
+REFUSED = "A backward hook on a `Tanh` has replaced gradients.*register_full_backward_hook"
+
+
+@pytest.mark.parametrize("hook", [_reversed, _reversed_in_place])
+@pytest.mark.parametrize("batch_dim", ["auto", None])
+def test_an_engine_refuses_a_hook_that_has_replaced_gradients(hook: Any, batch_dim: Any) -> None:
+    """Its passes would miss the hook. Behind a call that was made before, ordinary passes raise."""
+    model = _layers()
+    engine = Engine(model, batch_dim=batch_dim)
+    x = torch.randn(5, 3).double()
+
+    def losses() -> Tensor:
+        found: Tensor = model(x).square().sum(1)
+        return found
+
+    with HookManager() as manager:
+        manager.register(hook, model, where=nn.Tanh, kind="backward")
+        first = losses()
+        engine.compute_gramian(first)  # not known yet
+        with pytest.raises(UnsupportedError, match=REFUSED):
+            first.sum().backward()
+        for call in (
+            lambda: engine.compute_gramian(losses()),
+            lambda: engine.jacobian(losses()),
+            lambda: engine.compute_gramian(model(x).square()),
+            lambda: engine.backward(losses(), lambda gramian: gramian.mean(0)),
+            lambda: engine.verify(losses()),
+        ):
+            with pytest.raises(UnsupportedError, match=REFUSED):
+                call()
+        losses().sum().backward()  # without an engine's pass, all is as it was
+        with manager.inactive():
+            without = losses()
+        assert_close(engine.compute_gramian(without), _gramian_of(without, model))
+
+
+def test_what_the_refusal_says_to_do() -> None:
+    """PyTorch's hooks are called in an engine's passes, and the Jacobian has what they return."""
+    model = _layers()
+    engine = Engine(model)
+    handle = model[1].register_full_backward_hook(_reversed)
+    losses = model(torch.randn(5, 3).double()).square().sum(1)
+    expected = _gramian_of(losses, model)
+    assert_close(engine.compute_gramian(losses), expected)
+    handle.remove()
+    losses = model(torch.randn(5, 3).double()).square().sum(1)
+    with pytest.raises(AssertionError):
+        assert_close(engine.compute_gramian(losses), expected)
+
+
+def test_hooks_that_return_what_they_are_given_replace_nothing() -> None:
+    """So do hooks behind which the engine has no parameter: what they return has no effect on J."""
+    model = _layers()
+    engine = Engine(model)
+    with HookManager() as manager:
+        manager.register(lambda _, given, __: given, model, where=nn.Tanh, kind="backward")
+        manager.register(_reversed, model[0], kind="backward")
+        for _ in range(2):
+            x = torch.randn(5, 3).double().requires_grad_()
+            losses = model(x).square().sum(1)
+            assert_close(engine.compute_gramian(losses), _gramian_of(losses, model))

@@ -177,6 +177,11 @@ class Pass:
             finally:
                 self._turn.release()
 
+    def fail(self, error: Exception) -> None:
+        """Keeps an error that is raised after the pass, unless there is one."""
+        if self._error is None:
+            self._error = error
+
     def keep(self, *shown: Any) -> None:
         """Keeps a use, a function that reads what it saved, and its cotangent until later."""
         self._kept.append(shown)
