@@ -42,23 +42,40 @@ def wrapper_now() -> Any:
 
 
 def note_wrapper(recording: Recording, wrapper: Any) -> None:
-    """Notes a wrapper that runs a recorded forward pass, and whether it will exchange gradients.
+    """Notes a wrapper that runs a recorded forward pass, and what it has exchanged until now.
 
-    It will not inside of the wrapper's ``no_sync``, nor in a group of one process.
+    It will exchange nothing inside of its ``no_sync``, nor in a group of one process.
     """
-    will_exchange = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
-    recording.wrappers[weakref.ref(wrapper)] = will_exchange
+    if (reference := weakref.ref(wrapper)) not in recording.wrappers:
+        will_exchange = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
+        recording.wrappers[reference] = mark_of(wrapper) if will_exchange else 0
 
 
-def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, bool]:
-    """The wrappers that ran the forward passes behind some losses, and whether each exchanges."""
-    found: dict[Any, bool] = {}
+def mark_of(wrapper: Any) -> int:
+    """What changes whenever a wrapper takes gradients: not zero.
+
+    Its reducer notes when it has taken the gradient of each parameter, but for the first pass of a
+    static graph.
+    """
+    reducer = getattr(wrapper, "reducer", None)  # there is none if the user delays all gradients
+    times = [] if reducer is None else reducer.get_backward_stats()
+    return hash((learns(wrapper), *times)) or 1
+
+
+def learns(wrapper: Any) -> bool:
+    """Whether a wrapper learns a static graph from its next pass."""
+    return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
+
+
+def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, set[int]]:
+    """The wrappers that ran the forward passes behind some losses, with the marks of these."""
+    found: dict[Any, set[int]] = {}
     for node in nodes_behind(losses):
         own = [x.recording for x in shown_by(node) if x.recording.channel is channel]
-        for reference, will_exchange in [pair for of in own for pair in of.wrappers.items()]:
+        for reference, mark in [pair for of in own for pair in of.wrappers.items()]:
             wrapper = reference()
             if wrapper is not None:
-                found[wrapper] = will_exchange or found.get(wrapper, False)
+                found.setdefault(wrapper, set()).add(mark)
     return found
 
 
@@ -143,9 +160,7 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
             raise _refusal("The losses are computed through a part that is fully sharded")
         wrapper = getattr(node, "ddp_weakref", None)
         wrapper = wrapper() if callable(wrapper) else None
-        if wrapper is None or not wrapper.static_graph:
-            continue
-        if not wrapper._static_graph_delay_allreduce_enqueued:  # it has learned nothing yet
+        if wrapper is not None and learns(wrapper):
             raise UnsupportedError(
                 "The losses are computed by a `DistributedDataParallel` with `static_graph=True`, "
                 "which learns from its first backward pass when to exchange gradients, and would "

@@ -154,9 +154,9 @@ class Recording:
     """Whether backward passes through the graph may be batched."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     """The dtypes in which autocast carried out uses, whatever the dtype of their outputs."""
-    wrappers: dict[Any, bool] = field(default_factory=dict)
-    """Weak references to the DistributedDataParallel modules that ran the forward pass, and whether
-    each exchanges gradients in an ordinary backward pass."""
+    wrappers: dict[Any, int] = field(default_factory=dict)
+    """Weak references to the DistributedDataParallel modules that ran the forward pass, and a mark
+    of what each had exchanged before: zero if it does not exchange gradients behind the pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
     earlier: dict[Recording, None] = field(default_factory=dict)

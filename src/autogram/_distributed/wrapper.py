@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from autogram._capture.autograd.grad import dtype_of_grad
 from autogram._capture.autograd.graph import leaves_behind
-from autogram._capture.distribution import wrapper_now, wrappers_of
+from autogram._capture.distribution import learns, mark_of, wrapper_now, wrappers_of
 from autogram._capture.recording import Channel
 from autogram._distributed.group import Group
 from autogram._errors import UnsupportedError, listed
@@ -36,13 +36,13 @@ class Wrappers:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.size = group.size
-        self._seen: dict[Any, None] = {}
+        self._seen: dict[Any, set[int]] = {}  # with the marks of its forward passes
         self._wrapped: dict[int, Any] = {}
         self._touched: dict[int, Tensor] = {}
 
     def _see(self, channel: Channel, losses: Tensor) -> None:
         """Notes what has run the forward passes behind some losses of the step."""
-        for wrapper in wrappers_of(channel, losses):
+        for wrapper, marks in wrappers_of(channel, losses).items():
             members = dist.get_process_group_ranks(wrapper.process_group)
             if sorted(members) != self._group.members:
                 raise UnsupportedError(
@@ -50,7 +50,7 @@ class Wrappers:
                     f"and the engine those of {self._group.members}. Pass its group to the engine: "
                     "`Engine(model, distributed=ddp.process_group)`."
                 )
-            self._seen[wrapper] = None
+            self._seen.setdefault(wrapper, set()).update(marks)
             self._wrapped.update({id(p): wrapper for p in wrapper.parameters()})
         if not losses.numel() and losses.grad_fn is not None:
             # Without objectives, wrappers wait for zeros of what the forward pass has used.
@@ -68,7 +68,7 @@ class Wrappers:
         """
         for part in losses:
             self._see(channel, part)
-        unlearned = [wrapper for wrapper in self._seen if _learns(wrapper)]
+        unlearned = [wrapper for wrapper in self._seen if learns(wrapper)]
         for wrapper in unlearned:
             wrapper._static_graph_delay_allreduce_enqueued = True
         try:
@@ -109,9 +109,14 @@ class Wrappers:
         tensors = list(gradients)
         found = [(gradients[p] * self.size).to(dtype_of_grad(p)) for p in tensors]
         if tensors:
-            sinks = [_sink(wrapper) for wrapper in self._seen if _learns(wrapper)]
+            sinks = [_sink(wrapper) for wrapper in self._seen if learns(wrapper)]
             ones = [torch.ones_like(sink) for sink in sinks]
             torch.autograd.backward([*tensors, *sinks], [*found, *ones])
+
+    def _is_open(self, wrapper: Any) -> bool:
+        """Whether a wrapper's forward pass still runs, behind which it will exchange gradients."""
+        is_seen = wrapper is wrapper_now() and wrapper in self._seen
+        return is_seen and bool(wrapper.require_backward_grad_sync)
 
     def _rest_of_open(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Prepares a wrapper whose forward pass still runs, and zeros for its other parameters.
@@ -120,7 +125,7 @@ class Wrappers:
         behind it. Without looking for those that are unused, it waits for all parameters.
         """
         wrapper = wrapper_now()
-        if wrapper not in self._seen or not wrapper.require_backward_grad_sync:
+        if not self._is_open(wrapper):
             return {}
         expected = [p for p in wrapper.parameters() if p in gradients]
         if wrapper.find_unused_parameters:
@@ -131,13 +136,31 @@ class Wrappers:
         others = [p for p in wrapper.parameters() if p.requires_grad and id(p) not in among]
         return {p: torch.zeros_like(p) for p in others}
 
+    def check_waiting(self) -> None:
+        """Refuses wrappers that wait for no gradients any more: those of ranks would not be summed.
+
+        Raises:
+            UnsupportedError: A backward pass has come before, behind the same forward passes.
+        """
+        for wrapper, marks in self._seen.items():
+            marks = marks - {0}
+            is_taken = marks and mark_of(wrapper) not in marks and not self._is_open(wrapper)
+            if is_taken and _has_ended(wrapper):
+                raise UnsupportedError(
+                    "A `DistributedDataParallel` exchanges gradients in one backward pass behind "
+                    "each of its forward passes, and there was one behind that of the losses: the "
+                    "gradients of another would stay those of each rank. Call the model again "
+                    "before each `engine.backward`; or call the module inside, `ddp.module(x)`, "
+                    "whose gradients the engine adds up itself, any number of times."
+                )
+
     def check_outside(self, outside: Sequence[Tensor]) -> None:
         """Refuses parameters that are no part of J, where nobody would sum their gradients.
 
         Raises:
             UnsupportedError: There are some.
         """
-        are_learning = any(map(_learns, self._seen))  # a static graph, from the next pass
+        are_learning = any(map(learns, self._seen))  # a static graph, from the next pass
         found = [
             str(tuple(x.shape))
             for x in outside
@@ -152,9 +175,13 @@ class Wrappers:
             )
 
 
-def _learns(wrapper: Any) -> bool:
-    """Whether a wrapper learns a static graph from its next pass."""
-    return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
+def _has_ended(wrapper: Any) -> bool:
+    """Whether a wrapper that has taken gradients waits for no others."""
+    try:
+        wrapper.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _sink(wrapper: Any) -> Tensor:

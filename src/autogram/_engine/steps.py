@@ -178,6 +178,7 @@ class Step:
         def jacobian() -> Jacobian:
             if self.error is not None:
                 raise self.error
+            wrappers.check_waiting()
             if self._parts:
                 found.append(Jacobian(self._parts, self._names, self.engine._limit))
             else:
