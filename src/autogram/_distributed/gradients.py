@@ -20,8 +20,8 @@ _BUCKET = 2**22  # elements of gradients that are summed by one call
 
 def accumulate(
     group: Group,
-    jacobian: Jacobian,
-    weights: Tensor,
+    own: dict[str, Tensor],
+    names: Mapping[Tensor, str],
     reached: Sequence[str],
     wrappers: Wrappers,
     shards: Shards,
@@ -31,30 +31,29 @@ def accumulate(
 
     Args:
         group: The ranks.
-        jacobian: That of this rank.
-        weights: Those of this rank's objectives.
+        own: Jᵀ w of this rank by name, which is let go of.
+        names: The parameters of the engine, with their names.
         reached: The parameters that any rank's losses reach, in the same order on all ranks.
         wrappers: What runs the forward passes.
         shards: The sharded parameters.
         outside: Gradients of other parameters, which wrappers wait for together with these.
     """
-    parameters = {name: p for p, name in jacobian._names.items()}
-    found = _gradients(jacobian, weights)
+    parameters = {name: p for p, name in names.items()}
     split = {name: p for name in reached if (p := shards[name]) is not None}
     for name, parameter in split.items():
-        add_to_grad([(parameter, _scattered(parameter, _gradient(found, name, parameters)))])
+        add_to_grad([(parameter, _scattered(parameter, _gradient(own, name, parameters)))])
     by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]
-    own = (_gradient(found, name, parameters) for name in by_us)
-    for name, total in zip(by_us, _sums(group, own), strict=True):
+    summands = (_gradient(own, name, parameters) for name in by_us)
+    for name, total in zip(by_us, _sums(group, summands), strict=True):
         add_to_grad([(parameters[name], total.to(dtype_of_grad(parameters[name])))])
-    own_wrapped = {
-        parameter: _gradient(found, name, parameters)
+    wrapped = {
+        parameter: _gradient(own, name, parameters)
         for name, parameter in parameters.items()
         if wrappers.waits_for(
-            parameter, is_reached=name in found, is_reached_elsewhere=name in reached
+            parameter, is_reached=name in own, is_reached_elsewhere=name in reached
         )
     }
-    wrappers.hand_over({**outside, **own_wrapped})
+    wrappers.hand_over({**outside, **wrapped})
 
 
 def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
     return shard.to(device=parameter.device, dtype=dtype_of_grad(parameter))
 
 
-def _gradients(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
+def gradients_of(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
     """Jᵀ w of this rank, of the parameters that its losses reach."""
     reached = {p for part in jacobian._parts.each for p in part.columns}
     names = {name for p, name in jacobian._names.items() if p in reached}

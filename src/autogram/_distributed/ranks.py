@@ -121,6 +121,20 @@ class Ranks:
         self.group.broadcast(weights)
         return weights, gramian
 
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Lets a block end alike on all ranks, before one of them waits for what others send.
+
+        Raises:
+            RankError: A rank has failed in the block.
+        """
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.agreement.confirm(error)
+
     def own(self, weights: Tensor) -> Tensor:
         """This rank's part of a vector with an entry for each objective of all ranks.
 

@@ -13,7 +13,7 @@ from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
-from autogram._distributed import Ranks, Wrappers, accumulate, together
+from autogram._distributed import Ranks, Wrappers, accumulate, gradients_of, together
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
@@ -189,6 +189,9 @@ class Step:
             jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
         )
         own = ranks.own(weights)
-        rest = self._wrapped_rest(own, wrappers)
-        accumulate(ranks.group, found[0], own, ranks.reached, wrappers, ranks.shards, rest)
+        with ranks.agreeing():
+            rest = self._wrapped_rest(own, wrappers)
+            gradients = gradients_of(found[0], own)
+        names = found[0]._names
+        accumulate(ranks.group, gradients, names, ranks.reached, wrappers, ranks.shards, rest)
         return gramian, own

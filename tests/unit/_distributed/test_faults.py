@@ -3,12 +3,15 @@
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from autogram import (
     Engine,
@@ -20,7 +23,10 @@ from autogram import (
 )
 from autogram._arguments import Weighting
 from autogram._blocks import Columns
-from tests.unit._distributed.worlds import World, assert_step, mlp, weighting
+from autogram._engine.steps import Step
+from autogram._jacobian import Jacobian
+from tests.unit._distributed import test_fsdp
+from tests.unit._distributed.worlds import World, assert_step, flat_gradient, mlp, weighting
 from tests.unit.engines import batch, per_sample
 from tests.unit.processes import RANKS, Scenario, run_in_processes
 
@@ -104,6 +110,35 @@ def a_rank_that_raises_in_the_exchange(rank: int) -> None:
 
 def _fail(*_: object) -> None:
     raise MemoryError("it is full")
+
+
+def a_rank_that_raises_behind_the_weights(rank: int) -> None:
+    """In Jᵀ w, for which the others would wait: whoever adds the gradients up."""
+    world = World()
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
+    ways: list[tuple[Callable[..., Any], Callable[[nn.Module], Tensor]]] = [
+        (lambda model: model, flat_gradient),
+        (DistributedDataParallel, flat_gradient),
+        (partial(fully_shard, mesh=mesh), test_fsdp.gradient),
+    ]
+    for wrap, gradient in ways:
+        model, twin = world.model(), world.model()
+        wrapped = wrap(model)
+        engine = Engine(wrapped, distributed=True)
+        step = 0
+        for owner, method in ((Jacobian, "vjp"), (Step, "_wrapped_rest")):
+            for failing in range(RANKS):
+                wrapped.zero_grad()
+                losses = world.losses(wrapped(world.batch(rank, step)))
+                with pytest.MonkeyPatch.context() as patch:
+                    if rank == failing:
+                        patch.setattr(owner, method, _fail)
+                    with raises(failing, "MemoryError: it is full") as raised:
+                        engine.backward(losses, weighting)
+                assert raised.value.ranks == [failing]
+                assert all(p.grad is None for p in wrapped.parameters())
+                step += 1
+                assert_step(engine, world, wrapped, twin, step, gradient)
 
 
 def a_weighting_that_raises(rank: int) -> None:
@@ -333,6 +368,7 @@ def scenarios() -> Mapping[str, Scenario]:
         a_rank_that_raises_in_a_block,
         all_ranks_raise,
         a_rank_that_raises_in_the_exchange,
+        a_rank_that_raises_behind_the_weights,
         a_weighting_that_raises,
         different_parameters,
         objectives_that_depend_on_other_ranks,
