@@ -1,6 +1,6 @@
 """DistributedDataParallel: its hooks run, once, and the sum over ranks is left in `.grad`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from autogram import Engine, RankError
 from autogram.testing import reference_jacobian
 from tests.unit._distributed.worlds import (
-    SIZES,
     Routed,
     Tied,
     Waves,
@@ -244,9 +243,10 @@ def steps_without_exchange(rank: int) -> None:
     assert_close_to_reference(flat_gradient(wrapped), total)
 
 
-def a_head_that_is_not_the_engines(sizes: Sequence[int], rank: int) -> None:
+def a_head_that_is_not_the_engines(
+    world: World, rank: int, form: Callable[[Tensor], Any] = lambda losses: losses
+) -> None:
     """Inside of the wrapper, which sums its gradients as well, once for all micro-batches."""
-    world = World(sizes=sizes)
     model, twin = world.model(), world.model()
     wrapped = Wrap(model)
     engine = Engine(model[:3], distributed=True)
@@ -257,7 +257,7 @@ def a_head_that_is_not_the_engines(sizes: Sequence[int], rank: int) -> None:
         jacobian, _ = world.expected(twin, step)
         part = jacobian[:, :split]
         wrapped.zero_grad()
-        losses = world.losses(wrapped(world.batch(rank, step)))
+        losses = form(world.losses(wrapped(world.batch(rank, step))))
         gramian = engine.backward(losses, weighting, return_gramian=True)[1]
         assert_close_to_reference(gramian, part @ part.T)
         expected = jacobian.T @ weighting(gramian)
@@ -267,7 +267,7 @@ def a_head_that_is_not_the_engines(sizes: Sequence[int], rank: int) -> None:
         with engine.accumulate(lambda found: torch.ones(len(found))) as batch:
             for i in range(2):
                 with wrapped.no_sync() if i == step % 2 == 0 else nullcontext():
-                    batch.add(world.losses(wrapped(world.batch(rank, step))))
+                    batch.add(form(world.losses(wrapped(world.batch(rank, step)))))
         assert_close_to_reference(flat_gradient(wrapped), 2 * jacobian.sum(0))
         assert_same_on_all(flat_gradient(wrapped))
         called.clear()
@@ -379,10 +379,19 @@ def scenarios() -> Mapping[str, Scenario]:
             found[f"{name}, {how}"] = partial(series, world, wrap)
     for how, wrap in WRAPS.items():
         found[f"accumulation, {how}"] = partial(accumulation, wrap)
-    for name, sizes in {"": SIZES, ", ranks without objectives": [3, 0, 2, 4]}.items():
-        found[f"a head that is not the engine's{name}"] = partial(
-            a_head_that_is_not_the_engines, sizes
-        )
+    head = a_head_that_is_not_the_engines
+    found |= {
+        "a head that is not the engine's": partial(head, World()),
+        "a head that is not the engine's, ranks without objectives": partial(
+            head, World(sizes=[3, 0, 2, 4])
+        ),
+        "a head that is not the engine's, two losses each": partial(
+            head, World(losses=two_of_each)
+        ),
+        "a head that is not the engine's, losses in a list": partial(
+            head, World(losses=two_of_each), form=lambda losses: list(losses.unbind(1))
+        ),
+    }
     for alone in (
         static_graph,
         static_graph_and_a_gramian_alone,
