@@ -88,6 +88,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "BERT, eager": lambda: Bert("eager"),
     "BERT, sdpa": lambda: Bert("sdpa"),
 }
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name.startswith("BERT") else ()) for name in MODELS
+]
 # Losses of what is not padded, from the output (B, T, d) and where it is kept (B, T).
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "first token": lambda y, _: features(y[:, 0], 1).squeeze(1),
@@ -135,7 +138,7 @@ def passes_of_steps(
 
 @pytest.mark.parametrize(("batch_dim", "fused"), [("auto", False), (0, True)])
 @pytest.mark.parametrize("losses", LOSSES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_pass_a_step(name: str, losses: str, fused: bool, batch_dim: Any) -> None:
     """From the third step on."""
     counts = passes_of_steps(MODELS[name], LOSSES[losses], batch_dim=batch_dim, fused=fused)
@@ -144,7 +147,7 @@ def test_one_pass_a_step(name: str, losses: str, fused: bool, batch_dim: Any) ->
 
 @BATCH_DIMS
 @pytest.mark.parametrize("losses", LOSSES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_masks_that_change_are_exact(name: str, losses: str, batch_dim: Any) -> None:
     model, of = MODELS[name](), LOSSES[losses]
     engine = Engine(model, batch_dim=batch_dim, verify="never")

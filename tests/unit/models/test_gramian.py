@@ -38,6 +38,7 @@ def test_gramian_equals_autograd(name: str, attention: Attention, batch_size: in
     assert all(of.name in str(report) for of in report.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_batches_of_different_sizes_in_a_row(name: str) -> None:
     """One engine on batches of changing size: what was learnt from one must not hurt the next."""
@@ -49,6 +50,7 @@ def test_batches_of_different_sizes_in_a_row(name: str) -> None:
         assert_exact(engine, losses, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_gramian_in_evaluation_mode(name: str) -> None:
     """Without dropout, models and `nn.MultiheadAttention` may take other ways through the code."""
@@ -59,6 +61,7 @@ def test_gramian_in_evaluation_mode(name: str) -> None:
     assert_exact(engine, losses, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_gramian_of_two_forward_passes(name: str) -> None:
     """Losses of two passes over one batch, added per sample: all cross terms are in the Gramian."""
