@@ -217,8 +217,8 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
         weights = weighting(gramian)
     if gramian._version != version:
         raise InvalidOperandError(
-            "The weighting changed the Gramian in place, which the engine is going to return. "
-            "Compute with a copy of it there, `gramian.clone()`."
+            "The weighting changed the Gramian that it was given in place. Compute with a copy of "
+            "it there, `gramian.clone()`."
         )
     if not isinstance(weights, Tensor):
         raise InvalidOperandError(

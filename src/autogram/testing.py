@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -193,10 +192,11 @@ def _layouts(use: Use) -> Iterator[Layout]:
             yield Folded(dim, 1, size // factor, factor)
         if size > 2:
             yield Routed(dim, 2, torch.arange(size, device="cpu").flip(0) % 3 - 1)
-    for depth in range(2, use.depth + 1):
+    for depth in range(2, use.depth + 1) if 0 in use.dims else ():
         places = use.shape[:depth]
-        if prod(places) > 2:
-            yield Routed(0, 2, (torch.arange(prod(places), device="cpu") * 2 % 3 - 1).view(places))
+        numbers = torch.arange(math.prod(places), device="cpu")
+        if len(numbers) > 2:
+            yield Routed(0, 2, (numbers * 2 % 3 - 1).view(places))
 
 
 def _rows_of_blocks(

@@ -310,3 +310,22 @@ def test_empty_sequences_in_several_rows() -> None:
         has = owners.flatten() >= 0
         losses = torch.zeros(12).index_add(0, owners.flatten()[has], terms[has])
         assert_exact(engine, losses, model)
+
+
+class Joined(nn.Module):
+    """A vector of a parameter and of the samples, along which the rule lets no samples lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(irregular(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.weight, x.sin()])
+        return y[:4].sin() * y[4:]
+
+
+def test_a_call_whose_rule_lets_no_samples_lie_in_its_result() -> None:
+    model = Joined()
+    engine = Engine(model, batch_dim=0, verify="never")
+    for _ in range(3):
+        assert_exact(engine, model(batch(4)), model)

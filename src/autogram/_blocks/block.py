@@ -274,11 +274,11 @@ def block_of_equation(
 
 @lru_cache(maxsize=4096)
 def _split_equation(
-    equation: str, label: str, has_before: bool, has_after: bool
+    equation: str, labels: str, has_before: bool, has_after: bool
 ) -> tuple[str, list[int | None], bool]:
-    """Splits ``b`` out of the index ``label``, or out of several that every operand has in a row.
+    """Splits ``b`` out of an index, or out of several ``labels`` that operands have in a row.
 
-    Returns the new equation, the dimension of ``label`` in each operand, and whether an identity
+    Returns the new equation, the first dimension of these in each operand, and whether an identity
     matrix is to be one more factor. A tensor that is itself indexed by the samples needs it: the
     row of each sample has entries at the sample's own index alone.
     """
@@ -286,11 +286,11 @@ def _split_equation(
     inputs = ["k" + terms.split(",")[0], *terms.split(",")[1:]]
     unused = unused_labels(equation)
     split = (next(unused) if has_before else "") + "b" + (next(unused) if has_after else "")
-    found = [of.index(label) if label in of else None for of in inputs]
-    split_inputs = [of.replace(label, split) for of in inputs]
-    diagonal = label in out
+    found = [of.index(labels) if labels in of else None for of in inputs]
+    split_inputs = [of.replace(labels, split) for of in inputs]
+    diagonal = labels in out
     if diagonal:
-        split_inputs.append(split + label)
+        split_inputs.append(split + labels)
     return f"{','.join(split_inputs)}->kb{out}", found, diagonal
 
 

@@ -185,7 +185,8 @@ class Scattered:
     """Samples that have elements of their own, and along no dimension places of their own.
 
     Sums of views can lead to this: a row of one sample has one element that goes to another sample.
-    So do sequences that are packed into several rows.
+    So do sequences that are packed into several rows, where a call reads something that is one for
+    several positions.
     """
 
     batch: int
@@ -238,7 +239,7 @@ class Scattered:
 
 
 Layout = Folded | Routed
-"""Which sample each place along one dimension of a use's output belongs to, of all samples."""
+"""Which sample each place along a dimension of a use's output, or several, belongs to."""
 
 Placement = Folded | Routed | Partial | Scattered
 """Which sample each place of a use's output belongs to."""

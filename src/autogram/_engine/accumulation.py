@@ -17,7 +17,8 @@ class Accumulation:
 
     Between micro-batches, it keeps of each parameter factors or rows, whichever are smaller, and
     no graph: factors are the inputs of layers and the cotangents of their outputs. Where a leaf
-    that is no part of J requires a gradient, the graph stays until the end of the block.
+    that is no part of J requires a gradient, the graph stays until the end of the block, and with
+    `fully_shard` that of the last micro-batch does, for passes of other ranks.
 
     So inputs must stay as they are until then. Changes in place raise
     :class:`autogram.ChangedTensorError`, but for those that PyTorch does not count: through

@@ -63,7 +63,7 @@ class Step:
             yield
             return
         ranks, channel = self.engine._ranks, self.engine._channel
-        self._last = losses
+        self._last = losses if channel.before_pass is not None else []
         with together(ranks, channel, losses), self.wrappers.passing(channel, parts_of(losses)):
             yield
 
@@ -166,7 +166,9 @@ class Step:
             must_retain = retain_graph or bool(self._without_wrapped(outside))
             cotangent = part.reshape(losses.shape).to(losses)
             with without_hooks(leaves), without_autocast(losses.device):
-                gradients = torch.autograd.grad([losses], leaves, [cotangent], must_retain)
+                gradients = torch.autograd.grad(
+                    [losses], leaves, [cotangent], must_retain, materialize_grads=True
+                )
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 found[leaf] = found[leaf] + gradient if leaf in found else gradient
         return found

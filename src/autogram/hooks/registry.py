@@ -82,7 +82,7 @@ class HookManager:
                 leaf of the output. An entry is ``None`` where the leaf is no tensor, or no gradient
                 reaches it. A returned tuple replaces the gradients of the arguments. An engine's
                 passes do not call the function, and raise an `UnsupportedError` once it has
-                replaced gradients.
+                replaced gradients in another pass: where there are no others, it has no effect.
             name: A name for the function, by default its own.
             active: Whether the function is active from now on.
             with_kwargs: Whether to pass keyword arguments too, after ``args``.

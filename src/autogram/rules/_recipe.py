@@ -30,7 +30,8 @@ class Formula(NamedTuple):
         groups: Into how many groups the blocks have split the first dimension of an operand:
             ``(groups, rest)``. ``None`` where blocks have the dimensions of the operand.
         depth: How many dimensions of the result, from the first one on, may hold the samples
-            together, so that places are positions along all of them.
+            together, so that places are positions along all of them. It says nothing where the
+            first has no index.
     """
 
     dims: str

@@ -10,7 +10,6 @@ an image for each sample, it gives the rows of all samples, at the price of one 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._blocks import Block, Layout
+from autogram._blocks import Block, Layout, rows_block
 from autogram.rules._recipe import Formula, Recipe, promoted
 from autogram.rules._registry import register_rule, variants
 
@@ -51,45 +50,58 @@ def grid_sampler(
     """The images of ``torch.grid_sampler``, flat or in space."""
     if input.dim() not in (4, 5):
         return None
-    is_shared = input.shape[0] == 1 or input.stride(0) == 0
-    dims = ("S" if is_shared else "-") + "-TRU"[: input.dim() - 1]
     options = interpolation_mode, padding_mode, align_corners
-    blocks = partial(_rows, tuple(input.shape[2:]), is_shared, options)
-    return [Recipe((input,), Formula(dims, blocks), (grid,))]
+    blocks = partial(_blocks, tuple(input.shape[2:]), options)
+    return [Recipe((input,), Formula("N-TRU"[: input.dim()], blocks), (grid,))]
 
 
-def _rows(
+def _blocks(
     pixels: tuple[int, ...],
-    is_shared: bool,
     options: tuple[int, int, bool],
     layout: Layout | None,
     cotangent: Tensor,
     grid: Tensor,
 ) -> tuple[Block]:
-    """The rows of images of some pixels: of one, if all results read the same one."""
+    """The block of images ``(n, c, *pixels)``, where samples read places or images of their own."""
     cotangent, grid = promoted(cotangent, grid)
     given = cotangent.movedim(2, -1)  # (k, n, *places, c), as the grid is (n, *places, axes)
+    labels = "nchwd"[: 2 + len(pixels)]
+    if layout is not None and layout.dim == 0 and len(grid) > 1:
+        rows = _gradients(pixels, options, given.unsqueeze(1), grid.unsqueeze(0)).squeeze(1)
+        samples = torch.arange(layout.batch, device=grid.device).unsqueeze(1)
+        is_own = samples == layout.owners(cotangent[0]).view(-1)
+        return (Block(f"k{labels},bn->kb{labels}", (rows, is_own.to(rows.dtype))),)
     if layout is None:
         given, places = given.unsqueeze(1), grid.unsqueeze(0)
     else:
-        layout = replace(layout, dim=max(layout.dim - 1, 0))
-        dim = layout.dim + layout.has_before
-        given = layout.split(given, layout.dim + 1).movedim(dim + 1, 1)
-        places = layout.split(grid, layout.dim).movedim(dim, 0)
-    front = 1 if is_shared else 2  # in front of what are places of one image
-    given, places = given.flatten(front + 1, -2), places.flatten(front, -2)
-    of_images, ones = given.shape[: front + 1], (1,) * (len(pixels) - 1)
-    given = given.flatten(0, front).mT.unflatten(-1, (-1, *ones))
-    places = places.flatten(0, front - 1).unflatten(-2, (-1, *ones))
+        dim = max(layout.dim - 1, 0)
+        given = layout.split(given, dim + 1).movedim(dim + 1 + layout.has_before, 1)
+        places = layout.split(grid, dim).movedim(dim + layout.has_before, 0)
+    if layout is not None and layout.dim == 0:  # all of one image, whose dimension is gone
+        given, places = given.unsqueeze(2), places.unsqueeze(1)
+    return (rows_block(_gradients(pixels, options, given, places)),)
+
+
+def _gradients(
+    pixels: tuple[int, ...], options: tuple[int, int, bool], given: Tensor, places: Tensor
+) -> Tensor:
+    """The gradients ``(k, b, n, c, *pixels)`` of images, from an image for each objective.
+
+    Args:
+        pixels: The sizes of an image.
+        options: Those of the call.
+        given: The cotangents ``(k, b, n, *places, c)``.
+        places: Where images are read, ``(b, n, *places, axes)``.
+    """
+    of_images, ones = given.shape[:3], (1,) * (len(pixels) - 1)
+    given = given.flatten(3, -2).flatten(0, 2).mT.unflatten(-1, (-1, *ones))
+    places = places.flatten(2, -2).flatten(0, 1).unflatten(-2, (-1, *ones))
     places = places.expand(of_images[0], *places.shape).flatten(0, 1)
     images = given.new_zeros(()).expand(*given.shape[:2], *pixels)  # their values do not matter
     backward: Any = _BACKWARD[len(pixels)]
-    rows, _ = backward(given, images, places, *options, [True, False])
-    labels = "nchwd"[: len(rows.shape)]
-    image = "1" + labels[1:] if is_shared else labels
-    return (
-        Block(f"kb{image.removeprefix('1')}->kb{image}", (rows.view(*of_images, *rows.shape[1:]),)),
-    )
+    found, _ = backward(given, images, places, *options, [True, False])
+    gradients: Tensor = found.unflatten(0, of_images)
+    return gradients
 
 
 _BACKWARD = {

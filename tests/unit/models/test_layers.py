@@ -159,6 +159,18 @@ def feature_planes(x: Tensor, planes: Tensor) -> Tensor:
     return read.prod(0).view(-1, B, T, 2).permute(1, 2, 3, 0)
 
 
+def transformed_planes(x: Tensor, plane: Tensor) -> Tensor:
+    """One plane behind a call, in place of two; and such a plane for each sample."""
+    grid = x.unflatten(2, (3, 2)).tanh()  # (B, T, 3, 2)
+    both = F.grid_sample(
+        plane.tanh().expand(2, -1, -1, -1),
+        torch.stack([grid.flatten(0, 1), grid.flatten(0, 1).flip(2)]),
+        align_corners=True,
+    )
+    own = F.grid_sample(plane.sin().repeat(len(x), 1, 1, 1), grid, align_corners=False)
+    return both.prod(0).view(-1, len(x), T, 3).permute(1, 2, 3, 0) + own.movedim(1, 3)
+
+
 def voxels(x: Tensor, values: Tensor) -> Tensor:
     places = x.unflatten(2, (2, 3)).tanh().unsqueeze(0)
     return F.grid_sample(values, places, padding_mode="border", align_corners=False)[0].movedim(
@@ -207,6 +219,7 @@ LAYERS: dict[str, ModelFactory] = {
     "matrix exponential": call(exponential, (D, D)),
     "learned grid": call(learned_grid, (1, 2, 3, 3)),
     "feature planes": call(feature_planes, (2, 3, 4, 5)),
+    "transformed planes": call(transformed_planes, (1, 3, 4, 5)),
     "voxels": call(voxels, (1, 2, 3, 4, 2)),
     "learned upsampling": call(learned_upsampling, (2,)),
     "random features": call(random_features, (D,)),

@@ -150,6 +150,8 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
         of(p(1, 3, 5, 4), x(1, 6, 1, 2).tanh(), "bicubic", "reflection", align_corners=False),
         of(p(1, 3, 3, 4, 2), x(1, 4, 1, 3, 3).tanh(), align_corners=False),
         of(p(1, 3, 5, 4).expand(6, 3, 5, 4), x(6, 2, 3, 2).tanh(), align_corners=False),
+        of(p(6, 3, 5, 4), x(6, 2, 3, 2).tanh(), align_corners=False),
+        of(p(6, 2, 3, 4, 2), x(6, 4, 1, 3, 3).tanh(), align_corners=False),
     ],
     "grid_sampler": lambda: [of(p(1, 3, 5, 4), x(1, 6, 4, 2).tanh(), 0, 0, False)],
     "grid_sampler_2d": lambda: [of(p(2, 3, 5, 4), x(2, 6, 4, 2).tanh(), 0, 1, True)],

@@ -195,16 +195,6 @@ CASES = [
         call(lambda x, p: p.expand(3, 4).gather(1, (x > 0).long()) * x, (4,)), (3, 4), id="gather"
     ),
     pytest.param(
-        call(
-            lambda x, p: F.grid_sample(
-                p.expand(3, 1, 4, 4), x.view(3, 2, 1, 2).tanh(), align_corners=False
-            ),
-            (1, 1, 4, 4),
-        ),
-        (3, 4),
-        id="grid_sample",
-    ),
-    pytest.param(
         call(lambda x, w, v: torch.linalg.multi_dot([x, w, v]), (4, 5), (5, 6)),
         (3, 4),
         id="multi_dot",

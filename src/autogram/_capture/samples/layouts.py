@@ -46,7 +46,9 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
         rest = len(use.shape[together:])
         samples = places.view((*use.shape[:together], *(1,) * rest))
         dims = tuple([dim for dim in use.dims if dim < together])
-        owners = _along_dims(samples, dims) or (owners if together <= use.depth else {})
+        owners = _along_dims(samples, dims) or (
+            owners if 0 in dims and together <= use.depth else {}
+        )
         if not owners and len(there) > 1:
             return (Scattered(batch, samples, dims),)
     regular = regular_layouts(use.shape, owners, is_finite)
