@@ -1,5 +1,7 @@
 """DistributedDataParallel: its hooks run, once, and the sum over ranks is left in `.grad`."""
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -273,6 +275,62 @@ def a_head_that_is_not_the_engines(
         called.clear()
 
 
+class _Dropped(torch.autograd.Function):
+    """Adds what it gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
+        del ctx
+        return x + shift
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradient, None
+
+
+class _Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift = mlp(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted: Tensor = _Dropped.apply(self.first(x), self.shift)
+        return shifted
+
+
+def a_parameter_without_a_gradient(rank: int) -> None:
+    """It is not the engine's, and behind the losses, which give it nothing."""
+    model, world = _Shifted(), World()
+    wrapped = Wrap(model, find_unused_parameters=True)
+    engine = Engine(model.first, distributed=True)
+    for step in range(STEPS):
+        jacobian, _ = world.expected(model.first, step)
+        wrapped.zero_grad()
+        losses = world.losses(wrapped(world.batch(rank, step)))
+        gramian = engine.backward(losses, weighting, return_gramian=True)[1]
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+        assert_close_to_reference(flat_gradient(model.first), jacobian.T @ weighting(gramian))
+        assert model.shift.grad is None or not model.shift.grad.any()
+
+
+def graphs_go_with_their_losses(rank: int) -> None:
+    """Between micro-batches, as where there is one process."""
+    world, model = World(), World().model()
+    engine = Engine(model, distributed=True)
+    alive = []
+    gc.collect()
+    gc.disable()
+    with engine.accumulate(lambda found: torch.ones(len(found))) as batch:
+        for step in range(STEPS):
+            y = model(world.batch(rank, step))
+            alive.append(weakref.ref(y.grad_fn))
+            batch.add(world.losses(y))
+            del y
+            assert alive[-1]() is None
+    gc.enable()
+
+
 def a_trunk_with_a_plain_head(rank: int) -> None:
     """The head's gradients are summed by the engine, the trunk's by the wrapper."""
     world = World()
@@ -400,6 +458,8 @@ def scenarios() -> Mapping[str, Scenario]:
         samples_are_not_looked_for_again,
         steps_without_exchange,
         a_trunk_with_a_plain_head,
+        a_parameter_without_a_gradient,
+        graphs_go_with_their_losses,
         steps_inside_of_the_forward,
         a_rank_that_raises,
         a_rank_that_does_not_call_the_wrapper,
