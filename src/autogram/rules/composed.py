@@ -69,11 +69,20 @@ def gru_step(input: Tensor, hx: Tensor, *weights: Any, **named: Any) -> Tensor:
 
 
 def in_layers(function: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
-    """Several recurrent layers, one by one."""
+    """Several recurrent layers, one by one, with dropout between them.
+
+    Args:
+        function: `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`.
+        args: Those of a call for all layers, of padded sequences or of packed ones.
+
+    Returns:
+        The output, and the final states of all layers: what the call returns, bit for bit.
+    """
     given, hx, params, options = _arguments(args)
     has_biases, count, dropout, train, is_bidirectional, *rest = options
     (input, *sizes), is_single = given, isinstance(hx, Tensor)
-    if rest == [True]:  # the samples come first
+    is_batch_first = rest == [True]  # packed sequences have no such option
+    if is_batch_first:
         input = input.transpose(0, 1)
     directions, each = 1 + is_bidirectional, len(params) // count
     finals = []
@@ -85,7 +94,7 @@ def in_layers(function: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
         finals.append(final)
         if layer < count - 1:
             input = torch.dropout(input, dropout, True)
-    output = input.transpose(0, 1) if rest == [True] else input
+    output = input.transpose(0, 1) if is_batch_first else input
     return output, *[torch.cat(of_layers) for of_layers in zip(*finals, strict=True)]
 
 

@@ -62,7 +62,11 @@ def _blocks(
     cotangent: Tensor,
     grid: Tensor,
 ) -> tuple[Block]:
-    """The block of images ``(n, c, *pixels)``, where samples read places or images of their own."""
+    """The block of images ``(n, c, *pixels)``, of which samples read places, or whole images.
+
+    Rows where they read places: ``(k, b, n, c, *pixels)``. Where images are of one sample each, as
+    of a plane that was repeated, their gradients and a mask of whose they are.
+    """
     cotangent, grid = promoted(cotangent, grid)
     given = cotangent.movedim(2, -1)  # (k, n, *places, c), as the grid is (n, *places, axes)
     labels = "nchwd"[: 2 + len(pixels)]
