@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
+from tests.unit.environment import ADDS_UP_IN_ORDER
 
 # Largest error of an entry over the largest entry.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -78,12 +79,19 @@ def assert_close_to_reference(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
-    """Assert that `.grad` of all parameters of two models of one structure agree bit for bit."""
+    """Assert that `.grad` of all parameters of two models of one structure agree bit for bit.
+
+    On a GPU, where PyTorch's own gradients differ from one pass to the next, by the last bits.
+    """
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None:
             ours, plain = parameter.grad.to_dense(), other.grad.to_dense()  # of sparse embeddings
-            assert torch.equal(ours, plain), name
+            if ADDS_UP_IN_ORDER:
+                assert torch.equal(ours, plain), name
+            else:
+                bits = 16 * torch.finfo(plain.dtype).eps
+                torch.testing.assert_close(ours, plain, rtol=bits, atol=bits * plain.abs().max())
 
 
 def assert_gramian_is_exact(

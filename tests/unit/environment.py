@@ -8,6 +8,9 @@ import torch
 DTYPE: torch.dtype = getattr(torch, os.environ.get("AUTOGRAM_TEST_DTYPE", "float64"))
 DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
 
+# Whether a kernel that runs again gives the same bits: some kernels of a GPU add up in any order.
+ADDS_UP_IN_ORDER = DEVICE == "cpu" or torch.version.cuda is None  # else a device is pretended
+
 
 def device_of_threads() -> Callable[[], None]:
     """A function that a thread calls, so that it makes tensors where this one does by default."""

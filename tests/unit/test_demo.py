@@ -13,6 +13,8 @@ from demo.digits import load_images
 from demo.picture import draw_tasks, save_tasks
 from demo.training import as_long_as_the_mean
 
+pytestmark = pytest.mark.cpu  # where the demo trains
+
 
 @pytest.fixture(autouse=True)
 def single_precision() -> None:

@@ -175,6 +175,7 @@ def test_network_of_physics_carries_its_laplacian() -> None:
     assert_close_to_reference(solution(torch.full((1, 2), 0.5)), torch.ones(1))
 
 
+@pytest.mark.cpu  # where the example draws its points
 def test_gauss_newton_learns_physics() -> None:
     """Within some steps, of which the first ones are short."""
     errors = [error for _, error in gauss_newton(Network(), steps=25)]

@@ -34,7 +34,7 @@ class Various(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x + self.embedding[torch.arange(x.shape[1])]
-        hidden = self.recurrent(self.attention(hidden))[0]
+        hidden = self.recurrent(self.attention(hidden))[0].sin()  # cuDNN keeps its own result
         hidden += self.frequency
         hidden = checkpoint(self.normed, hidden, use_reentrant=False)
         return self.last(Sine.apply(hidden[:, -1], self.frequency.cos()))

@@ -65,7 +65,7 @@ def make_gpt2(tokens: int, **sizes: int) -> nn.Module:
     """GPT-2, small unless sizes say otherwise, without dropout, which torchjd does not take."""
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(n_positions=tokens, use_cache=False, **dropout, **sizes)
-    return Logits(transformers.GPT2LMHeadModel(config))
+    return Logits(transformers.GPT2LMHeadModel(config), makes_mask=True)
 
 
 def make_vit(**sizes: int) -> nn.Module:

@@ -15,7 +15,7 @@ Step = Callable[[Engine, nn.Module, Tensor], None]
 
 
 def _weigh(gramian: Tensor) -> Tensor:
-    return torch.linspace(0.5, 2.0, len(gramian))
+    return torch.linspace(0.5, 2.0, len(gramian), device=gramian.device)
 
 
 def _losses(model: nn.Module, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram.hooks import HookManager
+from tests.unit.environment import device_of_threads
 
 NOTHING = object()
 
@@ -260,7 +261,8 @@ def test_replicas_in_threads() -> None:
     replica.weight, replica.bias = torch.zeros(2, 2), torch.ones(2)
     found = []
     x = torch.randn(3, 2)
-    thread = threading.Thread(target=lambda: found.append(replica(x)))
+    place = device_of_threads()
+    thread = threading.Thread(target=lambda: (place(), found.append(replica(x))))
     thread.start()
     thread.join()
     assert torch.equal(found[0], torch.ones(3, 2))

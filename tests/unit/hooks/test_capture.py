@@ -274,6 +274,7 @@ def test_nothing_stays_alive(x: Tensor) -> None:
     assert not any(a or b for a, b in hooks)
 
 
+@pytest.mark.cpu  # whose allocator is watched
 @pytest.mark.parametrize("name", list(CAPTURES))
 def test_the_peak_of_a_step_rises_by_what_is_kept(name: str) -> None:
     """On a long sequence, by the bytes of what was asked for, and by nothing else."""

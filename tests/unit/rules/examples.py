@@ -212,7 +212,7 @@ EXAMPLES: dict[str, Callable[[], list[Arguments]]] = {
     ],
     "__setitem__": lambda: [
         of(x(4, 6, 3), x(4, 6) > 0, p(3)),
-        of(x(4, 6, 3), x(4) > 0, p(6, 1)),
+        of(x(4, 6, 3), torch.arange(4) > 1, p(6, 1)),
         of(x(4, 6), x(4, 6) > 0, torch.tensor(0.5, requires_grad=True)),
     ],
     "prelu": lambda: [of(x(4, 3, 6), p(3)), of(x(4, 3, 6), p(1))],

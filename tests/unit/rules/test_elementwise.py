@@ -8,6 +8,7 @@ from torch import nn
 
 from autogram import Engine
 from tests.unit.checks import ModelFactory, Objectives
+from tests.unit.environment import DEVICE
 from tests.unit.networks import call
 from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
 
@@ -234,7 +235,8 @@ BROADCASTS = [
 def test_gramian_is_exact(
     make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
 ) -> None:
-    assert_rule_is_exact(make_model, torch.randn(shape), wrap, objectives)
+    x = torch.randn(shape, device="cpu").to(DEVICE)  # else other conditions hold on a GPU
+    assert_rule_is_exact(make_model, x, wrap, objectives)
 
 
 @pytest.mark.parametrize(("wrap", "objectives"), SETTINGS[2:4])

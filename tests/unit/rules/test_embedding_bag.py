@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from autogram import Engine, UnsupportedError
 from tests.unit.checks import EVERY_KIND, ModelFactory, Objectives, assert_gramian_is_exact
 from tests.unit.engines import assert_exact, per_sample
+from tests.unit.environment import DEVICE
 from tests.unit.networks import call
 from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
 
@@ -129,7 +130,8 @@ CASES = [
 def test_gramian_is_exact(
     make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
 ) -> None:
-    assert_rule_is_exact(make_model, torch.randint(0, TOKENS, shape), wrap, objectives)
+    tokens = torch.randint(0, TOKENS, shape, device="cpu").to(DEVICE)  # else others on a GPU
+    assert_rule_is_exact(make_model, tokens, wrap, objectives)
 
 
 @pytest.mark.parametrize("objectives", EVERY_KIND, ids=repr)

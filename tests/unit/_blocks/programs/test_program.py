@@ -12,13 +12,14 @@ from autogram._blocks import Limit, Program, written_down
 from autogram._blocks.kernels import CpuKernels
 from autogram._blocks.programs.program import as_one_call
 from tests.unit._blocks.blocks import Operators
+from tests.unit.environment import DEVICE
 
 Function = Callable[..., Any]
 
 
 def tensors(seed: int) -> list[Tensor]:
     """Two tensors of equal forms for each seed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     return [torch.randn(4, 6, 8, generator=generator), torch.randn(4, 6, 3, generator=generator)]
 
 
@@ -116,7 +117,7 @@ UNWRITTEN: dict[str, Function] = {
     "distinct values": lambda x, _: torch.unique((x * 3).long()).sum() + x,
     "a tensor from elsewhere": lambda x, _: x + ELSEWHERE,
     "memory by its number": lambda x, _: x * (x.data_ptr() > 0),
-    "another object": lambda x, _: x + torch.rand(8, generator=torch.Generator()),
+    "another object": lambda x, _: x + torch.rand(8, generator=torch.Generator(DEVICE)),
     "a number of another library": lambda x, _: torch.mul(x, Other(0.1)),
     "a function that code cannot find": lambda x, _: x**2,
 }
