@@ -155,7 +155,7 @@ CASES = [
 
 def has_kernel() -> bool:
     """Whether one kernel computes all layers here, with random numbers of its own."""
-    return composed._has_kernel(torch.empty(0))
+    return composed._has_kernel(torch.empty(1))
 
 
 @pytest.fixture(autouse=True)
@@ -457,6 +457,7 @@ def test_dropout_changes_no_bit(
         assert y.stride() == z.stride()
 
 
+@pytest.mark.cpu  # cuDNN differentiates no layer that is not in training
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout after all but last")
 @pytest.mark.parametrize("layers", [1, 2])
 def test_dropout_that_drops_nothing(layers: int) -> None:
