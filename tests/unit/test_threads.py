@@ -232,7 +232,7 @@ def test_more_threads_than_cores() -> None:
 
     with pytest.warns(CoupledObjectivesWarning) as told:
         in_threads(run, 6)
-    assert len(told) == 1
+    assert [x.category for x in told].count(CoupledObjectivesWarning) == 1
 
 
 def test_threads_that_come_and_go_know_what_others_have_found() -> None:

@@ -126,7 +126,10 @@ class Projector:
             wide = gramian.detach().double()
             if self.iterations is None:
                 check_gramian(wide, bounds)
-            found = self._project(bounds, self._regular(wide))
+            try:
+                found = self._project(bounds, self._regular(wide))
+            except torch.linalg.LinAlgError:  # a Gramian in half precision, or a wrong one
+                found = self._project(bounds, self._regular(_without_negative_part(wide)))
             return found.to(gramian.dtype).view(vectors.shape)
 
     def _regular(self, gramian: Tensor) -> Tensor:
@@ -214,3 +217,12 @@ def residual_of(bounds: Tensor, gramian: Tensor, point: Tensor) -> Tensor:
     violation = torch.where(point > bounds, pull.abs(), (-pull).clamp(min=0))
     below = (bounds - point).clamp(min=0).amax(1) / bounds.abs().amax().clamp(min=1e-300)
     return torch.maximum(violation.amax(1) / scale, below).amax()
+
+
+def _without_negative_part(gramian: Tensor) -> Tensor:
+    """The nearest matrix without negative eigenvalues, which a rounded Gramian may have.
+
+    Nearest in the Frobenius norm: Higham 1988, doi:10.1016/0024-3795(88)90223-6.
+    """
+    values, vectors = torch.linalg.eigh((gramian + gramian.mT) / 2)
+    return (vectors * values.clamp(min=0)) @ vectors.mT

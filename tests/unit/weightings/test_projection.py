@@ -1,6 +1,7 @@
 """Weights by projection: the optimality conditions, and torchjd's weights."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from autogram import (
 from autogram.integrations.torchjd import BatchedProjector
 from autogram.weightings import DualProj, Projector, UPGrad
 from autogram.weightings.projection import residual_of
+from tests.unit.environment import DEVICE
 
 
 def gradients(kind: str, m: int) -> Tensor:
@@ -100,10 +102,11 @@ def test_optimality_conditions_of_512(kind: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_random_gramians(m: int, n: int, seed: int, scale: float) -> None:
     """Of any rank and any size, with small integers among them, which tie."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = scale * torch.randint(-2, 3, (m, n), generator=generator).double()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    draw = partial(torch.randint, generator=generator, device="cpu")
+    rows = scale * draw(-2, 3, (m, n)).double().to(DEVICE)
     gramian = rows @ rows.T
-    vector = torch.randint(-3, 4, (m,), generator=generator).double()
+    vector = draw(-3, 4, (m,)).double().to(DEVICE)
     projector = Projector()
     conditions_hold(projector(vector, gramian), gramian, vector, 1e-7)
 
@@ -195,6 +198,19 @@ def test_dtype_and_step(dtype: torch.dtype) -> None:
     losses = model(torch.randn(6, 3)).square().sum(1)
     found = Engine(model).backward(losses, UPGrad())
     assert found.shape == (6,)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gramians_that_rounding_has_made_indefinite(seed: int) -> None:
+    """Of low rank, in half precision: eigenvalues of zero become negative ones."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    rows = torch.randn(12, 4, generator=generator, device="cpu")
+    exact = rows @ rows.T
+    rounded = exact.to(torch.bfloat16)
+    assert torch.linalg.eigvalsh(rounded.double()).min() < -1e-4 * rounded.double().trace()
+    weights = UPGrad()(rounded)
+    assert weights.isfinite().all()
+    assert (exact @ weights.to(exact)).min() > -1e-2 * exact.max()  # no loss rises
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-8, 1e30, 1e150])
