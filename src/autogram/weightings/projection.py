@@ -128,7 +128,7 @@ class Projector:
                 check_gramian(wide, bounds)
             try:
                 found = self._project(bounds, self._regular(wide))
-            except torch.linalg.LinAlgError:  # a Gramian in half precision, or a wrong one
+            except torch._C._LinAlgError:  # of a Gramian that was rounded to half precision
                 found = self._project(bounds, self._regular(_without_negative_part(wide)))
             return found.to(gramian.dtype).view(vectors.shape)
 
@@ -225,4 +225,5 @@ def _without_negative_part(gramian: Tensor) -> Tensor:
     Nearest in the Frobenius norm: Higham 1988, doi:10.1016/0024-3795(88)90223-6.
     """
     values, vectors = torch.linalg.eigh((gramian + gramian.mT) / 2)
-    return (vectors * values.clamp(min=0)) @ vectors.mT
+    nearest: Tensor = (vectors * values.clamp(min=0)) @ vectors.mT
+    return nearest

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+
 import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
-from autogram._capture.samples.owners import HIDDEN, NONE, Owners, not_finite
+from autogram._capture.samples.owners import HIDDEN, NONE, Owners, are_none, not_finite
+from autogram._capture.samples.proofs.spots import Spot
 from autogram._capture.uses import Use, describe
 from autogram._errors import MixedSamplesError
 
@@ -71,6 +74,24 @@ def regular_layouts(
         if bool(fits.all()):
             found.append(layout)
     return tuple(found)
+
+
+def layouts_of_spots(
+    owners: Mapping[Spot, Owners], is_finite: Tensor
+) -> dict[Spot, tuple[Folded, ...] | None]:
+    """The regular layouts that samples may have at spots, or ``None`` without a cotangent.
+
+    Most spots have the shape and the owners of another one.
+    """
+    found: dict[Spot, tuple[Folded, ...] | None] = {}
+    known: dict[Hashable, tuple[Folded, ...] | None] = {}
+    for spot, own in owners.items():
+        key = spot.shape, *[(dim, *places.tolist()) for dim, places in own.items()]
+        if key not in known:
+            is_silent = are_none(own)
+            known[key] = None if is_silent else regular_layouts(spot.shape, own, is_finite)
+        found[spot] = known[key]
+    return found
 
 
 def layouts_of_owners(use: Use, owners: Tensor, samples: int) -> tuple[Placement, ...]:

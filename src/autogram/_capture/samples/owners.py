@@ -20,7 +20,7 @@ of packed sequences, and then of more dimensions, up to single elements.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -32,9 +32,9 @@ from autogram._blocks import as_real
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.proofs.proof import Prover
 from autogram._capture.samples.proofs.spots import Spot, shown
 from autogram._capture.samples.proofs.trials import EXPONENTS
+from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
 from autogram._errors import NonFiniteError
 
@@ -61,7 +61,12 @@ def are_none(owners: Owners) -> bool:
 
 
 def owners_by_zeros(
-    channel: Channel, objectives: Objectives, prover: Prover, *, are_apart: bool = False
+    channel: Channel,
+    objectives: Objectives,
+    survey: Survey,
+    spots: Sequence[Spot] = (),
+    *,
+    are_apart: bool = False,
 ) -> tuple[dict[Use, Owners], dict[Spot, Owners]]:
     """The owners of all uses and spots that are reached, by passes for some of the samples alone.
 
@@ -71,15 +76,17 @@ def owners_by_zeros(
     Args:
         channel: The channel of the taps.
         objectives: What is differentiated.
-        prover: Has the spots.
+        survey: The graph.
+        spots: Those of its spots to look at, besides the uses.
         are_apart: Whether to make other passes as well, in which the objectives of a sample are
             apart. Together, what they contribute to a place may cancel.
     """
     zeros = _Zeros(objectives)
-    with shown(prover.survey, prover.spots, zeros.hear):
+    with shown(survey, spots, zeros.hear):
         for is_apart in [False, True] if are_apart else [False]:
             for chosen in zeros.choices():
                 show_uses(channel, objectives, chosen, zeros.see, are_apart=is_apart)
+                zeros.end_pass()
     uses = {use: zeros.owners(use) for use in zeros.counts}
     met = [use for use, owners in uses.items() if not owners]
     # Samples that meet along every dimension of a use may still have elements of their own.
@@ -88,15 +95,15 @@ def owners_by_zeros(
     mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
         channel.together.update({_name(use): count for use, count in finer.items()})
-        uses, spots = owners_by_zeros(channel, objectives, prover, are_apart=are_apart)
+        uses, of_spots = owners_by_zeros(channel, objectives, survey, spots, are_apart=are_apart)
         for use in [use for use in uses if not uses[use]]:
             channel.together.pop(_name(use), None)
-        return uses, spots
+        return uses, of_spots
     for use in mixed:
         if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
             raise not_finite(use)
-    spots = {spot: zeros.owners(spot) for spot in prover.spots if spot in zeros.marks}
-    return {**{use: uses[use] for use in mixed}, **uses}, spots  # uses that are surely mixed first
+    of_spots = {spot: zeros.owners(spot) for spot in spots if spot in zeros.marks}
+    return {**{x: uses[x] for x in mixed}, **uses}, of_spots  # uses that are surely mixed first
 
 
 class _Zeros:
@@ -116,6 +123,7 @@ class _Zeros:
         self._digit = self._bit = 0  # by which the samples of the current pass are chosen
         self.passes = 0
         self.marks: dict[Use | Spot, dict[int, Tensor]] = defaultdict(dict)
+        self._marking: list[tuple[Use | Spot, int, int, int, Tensor]] = []  # in the current pass
         self.counts = Counter[Use]()
         self._is_finite = objectives.is_finite
 
@@ -150,15 +158,24 @@ class _Zeros:
 
     def hear(self, spot: Spot, cotangents: Tensor) -> None:
         """Takes in the cotangents of a spot."""
-        self._mark(spot, cotangents.abs().amax(0), self._bit, 1 << self._digit)
+        values = cotangents.abs()
+        values = values[0] if len(values) == 1 else values.amax(0)
+        self._mark(spot, values, self._bit, 1 << self._digit)
 
     def _mark(self, seen: Use | Spot, values: Tensor, row: int, mark: int) -> None:
         """Adds a mark to places where values, which are not negative, are not zero."""
-        marks = self.marks[seen]
         for dim, largest in _by_place(seen, self._dims(seen), values, torch.amax):
+            self._marking.append((seen, dim, row, mark, largest != 0))
+
+    def end_pass(self) -> None:
+        """Takes in the marks of a pass. Of thousands, a device is waited for once."""
+        copies = copied_to_cpu([there for *_, there in self._marking])
+        for seen, dim, row, mark, there in self._marking:
+            marks = self.marks[seen]
             if dim not in marks:
-                marks[dim] = torch.zeros(3, len(largest), dtype=torch.long, device="cpu")
-            marks[dim][row] |= mark * (largest != 0).cpu()
+                marks[dim] = torch.zeros(3, len(there), dtype=torch.long, device="cpu")
+            marks[dim][row] |= mark * copies[there]
+        self._marking.clear()
 
     def _dims(self, seen: Use | Spot) -> tuple[int, ...]:
         """The dimensions to look at: of a spot, those with regular layouts, or one in any case."""
@@ -314,3 +331,15 @@ def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
     codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)
     is_exact = (codes - _SCALES // 2 == exponents) & (plain * torch.exp2(exponents) == scaled)
     return torch.where(is_exact, _DIGITS[codes], _BEYOND)
+
+
+def copied_to_cpu(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Copies of some tensors, by the tensor. From each device there is one copy to wait for."""
+    by_device: dict[torch.device, dict[Tensor, None]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, {})[tensor] = None
+    found: dict[Tensor, Tensor] = {}
+    for own in by_device.values():
+        copies = torch.cat([x.view(-1) for x in own]).cpu().split([x.numel() for x in own])
+        found |= {x: copy.view(x.shape) for x, copy in zip(own, copies, strict=True)}
+    return found

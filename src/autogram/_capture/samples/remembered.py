@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +12,7 @@ from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.recording import Channel
 from autogram._capture.samples.layouts import Layouts, layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
+from autogram._capture.samples.owners import copied_to_cpu
 from autogram._capture.samples.proofs.moves import SEVERAL
 from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
 from autogram._capture.samples.proofs.routes import Routes
@@ -65,7 +65,7 @@ class Known:
         if (routed := self.routes.owners(survey)) is None:
             return None
         owners, clashes = routed
-        copies = _copied_to_cpu(owners.values())
+        copies = copied_to_cpu(owners.values())
         several: dict[int, list[tuple[Tensor, tuple[Placement, ...]]]] = {}  # by how many places
         for use, number in survey.uses.items():
             if number in owners:
@@ -294,18 +294,6 @@ class RememberedGraph:
         """
         sizes = b"", self._pattern, self._key[0] + b"routes", self._full_key[0]
         return tuple([(*self._structure, each) for each in sizes])
-
-
-def _copied_to_cpu(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Copies of some tensors, by the tensor. From each device there is one copy to wait for."""
-    by_device: dict[torch.device, dict[Tensor, None]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, {})[tensor] = None
-    found: dict[Tensor, Tensor] = {}
-    for own in by_device.values():
-        copies = torch.cat([x.view(-1) for x in own]).cpu().split([x.numel() for x in own])
-        found |= {x: copy.view(x.shape) for x, copy in zip(own, copies, strict=True)}
-    return found
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, agree
-from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
+from autogram._capture.samples.layouts import Layouts, fitting_layouts, layouts_of_spots
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import (
-    Owners,
-    Scales,
-    are_none,
-    owners_by_zeros,
-    show_uses,
-)
-from autogram._capture.samples.proofs.proof import Prover
+from autogram._capture.samples.owners import Owners, Scales, are_none, owners_by_zeros, show_uses
+from autogram._capture.samples.proofs.proof import Prover, dims_of
 from autogram._capture.samples.proofs.regular import narrowed
 from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot, shown
@@ -88,6 +82,7 @@ class Search:
         self._heard: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._scales: Scales | None = None
+        self._is_proven = False  # by what an earlier search has shown
 
     def begin(self) -> None:
         """Recalls where the samples were, or searches for them."""
@@ -197,6 +192,7 @@ class Search:
             for use in self._scales.uses:
                 if use not in self._found:
                     raise UnknownLayoutError(use)  # the cotangents of all samples add up to zero
+        if self._is_proven and self._found is not None:
             self._graph.keep_layouts(self._found)
 
     def refuse(self, reason: str) -> None:
@@ -225,7 +221,7 @@ class Search:
                 "no eager step had such a graph of calls, with such shapes. Run the step that is "
                 "captured a few times as it is. Call `engine.prepare_capture()` then."
             )
-        self.has_searched = True
+        self.has_searched, are_scales_inexact = True, self._scales is not None
         self._forget()
         if use in self._needed:
             self._search_apart(f"{describe(use)} has a cotangent, and none for some samples alone")
@@ -233,7 +229,11 @@ class Search:
             self._needed.add(use)
             self._graph.forget_layouts(and_what_was_shown=False)
         try:
-            if use is not None or not self._search_by_scales():
+            if use is None:
+                is_found = self._search_by_scales()
+            else:
+                is_found = are_scales_inexact and self._search_again_by_zeros(use)
+            if not is_found:
                 self._search_by_zeros(use)
         except NonFiniteError:
             known, samples = self._graph.known, self._objectives.samples
@@ -248,7 +248,7 @@ class Search:
         if proof is None or not objectives.are_finite or self._graph.wants_proof():
             return False
         try:
-            self._scales, self._found = Scales(channel, objectives), {}
+            self._scales, self._found, self._is_proven = Scales(channel, objectives), {}, True
         except NonFiniteError:  # the numbers are too large
             return False
         self._silent, self._trials = proof.silent, proof.trials
@@ -263,6 +263,28 @@ class Search:
                 self.run(unknown.use)
             else:
                 self._scales, self._silent, self._trials, self._heard = None, (), (), []
+                self._is_proven = False  # and remembered
+        return True
+
+    def _search_again_by_zeros(self, wanted: Use) -> bool:
+        """Finds the layouts of uses alone, by zeros, if the proof that is known is about them.
+
+        Passes by scales tell nothing where rounding differs from pass to pass, as in attention on a
+        GPU. A new proof looks at all nodes, which takes many times as long.
+        """
+        proof, objectives = self._graph.proof, self._objectives
+        if proof is None or proof.is_for_one_call or proof.routes is not None:
+            return False
+        if proof.trials and objectives.per_sample > 1:
+            return False
+        uses, _ = owners_by_zeros(self._channel, objectives, self._survey)
+        if wanted not in uses or are_none(uses[wanted]):
+            return False
+        found = {use: self._fit(use, owners) for use, owners in uses.items()}
+        if not proof.is_about(dims_of(self._survey, found)):
+            return False
+        self._found, self._is_proven = found, True
+        self._silent, self._trials = proof.silent, proof.trials
         return True
 
     def _search_apart(self, found: str) -> None:
@@ -280,7 +302,7 @@ class Search:
     def _search_by_zeros(self, wanted: Use | None) -> None:
         """Finds the layouts of all uses, and a proof of what the layouts depend on."""
         prover = Prover(self._survey)
-        given = self._channel, self._objectives, prover
+        given = self._channel, self._objectives, self._survey, prover.spots
         uses, spots = owners_by_zeros(*given, are_apart=self._are_apart)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             name = describe(wanted)
@@ -289,7 +311,7 @@ class Search:
             return
         self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
         if self._objectives.are_finite:  # if not, the layouts are for this call alone
-            fitting = {spot: self._regular(spot, owners) for spot, owners in spots.items()}
+            fitting = layouts_of_spots(spots, self._objectives.is_finite)
             regular = narrowed(self._survey, prover.ways, fitting)
             self._graph.keep_proof(prover.proof(regular, self._found))
             self._graph.keep_layouts(self._found)
@@ -306,9 +328,3 @@ class Search:
     def _fit(self, use: Use, owners: Owners) -> tuple[Placement, ...]:
         """The layouts that fit the owners of a use's places."""
         return fitting_layouts(use, owners, self._objectives.is_finite)
-
-    def _regular(self, spot: Spot, owners: Owners) -> tuple[Folded, ...] | None:
-        """The regular layouts that samples may have, or ``None`` without a cotangent."""
-        if are_none(owners):
-            return None
-        return regular_layouts(spot.shape, owners, self._objectives.is_finite)

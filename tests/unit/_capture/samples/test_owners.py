@@ -21,8 +21,8 @@ WIDTH = 4
 
 def by_zeros(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
     """The owners of all uses, by passes for parts of the samples."""
-    prover = Prover(Survey(channel, objectives.losses))
-    return owners_by_zeros(channel, objectives, prover)[0]
+    survey = Survey(channel, objectives.losses)
+    return owners_by_zeros(channel, objectives, survey, Prover(survey).spots)[0]
 
 
 def by_scales(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:

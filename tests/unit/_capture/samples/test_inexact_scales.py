@@ -1,0 +1,80 @@
+"""Where rounding differs from pass to pass, passes by scales tell nothing.
+
+So it is behind attention on a GPU, whose kernels add up in any order.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autogram import Engine
+from autogram._capture.samples import search
+from autogram._capture.samples.owners import Scales
+from tests.unit.engines import assert_exact, batch, per_sample
+
+
+class Model(nn.Module):
+    """Samples lie in other places for a while if index values say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        x = self.first(x).tanh()
+        if places is None:
+            return self.last(self.second(x).tanh())
+        x = self.second(x[places]).tanh()
+        return self.last(x[places.argsort()])
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """An entry for each look at all nodes of a graph. Passes by scales tell nothing."""
+    made: list[object] = []
+    prover = search.Prover
+    monkeypatch.setattr(search, "Prover", lambda survey: made.append(survey) or prover(survey))
+    owners = Scales.owners
+    tell_nothing = lambda self, use, x: {} if x.any() else owners(self, use, x)  # noqa: E731
+    monkeypatch.setattr(Scales, "owners", tell_nothing)
+    return made
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_layouts_in_doubt_need_no_new_proof(proofs: list[object], each: int) -> None:
+    model = Model()
+    engine = Engine(model, verify="always")
+    for _ in range(6):
+        output = model(batch(5, 3))
+        assert_exact(engine, per_sample(output) if each == 1 else output, model)
+    assert len(proofs) == 1
+
+
+def test_samples_that_move(proofs: list[object]) -> None:
+    """Other index values are noticed as ever, and so are other numbers of samples."""
+    model = Model()
+    engine = Engine(model, verify="always")
+    for size in (5, 5, 5, 6, 6, 5, 5):
+        assert_exact(engine, per_sample(model(batch(size, 3), torch.randperm(size))), model)
+    assert len(proofs) > 1
+
+
+def test_samples_in_other_dimensions() -> None:
+    """The proof that is known is about others."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    engine = Engine(model, verify="always", batch_dim=0)
+    for call in range(8):
+        x = batch(4, 4, 4)
+        y = model(x) if call % 3 else model(x.transpose(0, 1)).transpose(0, 1)
+        assert_exact(engine, y.square().sum((1, 2)), model)
+
+
+def test_a_use_without_a_cotangent_at_first(proofs: list[object]) -> None:
+    """What a later pass shows needs a look of its own."""
+    model = nn.ModuleDict({"always": nn.Linear(3, 4), "late": nn.Linear(3, 4)})
+    engine = Engine(model, verify="always")
+    for call in range(8):
+        x = batch(4, 3)
+        y = model["always"](x).tanh() + float(call > 2) * model["late"](x).sin()
+        assert_exact(engine, per_sample(y), model)
+    assert proofs
