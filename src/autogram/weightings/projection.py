@@ -128,7 +128,7 @@ class Projector:
                 check_gramian(wide, bounds)
             try:
                 found = self._project(bounds, self._regular(wide))
-            except torch._C._LinAlgError:  # of a Gramian that was rounded to half precision
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # of rounded Gramians
                 found = self._project(bounds, self._regular(_without_negative_part(wide)))
             return found.to(gramian.dtype).view(vectors.shape)
 
