@@ -122,9 +122,9 @@ def test_an_error_ends_the_process_that_it_was_in() -> None:
     """The next step is measured in another one."""
     try:
         with pytest.raises(KeyError):
-            gpu_benchmark._apart(("mlp", True, "float32", "cpu", False), "no such step")
+            gpu_benchmark._apart(("mlp", True, "float32", "cpu", "eager"), "no such step")
         assert gpu_benchmark._WORKERS == []
-        found = gpu_benchmark._apart(("mlp", True, "float32", "cpu", False), "SGD")
+        found = gpu_benchmark._apart(("mlp", True, "float32", "cpu", "eager"), "SGD")
         assert found.milliseconds > 0
     finally:
         gpu_benchmark._stop()
@@ -133,7 +133,7 @@ def test_an_error_ends_the_process_that_it_was_in() -> None:
 def test_steps_of_a_gpu_run_in_half_precision() -> None:
     """All of them, also those of others, whose gradients have the dtype of the parameters."""
     for name in gpu_benchmark.STEPS:
-        found = gpu_benchmark._measure(("mlp", True, "bf16 autocast", "cpu", False), name)
+        found = gpu_benchmark._measure(("mlp", True, "bf16 autocast", "cpu", "eager"), name)
         assert found.milliseconds > 0
 
 

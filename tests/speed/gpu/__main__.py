@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import get_context
 from statistics import median
+from typing import Literal, get_args
 
 import torch
 
@@ -23,6 +24,8 @@ from tests.speed.workloads import Workload
 
 from .models import TINY, WORKLOADS, Logits
 from .steps import PRECISIONS, STEPS, Backward, Precision, Problem, precision
+
+Mode = Literal["eager", "captured", "compiled"]
 
 # Verification falls into the calls 1, 2, 4, 8, 16 and 32, and into none of the next ones. Programs
 # are written by then.
@@ -43,18 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     workloads = TINY if options.tiny else WORKLOADS
     names = options.model or list(workloads)
+    modes: list[Mode] = ["eager", "captured"] if options.device == "cuda" else ["eager"]
+    modes = options.mode or modes
+    steps = ["SGD", *[x for x in options.step or STEPS if x != "SGD"]]
     print(f"{_describe(options.device)}\n")
     for how in options.precision or PRECISIONS:
-        for is_captured in (False, True) if options.device == "cuda" else (False,):
-            print(f"{how}, {'captured' if is_captured else 'eager'}: time / SGD, peak / SGD\n")
-            print(as_table([["model", "SGD", *list(STEPS)[1:]], ["---"] * (len(STEPS) + 1)]))
+        for mode in modes:
+            print(f"{how}, {mode}: time / SGD, peak / SGD\n")
+            print(as_table([["model", *steps], ["---"] * (len(steps) + 1)]))
             for name in names:
-                case = name, options.tiny, how, options.device, is_captured
-                row = _row(workloads[name].description, case)
+                case = name, options.tiny, how, options.device, mode
+                row = _row(workloads[name].description, case, steps)
                 print(as_table([row]), flush=True)
             print()
     _stop()
-    if options.device == "cuda" and not options.tiny:
+    if options.device == "cuda" and not (options.tiny or options.model):
         choices.show(options.device)
         limits.main(["--device", options.device])
     if options.errors:
@@ -64,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(as_table([[workloads[name].description, *found]]), flush=True)
 
 
-Case = tuple[str, bool, Precision, str, bool]
-"""The name of a workload, whether it is a tiny one, the precision, the device, whether captured."""
+Case = tuple[str, bool, Precision, str, Mode]
+"""The name of a workload, whether it is a tiny one, the precision, the device, and the mode."""
 
 
-def _row(description: str, case: Case) -> list[str]:
+def _row(description: str, case: Case, steps: Sequence[str]) -> list[str]:
     """One line of a table."""
     cells, baseline = [description], None
-    for name in STEPS:
+    for name in steps:
         try:
             result = _apart(case, name) if case[3] == "cuda" else _measure(case, name)
         except Exception as error:  # what an engine cannot do is a result
@@ -112,9 +118,9 @@ def _stop() -> None:
 
 def _measure(case: Case, name: str) -> Result:
     """Measures one step."""
-    model, is_tiny, how, device, is_captured = case
+    model, is_tiny, how, device, mode = case
     workload = (TINY if is_tiny else WORKLOADS)[model]
-    return measure(workload, STEPS[name], how, device, is_captured=is_captured)
+    return measure(workload, STEPS[name], how, device, mode)
 
 
 def measure(
@@ -122,15 +128,17 @@ def measure(
     make: Callable[[Problem], Backward],
     how: Precision,
     device: str,
-    *,
-    is_captured: bool = False,
+    mode: Mode = "eager",
 ) -> Result:
     """Time whole steps: forward pass, backward pass and update."""
     gc.collect()
     problem = Problem.make(workload, device)
     if isinstance(problem.model, Logits):
-        problem.model.is_captured = is_captured
+        problem.model.is_captured = mode == "captured"
     backward = make(problem)
+    if mode == "compiled":
+        backend = "inductor" if backward.engine is None else "autogram"
+        problem.call = torch.compile(problem.model, backend=backend)
 
     def step() -> None:
         with precision(how, device):
@@ -155,7 +163,7 @@ def measure(
             step()
         stream.synchronize()
         torch.cuda.reset_peak_memory_stats()  # a captured step takes its memory when it is captured
-        run = _captured(step, backward.engine) if is_captured else step
+        run = _captured(step, backward.engine) if mode == "captured" else step
         run()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(MEASURED + 1)]
         events[0].record()
@@ -189,11 +197,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
     parser.add_argument("--model", action="append", choices={**WORKLOADS, **TINY})
     parser.add_argument("--precision", action="append", choices=PRECISIONS)
+    parser.add_argument("--step", action="append", choices=STEPS, help="beside SGD; else all")
+    parser.add_argument(
+        "--mode", action="append", choices=get_args(Mode), help="else eager, and captured on a GPU"
+    )
     parser.add_argument("--errors", action="store_true", help="those of the Gramians as well")
     parser.add_argument(
         "--tiny", action="store_true", help="tiny models, to see that everything runs"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and "captured" in (options.mode or ()):
+        parser.error("a step is captured on a GPU alone")
+    return options
 
 
 if __name__ == "__main__":

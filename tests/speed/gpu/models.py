@@ -107,6 +107,21 @@ def make_perceptron(depth: int, width: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, width))
 
 
+class Encoder(nn.Module):
+    """An encoder of PyTorch's own layers, and a linear layer behind the mean of its positions."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        sizes = {"d_model": width, "nhead": width // 64 or 1, "dim_feedforward": 4 * width}
+        layer = nn.TransformerEncoderLayer(**sizes, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits."""
+        return self.head(self.body(x).mean(1))
+
+
 def make_small_cnn() -> nn.Module:
     """The network for CIFAR of torchjd's benchmark: three convolutions and two linear layers."""
     return nn.Sequential(
@@ -125,6 +140,11 @@ def make_tokens(length: int, vocabulary: int, batch_size: int) -> Batch:
 def make_images(size: int, batch_size: int) -> Batch:
     """Random images and classes."""
     return torch.randn(batch_size, 3, size, size), torch.randint(CLASSES, (batch_size,))
+
+
+def make_sequences(tokens: int, width: int, batch_size: int) -> Batch:
+    """Random sequences of vectors, and classes."""
+    return torch.randn(batch_size, tokens, width), torch.randint(CLASSES, (batch_size,))
 
 
 def make_vectors(width: int, batch_size: int) -> Batch:
@@ -163,6 +183,17 @@ def _images(name: str, make_model: Callable[[], nn.Module], size: int, batch_siz
     )
 
 
+def _sequences(depth: int, width: int, tokens: int, batch_size: int) -> Workload:
+    """A workload of an encoder."""
+    return Workload(
+        f"encoder {depth} x {width}, T = {tokens}, B = {batch_size}",
+        partial(Encoder, width, depth),
+        partial(make_sequences, tokens, width),
+        losses_of_classes,
+        batch_size,
+    )
+
+
 def _vectors(depth: int, width: int, batch_size: int) -> Workload:
     """A workload of a perceptron."""
     return Workload(
@@ -191,6 +222,7 @@ WORKLOADS = {
     "lora": _language(
         "LoRA of rank 16, Llama 1.1B in bf16", partial(make_llama, 16, **_LLAMA), 512, 32000, 8
     ),
+    "encoder": _sequences(6, 768, 256, 16),
     "mlp-4096": _vectors(8, 4096, 256),
     "mlp-512": _vectors(8, 512, 64),
     "cnn": _images("CNN of torchjd's benchmark", make_small_cnn, 32, 64),
@@ -229,5 +261,6 @@ TINY = {
         50,
         3,
     ),
+    "encoder": _sequences(1, 8, 4, 3),
     "mlp": _vectors(2, 8, 4),
 }

@@ -37,26 +37,32 @@ def precision(name: Precision, device: str) -> Iterator[None]:
 
 @dataclass
 class Problem:
-    """A model on one batch, with an optimizer."""
+    """A model on one batch, with an optimizer.
+
+    Attributes:
+        call: The model, or what it was compiled to.
+    """
 
     workload: Workload
     model: nn.Module
+    call: Callable[[Tensor], Tensor]
     inputs: Tensor
     targets: Tensor
     optimizer: torch.optim.Optimizer
 
     @classmethod
     def make(cls, workload: Workload, device: str) -> Problem:
-        """With random weights, equal for all who ask."""
+        """With random weights, equal for all who ask, made where they are needed."""
         torch.manual_seed(0)
-        model = workload.make_model().to(device)
-        batch = workload.make_batch(workload.batch_size)
+        with torch.device(device):
+            model = workload.make_model()
+            batch = workload.make_batch(workload.batch_size)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-        return cls(workload, model, *[x.to(device) for x in batch], optimizer)
+        return cls(workload, model, model, *batch, optimizer)
 
     def losses(self) -> Tensor:
         """The losses of the samples, ``(B,)``."""
-        return self.workload.compute_losses(self.model(self.inputs), self.targets)
+        return self.workload.compute_losses(self.call(self.inputs), self.targets)
 
 
 @dataclass
