@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from sys import getrefcount
@@ -134,36 +134,24 @@ def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
     if is_grad_enabled():
         on = [around for _, around in hooked.around if not around.is_off]
         if on:
-            return _run(module, on, args, kwargs)
+            return _run(module, args, kwargs, *on)
     return module._call_impl(*args, **kwargs)
 
 
 def _run(
-    module: nn.Module, on: Iterable[Around], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around, *inner: Around
 ) -> Any:
-    """Calls a module inside of the objects around it."""
-    entered: list[Around] = []
-    output, is_done = None, False
+    """Calls a module inside of the objects around it. Each is ended, also if another one raises."""
     try:
-        for around in on:
-            entered.append(around)
-            given = around.begin(module, args, kwargs)
-            args = args if given is None else given
-        output = module._call_impl(*args, **kwargs)
-        is_done = True
-    finally:
-        output = _end(module, entered, output, is_done=is_done)
-    return output
-
-
-def _end(module: nn.Module, entered: list[Around], output: Any, *, is_done: bool) -> Any:
-    """Ends what was begun, from the last to the first, also if one of them raises."""
-    try:
-        while entered:
-            replaced = entered.pop().end(module, output)
-            if is_done and replaced is not None:
-                output = replaced
-    finally:
-        if entered:  # those outside see what they see where a forward raised
-            _end(module, entered, None, is_done=False)
-    return output
+        given = around.begin(module, args, kwargs)
+        if given is not None:
+            args = given
+        if inner:
+            output = _run(module, args, kwargs, *inner)
+        else:
+            output = module._call_impl(*args, **kwargs)
+    except BaseException:
+        around.end(module, None)
+        raise
+    replaced = around.end(module, output)
+    return output if replaced is None else replaced

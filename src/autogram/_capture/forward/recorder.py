@@ -112,9 +112,12 @@ class Recorder(TorchFunctionMode):
         for parameter in whole.values():
             self.statuses.add_parameter(parameter)
 
-    def leave(self) -> None:
-        """Leaves the innermost module."""
-        self._hooks_at_entry.pop()
+    def leave(self) -> bool:
+        """Leaves the innermost module. Returns whether it was inside of another one."""
+        is_inner = len(self._hooks_at_entry) > 1
+        if is_inner:
+            self._hooks_at_entry.pop()
+        return is_inner
 
     def end(self, output: Any) -> None:
         """Adopts what the outermost module returns, and no call has read yet.

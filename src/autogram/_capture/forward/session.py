@@ -119,7 +119,6 @@ class Session(threading.local):
         self._modules = modules
         self._root_ids = {id(root()) for root in modules}
         self._recorder: Recorder | None = None
-        self._depth = 0
         _SESSIONS.add(self)
         self._outermost: nn.Module | None = None
         self._frame: FrameType | None = None
@@ -143,26 +142,27 @@ class Session(threading.local):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Enters a module, and returns other arguments for it or ``None``."""
-        if self._recorder is not None and self._was_abandoned(module):
+        recorder = self._recorder
+        if recorder is not None and self._was_abandoned(module):
             self.close()
-        if self._recorder is not None:
-            self._depth += 1
-            self._recorder.enter((args, kwargs), module)
+            recorder = None
+        if recorder is not None:
+            recorder.enter((args, kwargs), module)
         elif _can_record() and self._checkpoints.may_record():
             recorder = Recorder(Tapping(self._channel.begin()), self._checkpoints)
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
-            self._recorder, self._depth, self._outermost = recorder, 1, module
+            self._recorder, self._outermost = recorder, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
-        if self._recorder is None:
+        else:
             return None
         if (wrapper := wrapper_now()) is not None:
-            note_wrapper(self._recorder.recording, wrapper)
+            note_wrapper(recorder.recording, wrapper)
         if not module._backward_hooks:
             return None
         # A pass from a tap inside of the module to its inputs would be that of a full backward
         # hook, in the place of the pass that goes on to what is behind.
-        tapped = self._recorder.statuses.tapped
+        tapped = recorder.statuses.tapped
         return tuple([tapped(x)[0] if isinstance(x, Tensor) else x for x in args])
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
@@ -173,12 +173,8 @@ class Session(threading.local):
     def end(self, module: nn.Module, output: Any) -> None:
         """Leaves a module, also if its forward raised."""
         del module
-        if (recorder := self._recorder) is None:
-            return
-        self._depth -= 1
-        if self._depth:
-            recorder.leave()
-        else:
+        recorder = self._recorder
+        if recorder is not None and not recorder.leave():
             self.close()
             recorder.end(output)
 
