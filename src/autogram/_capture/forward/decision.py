@@ -146,21 +146,28 @@ def decide(
     if not is_batched:
         derived = NoUse(is_batched=False, origins=[status for _, status in tracked])
         return _spread_use(kind, args, kwargs, reads, batch) or derived
-    if True in [tensor.is_nested for tensor, _ in reads]:
-        # Without a shape of numbers, a tensor shows no places of samples.
-        raise UnsupportedError(
-            f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples to "
-            "one length, and mask what was added; or put them one behind the other in one tensor."
-        )
-    if True in [tensor.is_inference() for tensor, _ in tracked]:
-        raise UnsupportedError(
-            f"`{kind.name}` was called with a parameter that was made in inference mode, of which "
-            "PyTorch drops some gradients. Make the module outside of `torch.inference_mode`, or "
-            "put `nn.Parameter(parameter.clone())` in the place of its parameters."
-        )
-    now = [(x, status if x.is_leaf else as_of_now(x, status)) for x, status in tracked]
+    are_plain = True
+    for tensor, _ in reads:
+        if tensor.is_nested:
+            # Without a shape of numbers, a tensor shows no places of samples.
+            raise UnsupportedError(
+                f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples "
+                "to one length, and mask what was added; or put them one behind the other in one "
+                "tensor."
+            )
+        if tensor.layout != torch.strided or tensor.is_complex():
+            are_plain = False
+    now: Reads = []
+    for tensor, status in tracked:
+        if tensor.is_inference():
+            raise UnsupportedError(
+                f"`{kind.name}` was called with a parameter that was made in inference mode, of "
+                "which PyTorch drops some gradients. Make the module outside of "
+                "`torch.inference_mode`, or put `nn.Parameter(parameter.clone())` in the place of "
+                "its parameters."
+            )
+        now.append((tensor, status if tensor.is_leaf else as_of_now(tensor, status)))
     rule = None if is_bare else find_rule(kind.function)
-    are_plain = False not in [x.layout == torch.strided and not x.is_complex() for x, _ in reads]
     if not are_plain and not _holds_for_special(kind, [x for x, _ in reads]):
         rule = None
     # Of an expanded tensor, a call may save more. A tap on a part of a tensor would be no node of
@@ -313,20 +320,19 @@ def _ask(
         return None
     tracked = {id(tensor): status for tensor, status in now}
     answers = {0: Answer([], [], [], {})}
-    for recipe in recipes:
-        operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
+    for tensors, formula, saved, output, from_result in recipes:
+        operands = tuple([tracked.get(id(tensor)) for tensor in tensors])
         known = [status for status in operands if status is not None]
         if known:
-            if recipe.output not in answers:
-                answers[recipe.output] = Answer([], [], [], {})
-            answer = answers[recipe.output]
-            start = len(answer.saved)
-            answer.reads.extend(known)
-            answer.saved.extend(recipe.saved)
-            saved = _range(start, len(answer.saved))
-            if recipe.from_result is not None:
-                answer.from_result[len(answer.recipes)] = recipe.from_result
-            answer.recipes.append(KeptRecipe(operands, recipe.formula, saved))
+            if output not in answers:
+                answers[output] = Answer([], [], [], {})
+            reads, kept, to_save, from_results = answers[output]
+            start = len(to_save)
+            reads += known
+            to_save += saved
+            if from_result is not None:
+                from_results[len(kept)] = from_result
+            kept.append(KeptRecipe(operands, formula, _range(start, len(to_save))))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
     expected = [status for _, status in now]
     for answer in answers.values():

@@ -47,21 +47,22 @@ class Tapping:
         gathered = self.recording.names if self.recording.channel.before_pass is not None else None
         # Autograd saves no tensor of inference mode, but a call may save a copy that it has made.
         # Autograd saves no classes of tensors either, and so gradients have none.
+        saved: dict[int, list[Tensor]] = {}
+        everything: list[Tensor] = []
         with torch._C.DisableTorchFunctionSubclass():
-            saved = {
-                index: [
-                    x.detach().clone()
-                    if x is changed or x.is_inference() or (gathered and base_of(x) in gathered)
-                    else x.detach()
-                    for x in (rounded.get(id(x), x) for x in answer.saved)
-                ]
-                for index, answer in decision.answers.items()
-            }
+            for index, answer in decision.answers.items():
+                saved[index] = own = []
+                for given in answer.saved:
+                    x = rounded.get(id(given), given)
+                    is_lent = x is changed or (gathered and base_of(x) in gathered)
+                    is_copied = is_lent or x.is_inference()
+                    own.append(x.detach().clone() if is_copied else x.detach())
+                everything += own
         if rounded:
             args, kwargs = replaced((args, kwargs), rounded)
-        versions = [x._version for some in saved.values() for x in some]
+        versions = [x._version for x in everything]
         output = kind.function(*args, **kwargs)
-        if versions != [x._version for some in saved.values() for x in some]:
+        if versions != [x._version for x in everything]:
             raise RuleError(
                 f"`{kind.name}` changed a tensor in place that its rule saves for the backward "
                 "pass. Let the rule save a clone of it."
@@ -79,9 +80,9 @@ class Tapping:
             recipes, own = answer.recipes, saved[index]
             if answer.from_result and hooks_now(True) is None:
                 recipes, own = _kept_by_the_graph(answer, own, tensor)
-            number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
-            known = number, kind.name, shape, reads, recipes, decision.rule
-            use = RuleUse(self.recording, *known)
+            recording, shape, reads = self.recording, tuple(tensor.shape), tuple(answer.reads)
+            known = recording.count, kind.name, shape, reads, recipes, decision.rule
+            use = RuleUse(recording, *known)
             if decision.is_guess:
                 self.note_guess(reads)
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
