@@ -144,12 +144,9 @@ def _run(
     """Calls a module inside of the objects around it. Each is ended, also if another one raises."""
     try:
         given = around.begin(module, args, kwargs)
-        if given is not None:
-            args = given
-        if inner:
-            output = _run(module, args, kwargs, *inner)
-        else:
-            output = module._call_impl(*args, **kwargs)
+        args = args if given is None else given
+        call = module._call_impl
+        output = _run(module, args, kwargs, *inner) if inner else call(*args, **kwargs)
     except BaseException:
         around.end(module, None)
         raise

@@ -16,6 +16,8 @@ from autogram.rules._complex import in_real_numbers
 
 _POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
 
+_NUMBERS = {int, float, type(None)}
+
 Prepare = Callable[..., tuple[Tensor, ...]]
 
 
@@ -141,7 +143,7 @@ def are_numbers(*values: float | None) -> bool:
 
     Those are equal to numbers, so that a cache would give them to others.
     """
-    return all(type(x) in (int, float, type(None)) for x in values)
+    return _NUMBERS.issuperset(map(type, values))
 
 
 def _einsum(
@@ -264,6 +266,8 @@ def _equations(
 
 def _are_one(shape: Sequence[int]) -> tuple[bool, ...]:
     """Which dimensions have size one: all that decides what is broadcast."""
+    if 1 not in shape:
+        return (False,) * len(shape)
     return tuple([bool(n == 1) for n in shape])  # sizes that a compiler leaves open have no hash
 
 
@@ -290,7 +294,7 @@ def addend(
     For an elementwise function of this tensor, ``prepare`` multiplies the cotangent by its
     derivative.
     """
-    equation = _sum_equation(_are_one(operand.shape), tuple([_are_one(x) for x in others]))
+    equation = _sum_equation(_are_one(operand.shape), tuple(map(_are_one, others)))
     return product(operand, equation, *saved, prepare=prepare, scale=scale)
 
 

@@ -24,6 +24,7 @@ from autogram.rules._recipe import (
     Formula,
     Recipe,
     addend,
+    are_numbers,
     broadcast,
     formula_of,
     multilinear,
@@ -84,7 +85,8 @@ def addmm(
 ) -> list[Recipe] | None:
     """``beta * input + alpha * mat1 @ mat2``."""
     recipes = _of_product(mat1, mat2, alpha)
-    shape = (*mat1.shape[:-1], *mat2.shape[max(1, mat2.dim() - 1) :])
+    left, right = tuple(mat1.shape), tuple(mat2.shape)
+    shape = (*left[:-1], *right[max(1, len(right) - 1) :])
     return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
 
 
@@ -182,15 +184,20 @@ def _by_group(
 
 def _of_product(left: Tensor, right: Tensor, scale: float = 1) -> list[Recipe] | None:
     """Recipes of both sides of a matrix product, times a number."""
-    if left.dim() != 2 or right.dim() != 2:
-        output, of_left, of_right = _matmul_labels(left.dim(), right.dim())
-        return multilinear(output, (left, of_left), (right, of_right), scale=scale)
-    recipes = []  # of matrices: nothing is broadcast
-    if left.requires_grad:
-        recipes.append(product(left, "op,ip->oi", right, scale=scale))
-    if right.requires_grad:
-        recipes.append(product(right, "op,oi->ip", left, scale=scale))
-    return recipes
+    dims = left.dim(), right.dim()
+    if dims == (2, 2) and are_numbers(scale):  # nothing is broadcast
+        of_left, of_right = _formulas_of_matrices(scale, left.is_complex())
+        return [Recipe((left,), of_left, (right,)), Recipe((right,), of_right, (left,))]
+    output, *labels = _matmul_labels(*dims)
+    return multilinear(output, *zip((left, right), labels, strict=True), scale=scale)
+
+
+@lru_cache
+def _formulas_of_matrices(scale: float, is_complex: bool) -> tuple[Formula, Formula]:
+    """The formulas of both sides of a product of two matrices, times a number."""
+    equations = "op,ip->oi", "op,oi->ip"
+    of_left, of_right = [formula_of(x, scale=scale, is_complex=is_complex) for x in equations]
+    return of_left, of_right
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import chain, compress
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -27,7 +27,6 @@ from autogram.rules._recipe import (
     are_numbers,
     formula_of,
     positions,
-    product,
     promoted,
 )
 from autogram.rules._registry import register_rule
@@ -43,9 +42,8 @@ def layer_norm(
     cudnn_enable: bool = True,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """Elementwise weight and bias over the last dimensions."""
-    target = positions(input.dim())[-len(normalized_shape) :]
-    normalize = partial(F.layer_norm, normalized_shape=tuple(normalized_shape), eps=eps)
-    return _affine(input, weight, bias, target, normalize)
+    target, shape = positions(input.dim())[-len(normalized_shape) :], tuple(normalized_shape)
+    return _affine(input, weight, bias, target, F.layer_norm, normalized_shape=shape, eps=eps)
 
 
 @register_rule(F.rms_norm, torch.rms_norm)
@@ -56,9 +54,8 @@ def rms_norm(
     eps: float | None = None,
 ) -> list[Recipe]:
     """Elementwise weight over the last dimensions."""
-    target = positions(input.dim())[-len(normalized_shape) :]
-    normalize = partial(F.rms_norm, normalized_shape=tuple(normalized_shape), eps=eps)
-    return _affine(input, weight, None, target, normalize)
+    target, shape = positions(input.dim())[-len(normalized_shape) :], tuple(normalized_shape)
+    return _affine(input, weight, None, target, F.rms_norm, normalized_shape=shape, eps=eps)
 
 
 @register_rule(F.group_norm, torch.group_norm)
@@ -111,19 +108,25 @@ def batch_norm(
     """Weight and bias per channel, with statistics of the batch or running ones."""
     channel = positions(2)[1]
     if training or running_mean is None or running_var is None:
-        return _affine(input, weight, bias, channel, partial(_by_batch, eps=eps))
+        return _affine(input, weight, bias, channel, _by_batch, eps=eps)
     # Copies, because the next forward pass in training mode changes the statistics in place.
     statistics = (running_mean.clone(), running_var.clone())
-    return _affine(input, weight, bias, channel, partial(_standardize, eps=eps), *statistics)
+    return _affine(input, weight, bias, channel, _standardize, *statistics, eps=eps)
 
 
 @lru_cache(maxsize=4096)
 def _of_weight(
-    output: str, target: str, normalize: Callable[..., Tensor], options: tuple[Any, ...]
+    dims: int, target: str, normalize: Callable[..., Tensor], options: tuple[Any, ...]
 ) -> Formula:
     """The formula of a weight: the cotangent times x^."""
-    prepare = partial(_normalized, partial(normalize, **dict(options)))
+    output, prepare = positions(dims), partial(_normalized, partial(normalize, **dict(options)))
     return formula_of.__wrapped__(f"{output},{output}->{target}", prepare=prepare)
+
+
+@lru_cache
+def _of_bias(dims: int, target: str) -> Formula:
+    """The formula of a bias: the cotangent."""
+    return formula_of(f"{positions(dims)}->{target}")
 
 
 def _affine(
@@ -131,23 +134,20 @@ def _affine(
     weight: Tensor | None,
     bias: Tensor | None,
     target: str,
-    normalize: partial[Tensor],
+    normalize: Callable[..., Tensor],
     *statistics: Tensor,
+    normalized_shape: tuple[int, ...] = (),
+    eps: float | None,
 ) -> list[Recipe]:
-    """Recipes of a weight and a bias with the indices ``target``.
-
-    The options of ``normalize`` are numbers, and tuples of numbers.
-    """
-    output = positions(input.dim())
-    recipes = []
-    if weight is not None and weight.requires_grad:
-        options = tuple(normalize.keywords.items())
-        each = [x if isinstance(x, tuple) else (x,) for _, x in options]
-        make = _of_weight if are_numbers(*chain(*each)) else _of_weight.__wrapped__
-        formula = make(output, target, normalize.func, options)
+    """Recipes of a weight and a bias with the indices ``target``."""
+    dims, recipes = input.dim(), []
+    if weight is not None:
+        shape = (("normalized_shape", normalized_shape),) if normalized_shape else ()
+        make = _of_weight if are_numbers(eps, *normalized_shape) else _of_weight.__wrapped__
+        formula = make(dims, target, normalize, (*shape, ("eps", eps)))
         recipes.append(Recipe((weight,), formula, (input, *statistics)))
-    if bias is not None and bias.requires_grad:
-        recipes.append(product(bias, f"{output}->{target}"))
+    if bias is not None:
+        recipes.append(Recipe((bias,), _of_bias(dims, target)))
     return recipes
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active as are_transforms_active
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from autogram._capture.forward.calls import Kind, first_of, kind_of, results_of
@@ -144,7 +146,7 @@ class Recorder(TorchFunctionMode):
         """Carries out one torch call, and records it."""
         del types
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             # Results of compiled calls are adopted like those of unseen calls. `Tensor.unflatten`
             # is a method in Python, which Dynamo cannot trace from inside of a mode.
             if function is Tensor.unflatten:
@@ -153,14 +155,15 @@ class Recorder(TorchFunctionMode):
         kind = kind_of(function)
         # Inside `torch.func` transforms, tensors are wrappers that taps must not keep. Results of a
         # transform are adopted, too.
-        if kind.is_question or torch._C._are_functorch_transforms_active():
+        if kind.is_question or are_transforms_active():
             return function(*args, **kwargs)
+        statuses = self.statuses
         arguments = (*args, *kwargs.values()) if kwargs else args
-        reads = self.statuses.read(arguments[:1] if kind.reads_first_only else arguments)
-        has_untapped = self.statuses.has_untapped
+        reads = statuses.read(arguments[:1] if kind.reads_first_only else arguments)
+        has_untapped = statuses.has_untapped
         if has_untapped:
             before, changed = reads, first_of(args, kwargs) if kind.is_in_place else None
-            reads = self.statuses.read_by_use(before, changed)
+            reads = statuses.read_by_use(before, changed)
             pairs = zip(before, reads, strict=True)
             stand_ins = {id(x): found for (x, _), (found, _) in pairs if found is not x}
             if stand_ins:
@@ -194,7 +197,7 @@ class Recorder(TorchFunctionMode):
             self.mark([x for x in results if not x.is_leaf], UNTAPPED)
             results = [x for x in results if x.is_leaf]
         if isinstance(decision, RunBody):
-            self.statuses.read(results)  # adopts results of calls that were not seen in the body
+            statuses.read(results)  # adopts results of calls that were not seen in the body
         if isinstance(decision, NoUse) and not decision.is_batched:
             may_read = hooks is None  # what the call saved, which a checkpoint lets happen once
             self._mark_unbatched(results, decision.origins, kind, may_read=may_read)
@@ -206,7 +209,7 @@ class Recorder(TorchFunctionMode):
             # A size that depends on values, as of `nonzero` in a compiled part, is no ``int``.
             count: Any = 0 if tensor.is_floating_point() else tensor.numel()
             is_number = count.__class__ is int and count == 1
-            self.statuses.set(tensor, None if is_number else status)
+            statuses.set(tensor, None if is_number else status)
         return output
 
     _decide = staticmethod(decide)  # in the tracing of a compiled part, rules are asked otherwise

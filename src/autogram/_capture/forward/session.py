@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -54,6 +55,8 @@ class Parameters:
         Of a module that is gone, such as a slice of a model, the parts may live and be called.
         """
         names = self._names()
+        if names == self._seen and not self._replaced:  # compares no tensors that are the same
+            return names
         alive = [(p, name) for reference, name in self._replaced if (p := reference()) is not None]
         aside = {p: name for p, name in (*self._seen.items(), *alive) if p not in names}
         are_gone = any(module() is None for module in self._modules)
@@ -83,9 +86,37 @@ class Parameters:
         """The parameters of the modules as they are now, with their qualified names."""
         names: dict[Tensor, str] = {}
         for prefix, module in _roots(self._modules).items():
-            for name, parameter in module.named_parameters(prefix=prefix):
+            for name, parameter in _named_parameters(module, prefix):
                 names.setdefault(parameter, name)
         return names
+
+
+def _named_parameters(root: nn.Module, prefix: str) -> Iterable[tuple[str, Tensor]]:
+    """Those of `named_parameters`, which passes each on from module to module up to the root."""
+    found: list[tuple[str, Tensor]] = []
+    seen: set[nn.Module] = set()
+    pending = [(prefix, root)]
+    while pending:
+        at, module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if not _is_walked(type(module)):
+            return root.named_parameters(prefix=prefix)
+        start = f"{at}." if at else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.append((start + name, parameter))
+        inner = [(start + name, x) for name, x in module._modules.items() if x is not None]
+        pending.extend(reversed(inner))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _is_walked(kind: type[nn.Module]) -> bool:
+    """Whether modules of a type have the parameters and modules that are registered in them."""
+    names = "named_parameters", "_named_members", "named_modules"
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
 
 
 def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:

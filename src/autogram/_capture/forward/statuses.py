@@ -31,6 +31,7 @@ from autogram._errors import UnsupportedError
 _Reference = Callable[[], Tensor | None]
 _Mark = tuple[_Reference, Status, int | None]
 _NO_MARK: _Mark = (lambda: None, None, None)
+_NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
 
 
 class Statuses:
@@ -103,7 +104,8 @@ class Statuses:
         """Remembers the status of a tensor as it is now."""
         version = None if tensor.is_leaf else tensor._version
         self._marks[id(tensor)] = (weakref.ref(tensor), status, version)
-        self.has_untapped |= status is UNTAPPED
+        if status is UNTAPPED:
+            self.has_untapped = True
 
     def let_be(self, tensor: Tensor, status: Status) -> None:
         """Lets a tensor be what another is that it stands for, also where it is a leaf."""
@@ -117,6 +119,8 @@ class Statuses:
         """The tensors among the arguments of a call, also in lists and tuples, with statuses."""
         found: list[tuple[Tensor, Status]] = []
         for argument in arguments:
+            if argument.__class__ in _NO_TENSORS:
+                continue
             if isinstance(argument, Tensor):
                 found.append((argument, self.of(argument)))
             elif isinstance(argument, (list, tuple)):

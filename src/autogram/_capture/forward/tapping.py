@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -59,7 +58,8 @@ class Tapping:
                     own.append(x.detach().clone() if is_copied else x.detach())
                 everything += own
         if rounded:
-            args, kwargs = replaced((args, kwargs), rounded)
+            args = [rounded.get(id(x), x) for x in args]
+            kwargs = {name: rounded.get(id(x), x) for name, x in kwargs.items()}
         versions = [x._version for x in everything]
         output = kind.function(*args, **kwargs)
         if versions != [x._version for x in everything]:
@@ -71,12 +71,12 @@ class Tapping:
         for index, tensor in enumerate(results_of(kind, args, kwargs, output)):
             if not tensor.requires_grad:
                 continue
-            answer = decision.answers.get(index)
-            if answer is None:
+            if index not in decision.answers:
                 raise RuleError(
                     f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, "
                     "which requires a gradient. Return recipes with each `output`."
                 )
+            answer = decision.answers[index]
             recipes, own = answer.recipes, saved[index]
             if answer.from_result and hooks_now(True) is None:
                 recipes, own = _kept_by_the_graph(answer, own, tensor)
@@ -186,11 +186,11 @@ def _rounded(arguments: Sequence[Any], decision: UseRule) -> dict[int, Tensor]:
     The gradients would be added up in another dtype, so that these are left to autocast.
     """
     found: dict[int, Tensor] = {}
-    given = Counter(map(id, arguments))
+    given = [id(x) for x in arguments]
     for tensor in chain.from_iterable([answer.saved for answer in decision.answers.values()]):
         dtype = autocast_dtype(tensor.device.type)
         is_wide = tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
-        is_left = given[id(tensor)] != 1 or (tensor.is_leaf and tensor.requires_grad)
+        is_left = given.count(id(tensor)) != 1 or (tensor.is_leaf and tensor.requires_grad)
         if dtype is not None and is_wide and not is_left:
             found[id(tensor)] = tensor.to(dtype)
     return found
