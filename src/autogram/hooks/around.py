@@ -145,7 +145,7 @@ def _run(
     try:
         given = around.begin(module, args, kwargs)
         args = args if given is None else given
-        call = module._call_impl
+        call: Callable[..., Any] = module._call_impl
         output = _run(module, args, kwargs, *inner) if inner else call(*args, **kwargs)
     except BaseException:
         around.end(module, None)

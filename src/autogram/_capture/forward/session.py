@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -101,7 +100,7 @@ def _named_parameters(root: nn.Module, prefix: str) -> Iterable[tuple[str, Tenso
         if module in seen:
             continue
         seen.add(module)
-        if not _is_walked(type(module)):
+        if not _is_walked(module):
             return root.named_parameters(prefix=prefix)
         start = f"{at}." if at else ""
         for name, parameter in module._parameters.items():
@@ -112,11 +111,14 @@ def _named_parameters(root: nn.Module, prefix: str) -> Iterable[tuple[str, Tenso
     return found
 
 
-@lru_cache(maxsize=4096)
-def _is_walked(kind: type[nn.Module]) -> bool:
-    """Whether modules of a type have the parameters and modules that are registered in them."""
-    names = "named_parameters", "_named_members", "named_modules"
-    return all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+def _is_walked(module: nn.Module) -> bool:
+    """Whether a module names the parameters and modules that are registered in it."""
+    kind, own = type(module), vars(module)
+    is_usual = kind.named_modules is _MODULES and kind.named_parameters is _PARAMETERS
+    return is_usual and "named_modules" not in own and "named_parameters" not in own
+
+
+_MODULES, _PARAMETERS = nn.Module.named_modules, nn.Module.named_parameters
 
 
 def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:
@@ -174,7 +176,8 @@ class Session(threading.local):
     ) -> tuple[Any, ...] | None:
         """Enters a module, and returns other arguments for it or ``None``."""
         recorder = self._recorder
-        if recorder is not None and self._was_abandoned(module):
+        may_be_new = module is self._outermost or id(module) in self._root_ids
+        if recorder is not None and may_be_new and self._was_abandoned():
             self.close()
             recorder = None
         if recorder is not None:
@@ -241,14 +244,12 @@ class Session(threading.local):
         """The recorder of the recording that is open in this thread, or ``None``."""
         return None if self.is_off else self._recorder
 
-    def _was_abandoned(self, module: nn.Module) -> bool:
+    def _was_abandoned(self) -> bool:
         """Whether the call that opened the recording has ended without closing it.
 
         A keyboard interrupt may strike in `end`: about one in a hundred does where modules are
         small. The next pass enters one of the engine's modules, or the module that was left.
         """
-        if module is not self._outermost and id(module) not in self._root_ids:
-            return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
