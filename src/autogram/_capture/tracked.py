@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autogram._blocks import Region, as_real
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Tracked:
     """The status of a parameter, or of a batch-free tensor that was derived from parameters.
 
@@ -70,8 +70,9 @@ Status = Tracked | Batched | None  # the last for a constant
 
 def track_parameter(parameter: Tensor) -> Tracked:
     """The status of a parameter: all elements of itself."""
-    region = Region.of_parameter(parameter)
-    return Tracked.of(parameter, (parameter,), region, region)
+    region, version = Region.of_parameter(parameter), version_of(parameter)
+    known = region, region.shape, parameter.dtype, parameter.device, version
+    return Tracked((parameter,), *known, place=region)
 
 
 def track_derived(
