@@ -101,11 +101,12 @@ class Recorder(TorchFunctionMode):
     def enter(self, inputs: Any, module: nn.Module) -> None:
         """Enters another module, and notes inputs that a checkpoint will give to it again."""
         hooks = hooks_now(True)
-        if hooks is not None and self._are_of_checkpoint(hooks):
+        is_in_checkpoint = hooks is not None and self._are_of_checkpoint(hooks)
+        self._hooks_at_entry.append(hooks)  # first, as the module is left also if this raises
+        if is_in_checkpoint:
             tensors = list(tensors_in(inputs))
             are_batched = [self.statuses.is_batched(tensor) for tensor in tensors]
             self._checkpoints.note(_call(module, tensors), are_batched)
-        self._hooks_at_entry.append(hooks)
 
     def note_parameters(self, whole: Mapping[str, Tensor]) -> None:
         """Notes tensors that are parameters of these names from now on, in the place of shards."""
