@@ -106,7 +106,7 @@ def reordered(equation: str, order: tuple[int, ...]) -> str:
 class Kept(ABC):
     """Something that keeps tensors, and notices when they are changed in place."""
 
-    _versions: tuple[int, ...] | None = None
+    _versions: list[int] | None = None
     """Those of the tensors at the first check."""
 
     @property
@@ -116,9 +116,9 @@ class Kept(ABC):
 
     def check(self) -> None:
         """Raises ``ChangedTensorError`` if a tensor was changed in place since the first check."""
-        versions = tuple([x._version for x in self.tensors])
+        versions = [x._version for x in self.tensors]
         if self._versions is None:
-            object.__setattr__(self, "_versions", versions)  # a subclass may be frozen
+            self._versions = versions
         elif self._versions != versions:
             raise ChangedTensorError(
                 "A tensor that the Jacobian is made of was changed in place since it was computed. "
@@ -129,7 +129,7 @@ class Kept(ABC):
             )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Block(Kept):
     """Rows of J for one tensor, as an einsum that need not be carried out.
 

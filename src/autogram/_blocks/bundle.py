@@ -192,9 +192,9 @@ def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:
     """The only block of each of some columns, checked."""
     blocks = []
     for columns in bundle:
-        columns.check()
         block = columns.single
         assert block is not None
+        block.check()
         blocks.append(block)
     return blocks
 

@@ -17,7 +17,7 @@ from autogram._blocks.products import products
 from autogram._blocks.region import Region
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Lookup(Kept):
     """Rows of J for a table, as the places that were read and their cotangents.
 

@@ -23,6 +23,13 @@ class Region:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.offset, self.shape, self.strides))
+
     @classmethod
     def of(cls, tensor: Tensor, shift: int = 0) -> Region:
         """The elements of its storage that ``tensor`` addresses, moved by ``shift``."""

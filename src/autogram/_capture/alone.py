@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -46,21 +45,21 @@ class Conditions(NamedTuple):
         devices: How to contract blocks.
         form: Whether to keep factors or rows, or ``None`` to keep nothing.
         memory: Gives memory for kept rows, if anything does.
-        settings: Those of PyTorch that decide how tensors are contracted.
+        options: All of the above and of PyTorch's settings that decides about calls, but the limit.
     """
 
     devices: Devices
     form: Keep | None
     memory: Memory | None
-    settings: Hashable
+    options: Hashable
 
 
 class BlockForm(NamedTuple):
-    """A block of a parameter, without its tensors, of which there are so many ``operands``."""
+    """A block of a parameter, without its tensors: its ``operands`` are among some results."""
 
     region: Region
     equation: str
-    operands: int
+    operands: slice
 
 
 class Addition(NamedTuple):
@@ -74,7 +73,7 @@ class Addition(NamedTuple):
         is_short: Whether there was no room for others that were to be kept.
     """
 
-    parts: list[Tensor]
+    parts: Sequence[Tensor]
     columns: dict[int, Columns]
     waiting: list[tuple[int, Hashable, int]]
     taken: int
@@ -83,9 +82,8 @@ class Addition(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The parts, and then what the columns are made of."""
-        return self.parts + [
-            x for columns in self.columns.values() for _, of in columns.found() for x in of.operands
-        ]
+        found = [of for columns in self.columns.values() for _, of in columns.found()]
+        return [*self.parts, *[x for of in found for x in of.operands]]
 
 
 class _Known(NamedTuple):
@@ -100,27 +98,26 @@ class _Known(NamedTuple):
     @classmethod
     def of(cls, program: Program, found: Addition) -> _Known:
         """The program by which something was contracted."""
-        columns = [
-            (i, of.parameter, [BlockForm(r, x.equation, len(x.operands)) for r, x in of.found()])
-            for i, of in found.columns.items()
-        ]
+        columns, start = [], len(found.parts)
+        for i, of in found.columns.items():
+            blocks = []
+            for region, block in of.found():
+                stop = start + len(block.operands)
+                blocks.append(BlockForm(region, block.equation, slice(start, stop)))
+                start = stop
+            columns.append((i, of.parameter, blocks))
         return cls(program, len(found.parts), columns, found.waiting, found.taken)
 
     def __call__(
         self, parameters: Sequence[Tensor], conditions: Conditions, tensors: Sequence[Tensor]
     ) -> Addition:
         """Contracts another use of the form."""
-        rest = iter(self.program(conditions.memory, tensors))
-        parts = list(islice(rest, self.parts))
-        columns = {}
+        found, columns = self.program(conditions.memory, tensors), {}
         for number, whole, blocks in self.columns:
-            found = [
-                (kept.region, block_of(kept.equation, tuple(islice(rest, kept.operands))))
-                for kept in blocks
-            ]
             kernels = conditions.devices.on(parameters[number].device)
-            columns[number] = Columns.of(whole, kernels, found)
-        return Addition(parts, columns, self.waiting, self.taken)
+            factors = [(of.region, block_of(of.equation, found[of.operands])) for of in blocks]
+            columns[number] = Columns.of(whole, kernels, factors)
+        return Addition(found[: self.parts], columns, self.waiting, self.taken)
 
 
 def contract_alone(
@@ -143,7 +140,8 @@ def contract_alone(
         conditions: How the pass contracts.
         room: Whether a device has room for so many elements of rows that are larger than factors.
     """
-    key, programs = _key(use, layout, tensors, conditions), conditions.devices.programs
+    key = _key(use, parameters, layout, tensors, conditions)
+    programs = conditions.devices.programs
     if key is None:
         return None
     known: _Known | Literal[False] | None = programs.get(key)
@@ -215,37 +213,28 @@ def _has_adjoint(columns: Columns) -> bool:
 
 
 def _key(
-    use: RuleUse, layout: Folded, tensors: Sequence[Tensor], conditions: Conditions
+    use: RuleUse,
+    parameters: Sequence[Tensor],
+    layout: Folded,
+    tensors: Sequence[Tensor],
+    conditions: Conditions,
 ) -> Hashable | None:
     """All that decides about the calls of a use's contraction, or ``None`` if more may decide."""
-    try:
-        recipes = tuple(
-            [
-                (
-                    tuple([x is not None for x in operands]),
-                    formula.dims,
-                    _MADE.get(formula.blocks) or _pure(formula.blocks),
-                    formula.groups,
-                    saved.stop,
-                )
-                for operands, formula, saved in use.recipes
-            ]
-        )
-    except _ImpureError:
-        return None
     if not are_plain(tensors):
         return None
-    sources = [of.sources[0] for of in use.reads]
-    numbers = {p: i for i, p in enumerate(dict.fromkeys(sources))}  # of parameters read twice
-    pairs = zip(use.reads, sources, strict=True)
-    regions = tuple([(of.region, of.place, p.device, numbers[p]) for of, p in pairs])
-    options = (
-        conditions.devices.limit.elements,
-        conditions.form,
-        conditions.memory is None,
-        conditions.settings,
-    )
-    return (recipes, layout, forms(tensors), regions, options)
+    key: list[Hashable] = [layout, conditions.devices.limit.elements, conditions.options]
+    try:
+        for operands, (dims, blocks, groups, _), saved in use.recipes:
+            are_tracked = None not in operands or tuple([x is not None for x in operands])
+            key += are_tracked, dims, _MADE.get(blocks) or _pure(blocks), groups, saved.stop
+    except _ImpureError:
+        return None
+    for of in use.reads:
+        key += of.region, of.place, of.sources[0].device
+    if len(use.reads) > len(parameters):  # some are read twice
+        numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
+        key += [numbers[id(of.sources[0])] for of in use.reads]
+    return (*key, forms(tensors))
 
 
 class _ImpureError(Exception):

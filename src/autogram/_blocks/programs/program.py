@@ -58,9 +58,9 @@ class Program:
         # The function alone: the module would keep the graph, which is many times as large.
         self._run, self._code = type(module).forward, module.code
 
-    def __call__(self, memory: Memory | None, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(self, memory: Memory | None, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results for other tensors, with kept rows in given memory."""
-        found: Sequence[Tensor] = self._run(None, memory, *tensors)
+        found: tuple[Tensor, ...] = self._run(None, memory, *tensors)
         return found
 
     def __str__(self) -> str:

@@ -45,32 +45,34 @@ class Accounts(dict["Tensor | Tracked", Account]):
     def __init__(self, run: Run, uses: Iterable[Use]) -> None:
         super().__init__()
         self._run = run
-        self._expected = Counter[Tensor | Tracked]()
-        derived: set[Tracked] = set()
+        # By the `id` of an owner without an account, of which the uses hold each.
+        self._readers: dict[int, list[Use | Tracked]] = {}
+        derived: dict[Tracked, None] = {}
         for use in uses:
             for tracked in use.reads:
+                owner: Tensor | Tracked = tracked.sources[0]
                 if tracked.region is None:
-                    derived.add(tracked)
-                    self._expected[tracked] += 1
-                else:
-                    self._expected[tracked.sources[0]] += 1
+                    derived[tracked], owner = None, tracked
+                self._readers.setdefault(id(owner), []).append(use)
         for tracked in derived:
-            self._expected.update(tracked.sources)
+            for parameter in tracked.sources:
+                self._readers.setdefault(id(parameter), []).append(tracked)
 
     def read_by(self, use: Use) -> list[Tensor] | None:
         """The parameters that a use reads, if nothing else does, and each is where it was then."""
-        counts: dict[Tensor, int] = {}
+        found: dict[int, Tensor] = {}
         for tracked in use.reads:
             place, parameter = tracked.place, tracked.sources[0]
-            if tracked.region is None or place is None or parameter in self:
+            readers = self._readers.get(id(parameter))
+            if readers is None or readers.count(use) < len(readers):
+                return None
+            if tracked.region is None or place is None:
                 return None
             now = parameter.storage_offset(), parameter.shape, parameter.stride()
             if (place.offset, place.shape, place.strides) != now:
                 return None
-            counts[parameter] = counts.get(parameter, 0) + 1
-        expected = self._expected
-        is_alone = all(expected[parameter] == n for parameter, n in counts.items())
-        return list(counts) if is_alone else None
+            found[id(parameter)] = parameter
+        return list(found.values())
 
     def __missing__(self, owner: Tensor | Tracked) -> Account:
         if isinstance(owner, Tracked) and owner.region is not None:
@@ -90,7 +92,8 @@ class Accounts(dict["Tensor | Tracked", Account]):
         else:
             region = Region.of_parameter(owner)
         columns = Columns(region, self._run.devices.on(owner.device))
-        account = self[owner] = Account(owner, columns, self._expected[owner])
+        expected = len(self._readers.pop(id(owner), ()))
+        account = self[owner] = Account(owner, columns, expected)
         return account
 
 

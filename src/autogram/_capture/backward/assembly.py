@@ -89,7 +89,8 @@ class Assembly:
         if run.arena is not None:
             run.arena.restart()
             memory = run.arena.take
-        self._conditions = Conditions(run.devices, run.form, memory, settings_now())
+        options = run.form, memory is None, settings_now()
+        self._conditions = Conditions(run.devices, run.form, memory, options)
         has_tail = is_by_use and run.survey.leaves_of_tail
         tail = use_in_tail(run.survey) if has_tail else None
         self._has_arrivals = tail is not None
