@@ -83,9 +83,8 @@ class Survey:
         passes = [*self.recordings, *[recording for _, recording in self._noted]]
         self.passes = [*{of: None for each in passes for of in (each, *each.earlier)}]
         self.left_out = self._find_left_out()
-        leaves = set(self.leaves)
         for recording in self.recordings:
-            if others := leaves - recording.names.keys():
+            if others := {leaf for leaf in self.leaves if leaf not in recording.names}:
                 self._refuse_missed(recording, others)
         self.tail = self._find_tail() if self.leaves_of_tail else []
         self.structure = _digest(self._structure)
@@ -208,36 +207,38 @@ class Survey:
             edges = pending.popleft()
             structure.append(len(edges))
             for node, result in edges:
-                number = numbers.get(node)
-                if number is not None:
+                new = len(nodes)
+                number = numbers.setdefault(node, new)
+                if number != new:
                     structure += number, result
                     continue
-                number = numbers[node] = len(nodes)
                 nodes.append(node)
-                kind = kind_of_node(node.__class__)
-                structure += number, result, kind.number
-                if kind.operation == _LEAF:
+                kind, operation, _, arguments, of_sizes = kind_of_node(node.__class__)
+                structure += number, result, kind
+                if operation == _LEAF:
                     if node not in self._anchors:
                         leaves.append(node.variable)
-                elif not kind.operation and self._is_tap(node):
-                    behind_taps.append(node.next_functions)
-                else:
-                    pending.append(node.next_functions)
-                    if kind.arguments or kind.sizes:
-                        read = [argument(node) for argument in kind.arguments]
-                        # A float (a slope, a temperature) may change at each step of a training:
-                        # only whether it is zero is part of the key.
-                        structure += [x == 0 if x.__class__ is float else x for x in read]
-                        for size in kind.sizes:
-                            found = size(node)
-                            if found.__class__ is tuple:
-                                # One list: tuples let the garbage collector run more often.
-                                structure.append(len(found))
-                                sizes += found
-                            else:
-                                sizes.append(found)
-                    if kind.operation == CHANGE:
-                        self.may_hide_taps |= any(x == self._anchor for x, _ in pending[-1])
+                    continue
+                following = node.next_functions
+                if not operation and self._is_tap(node):
+                    behind_taps.append(following)
+                    continue
+                pending.append(following)
+                for argument in arguments:
+                    read = argument(node)
+                    # A float (a slope, a temperature) may change at each step of a training: only
+                    # whether it is zero is part of the key.
+                    structure.append(read == 0 if read.__class__ is float else read)
+                for size in of_sizes:
+                    found = size(node)
+                    if found.__class__ is tuple:
+                        # One list: tuples let the garbage collector run more often.
+                        structure.append(len(found))
+                        sizes += found
+                    else:
+                        sizes.append(found)
+                if operation == CHANGE:
+                    self.may_hide_taps |= any(x == self._anchor for x, _ in following)
         return leaves
 
     def _is_tap(self, node: Any) -> bool:
