@@ -8,4 +8,4 @@ from autogram._blocks.programs import known
 
 def pytest_configure() -> None:
     """Takes every key for one that comes again, for the whole run."""
-    known._WORTH_WRITING = 1
+    known._WORTH_WRITING = known._WORTH_WRITING_TOGETHER = 1

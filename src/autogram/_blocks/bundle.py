@@ -7,8 +7,8 @@ bias of a layer have a factor in common, whose products with itself are computed
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from math import prod
 from typing import Literal
 
@@ -20,7 +20,14 @@ from autogram._blocks.columns import Columns
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
-from autogram._blocks.programs import Program, are_plain, forms, settings_now, written_down
+from autogram._blocks.programs import (
+    Program,
+    are_plain,
+    forms,
+    is_writing,
+    settings_now,
+    written_down,
+)
 from autogram._blocks.region import Region, from_storage
 
 # The most elements of a bundle, whose factors stay in memory until the bundle is contracted.
@@ -94,52 +101,82 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
 def weighted_sums(
     found: Mapping[Tensor, Columns], weights: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """J^T w of some parameters, in any order, for weights ``(k, b)`` or several, ``(s, k, b)``.
+    """J^T w of some parameters, for weights ``(k, b)`` or several, ``(s, k, b)``.
 
     Results own their memory, with strides as autograd would give them.
     """
-    parameters = {id(columns): parameter for parameter, columns in found.items()}
     # One tensor for all parameters, which is new: kernels may compute something from it once.
     stack = weights.view(weights.shape) if weights.dim() == 3 else weights.unsqueeze(0)
-    settings = settings_now()
+    each, settings = list(found.values()), settings_now()
+    sums = _by_program(each, stack, settings, partial(_in_bundles, found, stack, settings))
+    totals = [x if x is None or weights.dim() == 3 else x[0] for x in sums]
+    yield from zip(found, _owned(totals, [columns.parameter for columns in each]), strict=True)
+
+
+def _in_bundles(
+    found: Mapping[Tensor, Columns], weights: Tensor, settings: Hashable
+) -> list[Tensor | None]:
+    """The weighted sums of some parameters, bundle by bundle."""
+    devices = {id(columns): parameter.device for parameter, columns in found.items()}
+    sums: dict[int, Tensor | None] = {}
     for bundle in bundled(found.values()):
-        moved = stack.to(parameters[id(bundle[0])].device)
-        sums: Sequence[Tensor | None] = (
-            [_sum_of(bundle[0], moved, settings)] if len(bundle) == 1 else _sums_of(bundle, moved)
-        )
-        totals = [x if x is None or weights.dim() == 3 else x[0] for x in sums]
-        owned = _owned(totals, [columns.parameter for columns in bundle])
-        yield from zip([parameters[id(columns)] for columns in bundle], owned, strict=True)
+        moved = weights.to(devices[id(bundle[0])])
+        if len(bundle) == 1:
+            alone = _by_program(bundle, moved, settings, partial(_one_by_one, bundle, moved))
+        else:
+            alone = _sums_of(bundle, moved)
+        sums.update(zip(map(id, bundle), alone, strict=True))
+    return [sums[columns] for columns in devices]
 
 
-def _sum_of(columns: Columns, weights: Tensor, settings: Hashable) -> Tensor | None:
-    """The weighted sum of one parameter, by a program where there is one."""
-    found, kernels = columns.found(), columns.kernels
-    if not found or any(isinstance(x, Block) and x.adjoint is not None for _, x in found):
-        return columns.weighted_sum(weights)
-    of_rows = {x.operands[0].dtype for _, x in found if isinstance(x, Block) and x.is_rows}
-    tensors = [weights, *(x for dtype in of_rows for x in kernels.shared(weights, dtype))]
-    tensors += [y for _, x in found for y in x.operands]
-    programs = kernels.programs
-    equations = tuple([(region, x.equation) for region, x in found])
-    options = columns.parameter, kernels.limit.elements, settings
-    key = "weighted sum", equations, forms(tensors), options
-    program: Program | Literal[False] | None = programs.get(key)
+def _one_by_one(each: Sequence[Columns], weights: Tensor) -> list[Tensor | None]:
+    """The weighted sums of some columns."""
+    return [columns.weighted_sum(weights) for columns in each]
+
+
+def _by_program(
+    each: Sequence[Columns],
+    weights: Tensor,
+    settings: Hashable,
+    compute: Callable[[], Sequence[Tensor | None]],
+) -> Sequence[Tensor | None]:
+    """The weighted sums of some columns as a function computes them, by a program if there is one.
+
+    There is one for all parameters of a step that comes again and again. There are others for
+    single parameters: layers of one form share them, and steps in which other layers differ.
+    """
+    if is_writing():
+        return compute()
+    parts = [columns.found() for columns in each]
+    blocks = [block for found in parts for _, block in found]
+    if not blocks or any(isinstance(x, Block) and x.adjoint is not None for x in blocks):
+        return compute()
+    kernels = each[0].kernels
+    of_rows = {x.operands[0].dtype for x in blocks if isinstance(x, Block) and x.is_rows}
+    given = [weights, *[x for dtype in of_rows for x in kernels.shared(weights, dtype)]]
+    given += [x for block in blocks for x in block.operands]
+    numbers: dict[int, int] = {}  # of tensors, by the `id`: several blocks may have one in common
+    key: list[Hashable] = ["weighted sums", kernels.limit.elements, settings]
+    key += [numbers.setdefault(id(x), len(numbers)) for x in given]
+    for columns, found in zip(each, parts, strict=True):
+        key += columns.parameter, *[(region, block.equation) for region, block in found]
+    tensors = list({id(x): x for x in given}.values())
+    known, programs = (*key, forms(tensors)), kernels.programs
+    program: Program | Literal[False] | None = programs.get(known)
     if program:
-        return program(None, tensors)[0]
-    if program is False or not are_plain(tensors) or not programs.is_due(key):
-        return columns.weighted_sum(weights)
-    total, program = written_down(
-        lambda *_: columns.weighted_sum(weights),
-        lambda total: () if total is None else (total,),
-        None,
-        tensors,
+        sums = iter(program(None, tensors))
+        return [next(sums) if found else None for found in parts]
+    is_due = program is None and are_plain(tensors)
+    if not (is_due and programs.is_due(known, is_of_many=len(each) > 1)):
+        return compute()
+    totals, program = written_down(
+        lambda *_: compute(), lambda found: [x for x in found if x is not None], None, tensors
     )
-    programs.keep(key, program or False)
-    return total
+    programs.keep(known, program or False)
+    return totals
 
 
-def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> list[Tensor]:
+def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> Sequence[Tensor | None]:
     """The weighted sums of a bundle, with weights ``(s, k, b)``."""
     total = weighted_sum([_stack(_only_blocks(bundle))], weights, bundle[0].kernels)
     parts = [total.select(1, i).reshape(len(weights), -1) for i in range(len(bundle))]

@@ -116,18 +116,23 @@ class Channel:
         others only if no other has the name. The others are those of the ``recordings`` of some
         losses, or those of now if there are none: other graphs may have had other parameters.
         """
-        others = {p: name for recording in recordings for p, name in recording.names.items()}
-        others = others or self.parameters_now()
-        known = self.parameters(reached) if reached else {}
-        known = others | {p: name for p, name in known.items() if p in reached}
-        found = {p: name for p, name in known.items() if p not in left_out}
-        of_reached = {name for parameter, name in found.items() if parameter in reached}
+        others: dict[Tensor, str] = {}
+        for recording in recordings:
+            others |= recording.names
+        known = others = others or self.parameters_now()
+        if not reached.keys() <= others.keys():
+            found = self.parameters(reached)
+            known = others | {p: name for p, name in found.items() if p in reached}
+        if left_out:
+            known = {p: name for p, name in known.items() if p not in left_out}
+        of_reached = {name for parameter, name in known.items() if parameter in reached}
         seen: Counter[str] = Counter()
         names: dict[Tensor, str] = {}
-        for parameter, name in found.items():
-            is_free = parameter.requires_grad and name not in of_reached and not seen[name]
+        for parameter, name in known.items():
+            is_reached = name in of_reached and parameter in reached
+            is_free = parameter.requires_grad and name not in of_reached and name not in seen
             is_free = is_free and not is_lazy(parameter)  # it would have no number of columns
-            if parameter in reached or is_free:
+            if is_reached or is_free:
                 seen[name] += 1
                 names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
         return names

@@ -101,7 +101,8 @@ class Step:
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
         self._parts.append(JacobianPart.of(run.objectives, run.columns, names))
-        self._names.update({p: name for p, name in names.items() if p not in self._names})
+        for parameter, name in names.items():
+            self._names.setdefault(parameter, name)
         return run.gramian
 
     def finish(self, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:

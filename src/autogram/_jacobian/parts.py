@@ -42,7 +42,7 @@ class JacobianPart:
     ) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
         objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
-        return cls(objectives, {p: columns[p] for p in names if p in columns})
+        return cls(objectives, {p: of for p in names if (of := columns.get(p)) is not None})
 
     @property
     def m(self) -> int:

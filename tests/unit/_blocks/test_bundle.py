@@ -16,6 +16,7 @@ from autogram._blocks import (
     weighted_sums,
 )
 from autogram._blocks.kernels import CudaKernels
+from autogram._blocks.programs import Program, known
 from autogram._errors import ChangedTensorError
 from tests.unit._blocks.blocks import Operators, kernels
 from tests.unit.checks import assert_close_to_reference
@@ -81,6 +82,31 @@ def test_weighted_sums(found: dict[Tensor, Columns], count: int) -> None:
         assert gradient.shape == parameter.shape
         assert gradient.stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter][0])
+
+
+def test_weighted_sums_by_one_program(
+    found: dict[Tensor, Columns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is written when the same columns have come often, and is right for others of them."""
+    monkeypatch.setattr(known, "_WORTH_WRITING", 2)
+    monkeypatch.setattr(known, "_WORTH_WRITING_TOGETHER", 2)
+    runs: list[Program] = []
+    call = Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda self, *x: runs.append(self) or call(self, *x))
+    for count in (1, 2, 1, 2):  # each of these is another form
+        before = [weighted_sums(found, torch.ones(count, K, B).double()) for _ in range(2)]
+        assert all(list(sums) for sums in before)
+        for columns in found.values():
+            for x in factors(columns):
+                x.copy_(torch.randn_like(x))
+                columns.single._versions = None  # as those of a new step
+        weights = torch.randn(count, K, B, dtype=torch.float64)
+        runs.clear()
+        actual = dict(weighted_sums(found, weights))
+        assert len(runs) == 1
+        for parameter, columns in found.items():
+            assert actual[parameter].untyped_storage().nbytes() == actual[parameter].nbytes
+            assert_close_to_reference(actual[parameter], columns.weighted_sum(weights))
 
 
 def test_equal_forms_are_together() -> None:

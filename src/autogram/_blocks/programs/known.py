@@ -14,6 +14,10 @@ from autogram._containers import Latest
 # Writing a program down takes as long as choosing the calls of so many.
 _WORTH_WRITING = 16
 
+# What is chosen for all layers of a model together takes less time than the calls, and a program of
+# all these calls saves a part of that.
+_WORTH_WRITING_TOGETHER = 128
+
 # Of so many keys, programs and numbers are kept. A model has a few for each kind of its layers.
 _MOST = 2048
 
@@ -27,23 +31,27 @@ class Programs:
 
     def __init__(self) -> None:
         self._known = Latest[Hashable, Any](_MOST)
-        self._counts = Latest[Hashable, int](_MOST)
+        self._counts = Latest[int, int](_MOST)  # by the hash of a key: it may be large
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Any:
         """What is known under a key; ``False`` if nothing can be, and ``None`` if nothing is."""
         return self._known.get(key)
 
-    def is_due(self, key: Hashable) -> bool:
-        """Notes that a key was asked for, and says whether to write its program now."""
+    def is_due(self, key: Hashable, *, is_of_many: bool = False) -> bool:
+        """Notes that a key was asked for, and says whether to write its program now.
+
+        A program of many layers is long, and saves less for its length.
+        """
+        number = hash(key)
         with self._lock:
-            count = self._counts[key] = self._counts.get(key, 0) + 1
-        return count >= _WORTH_WRITING
+            count = self._counts[number] = self._counts.get(number, 0) + 1
+        return count >= (_WORTH_WRITING_TOGETHER if is_of_many else _WORTH_WRITING)
 
     def put_off(self, key: Hashable) -> None:
         """Has a key wait as if it had not come before: something that passes decided its calls."""
         with self._lock:
-            self._counts[key] = 0
+            self._counts[hash(key)] = 0
 
     def keep(self, key: Hashable, known: Any) -> None:
         """Keeps something under a key, or ``False``: the calls cannot be written down."""

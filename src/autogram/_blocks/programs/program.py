@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autogram._blocks.kernels.workspace import Memory
 from autogram._containers import tensors_in
@@ -95,6 +96,11 @@ def written_down(
     return found, writer.program(results(found))
 
 
+def is_writing() -> bool:
+    """Whether a program is being written in this thread: no other may be called or written then."""
+    return _HERE.writer is not None
+
+
 def as_one_call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Calls a function that gives a tensor, and is one call of the program that is written."""
     writer = _HERE.writer
@@ -147,9 +153,8 @@ class _Writer(TorchFunctionMode):
         super().__init__()
         self._graph = fx.Graph()
         self._memory = memory, self._graph.placeholder("memory")
-        self._nodes: dict[int, fx.Node] = {}  # by the `id` of a tensor
-        self._owners: dict[int, Tensor] = {}  # by the `id` of a view that has no node
-        self._kept: list[Tensor] = []  # so that no other tensor gets the `id`
+        self._nodes: Any = WeakTensorKeyDictionary()  # what computes each tensor
+        self._owners: Any = WeakTensorKeyDictionary()  # of views that have no node
         self._is_whole = True
         self.watching = _Watching()  # type: ignore[no-untyped-call]  # as typed in torch
         for number, tensor in enumerate(tensors):
@@ -226,31 +231,29 @@ class _Writer(TorchFunctionMode):
             return False
         if _changes(name, kwargs):
             return False
-        owner = self._owners.get(id(viewed), viewed)
+        owner = self._owners.get(viewed, viewed)
         if not _begin_together(found, owner):
             return False
         if found is not viewed:
-            self._owners[id(found)] = owner
-            self._kept.append(found)
+            self._owners[found] = owner
         return True
 
     def _note(self, tensor: Tensor, node: fx.Node) -> None:
         """Notes what computes a tensor."""
-        self._nodes[id(tensor)] = node
-        self._kept.append(tensor)
+        self._nodes[tensor] = node
 
     def _written(self, value: Any) -> Any:
         """A value as an argument of the program's calls."""
         if isinstance(value, Tensor):
-            if (owner := self._owners.pop(id(value), None)) is not None:
+            if (owner := self._owners.pop(value, None)) is not None:
                 node = self._written(owner)
                 form = tuple(value.shape), value.stride()
                 if form != (tuple(owner.shape), owner.stride()):
                     node = self._graph.call_method("as_strided", (node, *form))
-                self._nodes[id(value)] = node
-            if id(value) not in self._nodes:
+                self._nodes[value] = node
+            if value not in self._nodes:
                 raise _UnwrittenError
-            return self._nodes[id(value)]
+            return self._nodes[value]
         if isinstance(value, (list, tuple)):
             return tuple([self._written(each) for each in value])
         if type(value) in _PLAIN:

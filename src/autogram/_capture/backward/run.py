@@ -80,7 +80,7 @@ class Run:
         """The leaves behind the losses that are no part of J."""
         leaves, left_out = self.survey.leaves, self.survey.left_out
         inside = self.survey.names
-        return [leaf for leaf in leaves if leaf not in inside or leaf in left_out]
+        return [x for x in leaves if x not in inside or (left_out and x in left_out)]
 
     @cached_property
     def inside(self) -> list[Tensor]:

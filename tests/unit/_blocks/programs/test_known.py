@@ -18,6 +18,7 @@ def test_a_key_is_due_when_it_has_come_often() -> None:
     programs = Programs()
     assert [programs.is_due("often") for _ in range(4)] == [False, False, True, True]
     assert not programs.is_due("once")
+    assert not programs.is_due("often", is_of_many=True)
 
 
 def test_a_program_is_kept_and_so_is_that_there_is_none() -> None:
