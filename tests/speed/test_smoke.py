@@ -155,8 +155,8 @@ def test_no_more_objects_live_than_did() -> None:
 MOST_VISITED = {
     "F.linear": (13, 16),
     "one cotangent": (24, 93),
-    "compute_gramian": (108, 227),
-    "one large cotangent": (27, 81),
+    "compute_gramian": (107, 221),
+    "one large cotangent": (26, 78),
 }
 
 

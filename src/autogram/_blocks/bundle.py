@@ -159,7 +159,7 @@ def _by_program(
     key: list[Hashable] = ["weighted sums", kernels.limit.elements, settings]
     key += [numbers.setdefault(id(x), len(numbers)) for x in given]
     for columns, found in zip(each, parts, strict=True):
-        key += columns.parameter, *[(region, block.equation) for region, block in found]
+        key += columns.parameter.numbers, *[(x.numbers, block.equation) for x, block in found]
     tensors = list({id(x): x for x in given}.values())
     known, programs = (*key, forms(tensors)), kernels.programs
     program: Program | Literal[False] | None = programs.get(known)

@@ -23,12 +23,10 @@ class Region:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def __hash__(self) -> int:
-        return self._hash
-
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.offset, self.shape, self.strides))
+    def numbers(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """All of the region, for keys: a tuple is compared without a call of Python."""
+        return self.offset, self.shape, self.strides
 
     @classmethod
     def of(cls, tensor: Tensor, shift: int = 0) -> Region:

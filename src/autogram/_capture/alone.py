@@ -230,7 +230,9 @@ def _key(
     except _ImpureError:
         return None
     for of in use.reads:
-        key += of.region, of.place, of.sources[0].device
+        assert of.region is not None
+        assert of.place is not None
+        key += of.region.numbers, of.place.numbers, of.sources[0].device
     if len(use.reads) > len(parameters):  # some are read twice
         numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
         key += [numbers[id(of.sources[0])] for of in use.reads]

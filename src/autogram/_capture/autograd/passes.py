@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -157,19 +157,19 @@ class Pass:
         """
         try:
             if self._streams is not None:
-                self._streams.take((shown, *others))
+                is_there = self._streams.take((shown, *others))
                 self._waiting.append((call, shown))
-                self._call_in_turn(self._streams)
+                self._call_in_turn(None if is_there else self._streams)
             elif self._error is None:
                 call(shown)
         except Exception as error:
             self._error = error
 
-    def _call_in_turn(self, streams: Streams) -> None:
+    def _call_in_turn(self, streams: Streams | None) -> None:
         """Makes all calls that wait, unless another thread makes some, or one has failed."""
         while self._waiting and self._turn.acquire(blocking=False):
             try:
-                with streams.enter():
+                with nullcontext() if streams is None else streams.enter():
                     while self._waiting:
                         call, shown = self._waiting.popleft()
                         if self._error is None:

@@ -21,19 +21,24 @@ class Streams:
         found = {device for device in devices if device.type == "cuda"}
         self._own = {device: torch.accelerator.current_stream(device) for device in found}
 
-    def take(self, tensors: Sequence[Tensor]) -> None:
+    def take(self, tensors: Sequence[Tensor]) -> bool:
         """Lets these streams wait for tensors that this thread computes, and keeps their memory.
 
         The first tensor tells the device, and the stream.
+
+        Returns:
+            Whether this thread launches its work on these streams as it is. To ask PyTorch again
+            would take as long as a small operation.
         """
         device = tensors[0].device
         own = self._own.get(device)
         if own is None or own == (current := torch.accelerator.current_stream(device)):
-            return
+            return own is not None and len(self._own) == 1
         own.wait_stream(current)
         for tensor in tensors:
             if tensor.device == device:
                 tensor.record_stream(own)
+        return False
 
     def enter(self) -> ExitStack:
         """Launches the work of this thread on these streams, until the stack is left."""

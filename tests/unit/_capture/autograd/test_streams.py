@@ -56,10 +56,12 @@ def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_done_where_streams_are_those_of_the_caller() -> None:
     own = Streams({GPU, OTHER, torch.device("cpu")})
-    own.take([OnGpu(GPU), OnGpu(GPU)])  # type: ignore[list-item]  # no tensors
-    own.take([torch.zeros(2, device="cpu")])
+    tensors: Any = [OnGpu(GPU), OnGpu(GPU)]
+    assert not own.take(tensors)  # which says nothing of the other device
+    assert not own.take([torch.zeros(2, device="cpu")])
     with own.enter():
         assert [x.name for x in Stream.current.values()] == ["main 0", "main 1"]
+    assert Streams({GPU}).take(tensors)
     assert Stream.notes == []
 
 
@@ -67,7 +69,8 @@ def test_streams_of_the_caller_wait_for_others_and_keep_memory() -> None:
     """A forward pass on a stream of its own has a backward pass there."""
     own = Streams({GPU, OTHER})
     with Stream(GPU, "side"):
-        own.take([OnGpu(GPU), OnGpu(GPU), OnGpu(OTHER)])  # type: ignore[list-item]  # no tensors
+        tensors: Any = [OnGpu(GPU), OnGpu(GPU), OnGpu(OTHER)]
+        assert not own.take(tensors)
         assert Stream.notes == [("waits for", "main 0", "side"), *[("kept for", "main 0")] * 2]
         with own.enter():
             assert [x.name for x in Stream.current.values()] == ["main 0", "main 1"]
