@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,10 +17,9 @@ from torch import Tensor
 import autogram
 from tests.speed import choices, limits
 from tests.speed.__main__ import main
-from tests.speed.gpu import __main__ as gpu_benchmark
-from tests.speed.gpu import counted
-from tests.speed.gpu.__main__ import main as gpu
+from tests.speed.gpu import counted, measured
 from tests.speed.gpu.models import TINY
+from tests.speed.gpu.steps import STEPS
 from tests.speed.host import count_objects, measure
 from tests.speed.measure import Timing, gramian_error
 from tests.speed.process import TrainingProcess
@@ -106,10 +107,12 @@ def test_elements_that_are_not_read_are_not_counted(
     assert (counts.launches, counts.moved) == (1, sum(elements) * torch.float32.itemsize)
 
 
-def test_everything_that_is_measured_on_a_gpu_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """On tiny models, and on a CPU, where nothing is captured."""
-    gpu(["--tiny", "--device", "cpu", "--errors", "--precision", "float32", "--model", "mlp"])
-    printed = capsys.readouterr().out
+@pytest.mark.slow
+def test_everything_that_is_measured_on_a_gpu_runs() -> None:
+    """By its command, on a tiny model, and on a CPU, where nothing is captured."""
+    command = [sys.executable, "-m", "tests.speed.gpu", "--tiny", "--device", "cpu", "--errors"]
+    command += ["--precision", "float32", "--model", "mlp"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     times = re.findall(r"^\| MLP 2 x 8, B = 4 \| [\d.]+ ms.* \|$", printed, re.MULTILINE)
     assert len(times) == 1
     assert "Error" not in times[0]
@@ -122,18 +125,18 @@ def test_an_error_ends_the_process_that_it_was_in() -> None:
     """The next step is measured in another one."""
     try:
         with pytest.raises(KeyError):
-            gpu_benchmark._apart(("mlp", True, "float32", "cpu", "eager"), "no such step")
-        assert gpu_benchmark._WORKERS == []
-        found = gpu_benchmark._apart(("mlp", True, "float32", "cpu", "eager"), "SGD")
+            measured.apart(("mlp", True, "float32", "cpu", "eager"), "no such step")
+        assert measured._WORKERS == []
+        found = measured.apart(("mlp", True, "float32", "cpu", "eager"), "SGD")
         assert found.milliseconds > 0
     finally:
-        gpu_benchmark._stop()
+        measured.stop()
 
 
 def test_steps_of_a_gpu_run_in_half_precision() -> None:
     """All of them, also those of others, whose gradients have the dtype of the parameters."""
-    for name in gpu_benchmark.STEPS:
-        found = gpu_benchmark._measure(("mlp", True, "bf16 autocast", "cpu", "eager"), name)
+    for name in STEPS:
+        found = measured.measure_case(("mlp", True, "bf16 autocast", "cpu", "eager"), name)
         assert found.milliseconds > 0
 
 

@@ -43,9 +43,23 @@ def test_registered_on_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_import_leaves_dynamo_alone() -> None:
-    """Importing Dynamo takes as long as importing torch."""
-    code = "import sys, autogram; assert 'torch._dynamo' not in sys.modules"
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_import_leaves_dynamo_alone_if_there_is_an_entry_point(is_installed: bool) -> None:
+    """Importing Dynamo takes as long as importing torch. Without an entry point, it must be."""
+    code = (
+        "import sys\n"
+        "from importlib import metadata\n"
+        "others = metadata.distribution\n"
+        "def distribution(name):\n"
+        "    if name != 'autogram': return others(name)\n"
+        f"    if {is_installed}: return type('D', (), {{'entry_points': [name]}})\n"
+        "    raise metadata.PackageNotFoundError(name)\n"
+        "metadata.distribution = distribution\n"
+        "import autogram\n"
+        f"assert ('torch._dynamo' in sys.modules) != {is_installed}\n"
+        "from torch._dynamo.backends.registry import _COMPILER_FNS\n"
+        f"assert ('autogram' in _COMPILER_FNS) != {is_installed}"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

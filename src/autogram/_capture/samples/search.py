@@ -273,7 +273,7 @@ class Search:
         GPU. A new proof looks at all nodes, which takes many times as long.
         """
         proof, objectives = self._graph.proof, self._objectives
-        if proof is None or proof.is_for_one_call or proof.routes is not None:
+        if proof is None or proof.is_for_one_call:
             return False
         if proof.trials and objectives.per_sample > 1:
             return False
@@ -281,7 +281,9 @@ class Search:
         if wanted not in uses or are_none(uses[wanted]):
             return False
         found = {use: self._fit(use, owners) for use, owners in uses.items()}
-        if not proof.is_about(dims_of(self._survey, found)):
+        routes, survey = proof.routes, self._survey
+        others = found if routes is None else routes.others(survey, found)
+        if not proof.is_about(dims_of(survey, others)):
             return False
         self._found, self._is_proven = found, True
         self._silent, self._trials = proof.silent, proof.trials

@@ -59,6 +59,18 @@ def test_samples_that_move(proofs: list[object]) -> None:
     assert len(proofs) > 1
 
 
+def test_samples_that_move_in_each_step(proofs: list[object]) -> None:
+    """Where they go is followed; the proof that knows how is kept."""
+    model = Model()
+    engine = Engine(model)
+    counts = []
+    for call in range(20):
+        size = 5 + call % 3
+        assert_exact(engine, per_sample(model(batch(size, 3), torch.randperm(size))), model)
+        counts.append(len(proofs))
+    assert counts[5] == counts[-1]  # checked calls leave the layouts in doubt at 5, 9 and 17
+
+
 def test_samples_in_other_dimensions() -> None:
     """The proof that is known is about others."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

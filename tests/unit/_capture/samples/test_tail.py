@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -281,6 +281,13 @@ def assert_step(engine: Engine, model: nn.Module, losses: Tensor) -> None:
     engine.backward(losses, lambda _: weights, retain_graph=True)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     assert_close_to_reference(torch.cat([x.flatten() for x in found]), jacobian.T @ weights)
+
+
+@pytest.fixture(autouse=True)
+def without_cudnn() -> Iterator[None]:
+    """Its recurrent layers have no second derivatives."""
+    with torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
