@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
-from autogram._capture.samples.owners import HIDDEN, NONE, Owners, are_none, not_finite
+from autogram._capture.samples.owners import HIDDEN, NONE, Owners, are_none
 from autogram._capture.samples.proofs.spots import Spot
-from autogram._capture.uses import Use, describe
+from autogram._capture.uses import Use, describe, not_finite
 from autogram._errors import MixedSamplesError
 
 Layouts = dict[Use, tuple[Placement, ...]]
@@ -84,13 +84,14 @@ def layouts_of_spots(
     Most spots have the shape and the owners of another one.
     """
     found: dict[Spot, tuple[Folded, ...] | None] = {}
-    known: dict[Hashable, tuple[Folded, ...] | None] = {}
+    known: dict[Hashable, list[tuple[Owners, tuple[Folded, ...] | None]]] = {}
     for spot, own in owners.items():
-        key = spot.shape, *[(dim, *places.tolist()) for dim, places in own.items()]
-        if key not in known:
-            is_silent = are_none(own)
-            known[key] = None if is_silent else regular_layouts(spot.shape, own, is_finite)
-        found[spot] = known[key]
+        others = known.setdefault((spot.shape, *own), [])
+        equal = [x for other, x in others if all(torch.equal(own[d], other[d]) for d in own)]
+        if not equal:
+            equal = [None if are_none(own) else regular_layouts(spot.shape, own, is_finite)]
+            others.append((own, equal[0]))
+        found[spot] = equal[0]
     return found
 
 

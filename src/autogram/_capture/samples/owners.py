@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,9 +35,9 @@ from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proofs.spots import Spot, shown
 from autogram._capture.samples.proofs.trials import EXPONENTS
+from autogram._capture.samples.replays import copied_to_cpu
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Use, describe
-from autogram._errors import NonFiniteError
+from autogram._capture.uses import Use, not_finite
 
 NONE = -1
 HIDDEN = -2
@@ -87,7 +88,7 @@ def owners_by_zeros(
             for chosen in zeros.choices():
                 show_uses(channel, objectives, chosen, zeros.see, are_apart=is_apart)
                 zeros.end_pass()
-    uses = {use: zeros.owners(use) for use in zeros.counts}
+    uses = zeros.owners(zeros.counts)
     met = [use for use, owners in uses.items() if not owners]
     # Samples that meet along every dimension of a use may still have elements of their own.
     finer = {use: _finer(use) for use in met}
@@ -100,10 +101,13 @@ def owners_by_zeros(
             channel.together.pop(_name(use), None)
         return uses, of_spots
     for use in mixed:
-        if any(bool(hidden.any()) for *_, hidden in zeros.marks[use].values()):
+        if zeros.is_hidden(use):
             raise not_finite(use)
-    of_spots = {spot: zeros.owners(spot) for spot in spots if spot in zeros.marks}
+    of_spots = zeros.owners([spot for spot in spots if spot in zeros.places])
     return {**{x: uses[x] for x in mixed}, **uses}, of_spots  # uses that are surely mixed first
+
+
+_Seen = TypeVar("_Seen", Use, Spot)
 
 
 class _Zeros:
@@ -111,9 +115,7 @@ class _Zeros:
 
     Attributes:
         passes: How many passes there were.
-        marks: For each place, ``(3, places)``: the digits for which it had a cotangent in the pass
-            of bit 0, those for which it had one in the pass of bit 1, and whether its cotangent was
-            not finite.
+        places: For each use and spot, by dimension, which of all places are its own.
         counts: For each use, how many elements had a cotangent, over all passes.
     """
 
@@ -122,8 +124,12 @@ class _Zeros:
         self._digits = (objectives.samples - 1).bit_length()
         self._digit = self._bit = 0  # by which the samples of the current pass are chosen
         self.passes = 0
-        self.marks: dict[Use | Spot, dict[int, Tensor]] = defaultdict(dict)
-        self._marking: list[tuple[Use | Spot, int, int, int, Tensor]] = []  # in the current pass
+        self.places: dict[Use | Spot, dict[int, slice]] = defaultdict(dict)
+        # For each place, the digits for which it had a cotangent in the pass of bit 0, those for
+        # which it had one in the pass of bit 1, and whether its cotangent was not finite.
+        self._marks = torch.zeros(3, 0, dtype=torch.int32, device="cpu")
+        self._marking: list[tuple[slice, int, int, Tensor]] = []  # in the current pass
+        self._count = 0  # of places
         self.counts = Counter[Use]()
         self._is_finite = objectives.is_finite
 
@@ -134,15 +140,25 @@ class _Zeros:
             self._digit, self._bit, self.passes = digit, bit, self.passes + 1
             yield samples >> digit & 1 == bit
 
-    def owners(self, seen: Use | Spot) -> Owners:
-        """The owners of a use or a spot."""
-        found = {}
-        for dim, (lacked, had, hidden) in self.marks[seen].items():
-            is_seen, is_hidden = (had | lacked) != 0, hidden != 0
-            is_apart = bool(((had ^ lacked)[is_seen] == (1 << self._digits) - 1).all())
-            if is_apart and not self._is_finite[had[is_seen & is_hidden]].any():
-                found[dim] = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
+    def owners(self, seen: Iterable[_Seen]) -> dict[_Seen, Owners]:
+        """The owners of uses and spots that were seen, behind all passes."""
+        lacked, had, hidden = self._marks
+        is_seen, is_hidden = (had | lacked) != 0, hidden != 0
+        is_mixed = is_seen & ((had ^ lacked) != (1 << self._digits) - 1)
+        is_wrong = is_seen & is_hidden & self._is_finite[had.clamp(max=self._samples - 1)]
+        before = torch.zeros(self._count + 1, dtype=torch.long, device="cpu")
+        torch.cumsum(is_mixed | is_wrong, 0, out=before[1:])
+        owners = torch.where(is_seen, had, torch.where(is_hidden, HIDDEN, NONE))
+        found: dict[_Seen, Owners] = {}
+        for each in seen:
+            own = self.places[each].items()
+            apart = [(dim, of) for dim, of in own if before[of.start] == before[of.stop]]
+            found[each] = {dim: owners[of].long() for dim, of in apart}
         return found
+
+    def is_hidden(self, seen: Use | Spot) -> bool:
+        """Whether a cotangent was not finite in some place."""
+        return any(bool(self._marks[2, own].any()) for own in self.places[seen].values())
 
     def see(self, use: Use, cotangent: Tensor) -> None:
         """Takes in the cotangent of a use."""
@@ -164,17 +180,25 @@ class _Zeros:
 
     def _mark(self, seen: Use | Spot, values: Tensor, row: int, mark: int) -> None:
         """Adds a mark to places where values, which are not negative, are not zero."""
+        places = self.places[seen]
         for dim, largest in _by_place(seen, self._dims(seen), values, torch.amax):
-            self._marking.append((seen, dim, row, mark, largest != 0))
+            if dim not in places:
+                self._count, start = self._count + len(largest), self._count
+                places[dim] = slice(start, self._count)
+            self._marking.append((places[dim], row, mark, largest))
 
     def end_pass(self) -> None:
         """Takes in the marks of a pass. Of thousands, a device is waited for once."""
-        copies = copied_to_cpu([there for *_, there in self._marking])
-        for seen, dim, row, mark, there in self._marking:
-            marks = self.marks[seen]
-            if dim not in marks:
-                marks[dim] = torch.zeros(3, len(there), dtype=torch.long, device="cpu")
-            marks[dim][row] |= mark * copies[there]
+        new = self._marks.new_zeros(3, self._count - self._marks.shape[1])
+        self._marks = torch.cat([self._marks, new], 1)
+        copies = copied_to_cpu([largest for *_, largest in self._marking])
+        run: list[Tensor] = []  # of places that follow each other, as most do
+        for (own, *how, largest), following in zip_longest(self._marking, self._marking[1:]):
+            run.append(copies[largest])
+            if following is None or (following[0].start, *following[1:3]) != (own.stop, *how):
+                (row, mark), is_there = how, torch.cat(run) != 0
+                self._marks[row, own.stop - len(is_there) : own.stop] |= mark * is_there
+                run.clear()
         self._marking.clear()
 
     def _dims(self, seen: Use | Spot) -> tuple[int, ...]:
@@ -298,15 +322,6 @@ def _name(use: Use) -> tuple[int, str]:
     return use.index, use.function
 
 
-def not_finite(use: Use) -> NonFiniteError:
-    """The error for a use whose cotangent does not show where the samples lie."""
-    return NonFiniteError(
-        f"The cotangent of {describe(use)} is infinite or not a number, so that it cannot be seen "
-        "where the samples lie. Look for a division by zero or an overflow behind this call; "
-        "`torch.autograd.detect_anomaly()` finds it."
-    )
-
-
 def _checksums(use: Use, cotangent: Tensor) -> tuple[dict[int, int], Tensor]:
     """A sum over each place, with weights so that parts do not cancel; on the CPU.
 
@@ -331,15 +346,3 @@ def _digits(plain: Tensor, scaled: Tensor) -> Tensor:
     codes = (exponents.long() + _SCALES // 2).clamp(0, _SCALES - 1)
     is_exact = (codes - _SCALES // 2 == exponents) & (plain * torch.exp2(exponents) == scaled)
     return torch.where(is_exact, _DIGITS[codes], _BEYOND)
-
-
-def copied_to_cpu(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Copies of some tensors, by the tensor. From each device there is one copy to wait for."""
-    by_device: dict[torch.device, dict[Tensor, None]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, {})[tensor] = None
-    found: dict[Tensor, Tensor] = {}
-    for own in by_device.values():
-        copies = torch.cat([x.view(-1) for x in own]).cpu().split([x.numel() for x in own])
-        found |= {x: copy.view(x.shape) for x, copy in zip(own, copies, strict=True)}
-    return found

@@ -12,12 +12,12 @@ from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.recording import Channel
 from autogram._capture.samples.layouts import Layouts, layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import copied_to_cpu
 from autogram._capture.samples.proofs.moves import SEVERAL
 from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
 from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot
 from autogram._capture.samples.proofs.trials import Trial, keeps_places
+from autogram._capture.samples.replays import copied_to_cpu
 from autogram._capture.samples.survey import Survey
 from autogram._containers import Latest
 
@@ -153,6 +153,8 @@ class Remembered:
     """Graphs that were seen, of a structure with proofs for graphs of the same sizes."""
     free: Latest[_Key, bytes] = field(default_factory=Latest)
     """By structure, the nodes whose sizes are in no key, where there are routes."""
+    looks: Latest[_Key, tuple[int, int]] = field(default_factory=Latest)
+    """By structure, how often there was a doubt, and how often all nodes were looked at then."""
     news: Latest[_Key, int] = field(default_factory=Latest)
     """By structure, how often sizes were new, where there are routes."""
 
@@ -187,10 +189,28 @@ class RememberedGraph:
     def forget_layouts(self, *, and_what_was_shown: bool = True) -> None:
         """Forgets the layouts, as they were wrong."""
         self.known = None
+        if and_what_was_shown:
+            self._all.looks.pop(self._structure, None)
         for key in (self._key, self._full_key):
             self._all.layouts.pop(key, None)
             if and_what_was_shown:
                 self._all.shown.pop(key, None)
+
+    def doubt(self) -> None:
+        """Lets the next call look again.
+
+        If looks at all nodes were needed, which take long, the next one is put off for twice as
+        many doubts each time.
+        """
+        doubts, looks = self._all.looks.get(self._structure, (0, 0))
+        self._all.looks[self._structure] = doubts + 1, looks
+        if self.known is not None and (doubts + 1) % (1 << looks) == 0:
+            self.known.is_doubted = True
+
+    def note_look(self) -> None:
+        """Notes that a doubt has led to a look at all nodes."""
+        doubts, looks = self._all.looks.get(self._structure, (0, 0))
+        self._all.looks[self._structure] = doubts, looks + 1
 
     @property
     def proof(self) -> Proof | None:

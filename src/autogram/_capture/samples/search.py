@@ -68,7 +68,7 @@ class Search:
         self._objectives = objectives
         self._survey = survey
         self._needed: set[Use] = set()
-        self._are_apart = False
+        self._are_apart = self._is_in_doubt = False
         self._forget()
         self.has_searched = False
 
@@ -89,6 +89,7 @@ class Search:
         if (reason := self._graph.refusal) is not None:
             raise MixedSamplesError(reason)
         known = self._graph.known
+        self._is_in_doubt = known is not None and known.is_doubted
         if known is not None and (known.trials or known.routes) and self._replays is not None:
             known = None  # what a trial finds, and where routes lead, the host has to read
         if known is not None and not (known.is_doubted and self._replays is None):
@@ -210,8 +211,7 @@ class Search:
 
     def doubt(self) -> None:
         """Lets the next call for this graph look again."""
-        if (known := self._graph.known) is not None:
-            known.is_doubted = True
+        self._graph.doubt()
 
     def run(self, use: Use | None = None) -> None:
         """Searches for the samples by passes of its own, for a use that needs a layout if given."""
@@ -303,6 +303,9 @@ class Search:
 
     def _search_by_zeros(self, wanted: Use | None) -> None:
         """Finds the layouts of all uses, and a proof of what the layouts depend on."""
+        if self._is_in_doubt:
+            self._graph.note_look()
+        self._is_in_doubt = False
         prover = Prover(self._survey)
         given = self._channel, self._objectives, self._survey, prover.spots
         uses, spots = owners_by_zeros(*given, are_apart=self._are_apart)
