@@ -76,16 +76,26 @@ class Plan:
         found: list[Tensor] = []
         for piece in [blocks] if self.pieces == 1 else self._cut(blocks):
             ordered = [block.reorder(order) for block in piece]
-            total = rows(ordered[: len(first)], kernels, scratch)
-            if self.kind != "cross":
-                found.append(products_of_rows(self.kind, total, kernels))
-                continue
-            other = rows(ordered[len(first) :], kernels)
-            dtype = torch.promote_types(total.dtype, other.dtype)
-            left, right = flat_rows(total), flat_rows(other)
-            products = kernels.multiply(left.to(dtype), right.to(dtype))
-            found.append(products.view(total.shape[:2] + other.shape[:2]))
+            sides = ordered[: len(first)], ordered[len(first) :]
+            found.append(self._of_piece(*sides, kernels, scratch))
         return joined(found, 1) if self.kind == "norms" else reduce(torch.add, found)
+
+    def _of_piece(
+        self,
+        first: Sequence[Block],
+        second: Sequence[Block],
+        kernels: Kernels,
+        scratch: Memory | None,
+    ) -> Tensor:
+        """The products of one piece, whose rows are freed before those of the next are formed."""
+        total = rows(first, kernels, scratch)
+        if self.kind != "cross":
+            return products_of_rows(self.kind, total, kernels)
+        other = rows(second, kernels)
+        dtype = torch.promote_types(total.dtype, other.dtype)
+        left, right = flat_rows(total), flat_rows(other)
+        products = kernels.multiply(left.to(dtype), right.to(dtype))
+        return products.view(total.shape[:2] + other.shape[:2])
 
     def _of_sum(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products of the sum of some blocks with itself: each pair of two counts twice."""

@@ -3,6 +3,7 @@
 On a CPU, products in half precision are those of factors in float32, which have the same result.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from autogram import Engine
-from autogram._blocks import Block, Columns, Devices, Limit, weighted_sums
+from autogram._blocks import Block, Columns, Devices, Limit, plan, weighted_sums
 from autogram._blocks.kernels import CudaKernels, cuda
 from autogram._blocks.products import directional, explicit, products, weighted_sum
 from autogram._blocks.region import Region
@@ -40,6 +41,25 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Devices, "on", lambda devices, _device: devices.cuda)
     with autocast_as_on_a_gpu():
         yield
+
+
+@pytest.mark.parametrize("kind", ["gram", "norms", "cross"])
+def test_one_piece_of_rows_is_alive_at_a_time(kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    formed: list[weakref.ref[Tensor]] = []
+    form = plan.rows
+
+    def rows(*args: object) -> Tensor:
+        assert sum(of() is not None for of in formed) <= (kind == "cross")  # those of one side
+        found = form(*args)
+        formed.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(plan, "rows", rows)
+    block = Block("kbto,bti->kboi", (torch.randn(1, 3, 50, 8), torch.randn(3, 50, 6)))
+    given = [block], ([block] if kind == "cross" else []), kernels(60)
+    (by_rows,) = [x for x in plan.plans(kind, *given) if x.method == "rows"]
+    by_rows(*given)
+    assert len(formed) > 2
 
 
 @pytest.mark.parametrize("limit", [2**40, 100])
