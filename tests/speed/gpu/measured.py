@@ -107,6 +107,7 @@ def measure(
             step()
             times.append(1000 * (time.perf_counter() - start))
         return Result(median(times), 0)
+    torch._C._cuda_clearCublasWorkspaces()  # each stream has one, which would count for the next
     torch.cuda.empty_cache()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
