@@ -82,7 +82,7 @@ class Search:
         self._heard: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._scales: Scales | None = None
-        self._is_proven = False  # by what an earlier search has shown
+        self._is_proven = False  # by what an earlier search has shown; always so with scales
 
     def begin(self) -> None:
         """Recalls where the samples were, or searches for them."""
@@ -142,9 +142,10 @@ class Search:
         is_watched = self._silent or self._trials
         if self._found is None or is_watched or self._survey.may_hide_taps:
             return False
+        if self._is_proven:  # what is to be remembered is read from the graph behind the pass
+            return False
         is_certain = self._has_changed is None or self._has_changed.is_ready
-        is_measured = self._scales is not None
-        return is_certain and not is_measured and all(map(self._is_certain, self._survey.uses))
+        return is_certain and all(map(self._is_certain, self._survey.uses))
 
     def watched(self) -> AbstractContextManager[None]:
         """Watches, in the pass inside of a block, what the proof is about.

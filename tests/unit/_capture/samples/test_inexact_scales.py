@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from autogram import Engine
 from autogram._capture.samples import search
 from autogram._capture.samples.owners import Scales
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, per_sample
 
 
@@ -86,6 +88,18 @@ def test_samples_that_move_in_each_step(proofs: list[object]) -> None:
         assert_exact(engine, per_sample(model(batch(size, 3), torch.randperm(size))), model)
         counts.append(len(proofs))
     assert counts[5] == counts[-1]  # checked calls leave the layouts in doubt at 5, 9 and 17
+
+
+def test_a_graph_that_is_freed(proofs: list[object]) -> None:
+    """Index values are remembered with the layouts, and are read from the graph."""
+    model = Model()
+    engine = Engine(model, verify="never")
+    for size in (5, 6, 7, 5):
+        losses = per_sample(model(batch(size, 3), torch.arange(size)))
+        jacobian = reference_jacobian(losses, model.parameters())
+        _, gramian = engine.backward(losses, torch.diag, return_gramian=True)
+        assert_close_to_reference(gramian, jacobian @ jacobian.T)
+    assert proofs
 
 
 def test_samples_in_other_dimensions() -> None:
