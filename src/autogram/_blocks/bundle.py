@@ -180,7 +180,12 @@ def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> Sequence[Tensor | No
     """The weighted sums of a bundle, with weights ``(s, k, b)``."""
     total = weighted_sum([_stack(_only_blocks(bundle))], weights, bundle[0].kernels)
     parts = [total.select(1, i).reshape(len(weights), -1) for i in range(len(bundle))]
-    return [from_storage(part, x.parameter) for part, x in zip(parts, bundle, strict=True)]
+    views = [from_storage(part, x.parameter) for part, x in zip(parts, bundle, strict=True)]
+    # Copied here: with views of all bundles, the sums of all would be there twice in the end.
+    pairs = zip(views, bundle, strict=True)
+    copies = [x.new_empty_strided(x.shape, _strides(x, of.parameter)) for x, of in pairs]
+    torch._foreach_copy_(copies, views)  # on a GPU, in one launch
+    return copies
 
 
 def _owned(

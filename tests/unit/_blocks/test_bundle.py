@@ -1,5 +1,8 @@
 """Bundles: small columns contracted together are what they are one by one."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from autogram._blocks import (
     Limit,
     Lookup,
     Region,
+    bundle,
     bundled,
     gram_of_bundle,
     weighted_sums,
@@ -130,6 +134,25 @@ def test_gradients_share_no_memory() -> None:
     assert torch.equal(first, second)
     first.zero_()
     assert second.any()
+
+
+def test_sums_of_a_bundle_are_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sums of one bundle are parts of is gone when the next bundle is contracted."""
+    totals: list[weakref.ref[torch.UntypedStorage]] = []
+    contract = bundle.weighted_sum
+
+    def watched(*args: Any) -> Tensor:
+        assert all(total() is None for total in totals)
+        total = contract(*args)
+        totals.append(weakref.ref(total.untyped_storage()))
+        return total
+
+    monkeypatch.setattr(bundle, "weighted_sum", watched)
+    member = 20 + sum(x.numel() for x in factors(columns_of(MATRICES[0])))
+    found = {p: columns_of(p, 2 * member - 1) for p in [torch.zeros(4, 5) for _ in range(6)]}
+    sums = dict(weighted_sums(found, torch.randn(K, B, dtype=torch.float64)))
+    assert len(totals) == 3
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in sums.values())
 
 
 def test_a_bundle_that_is_full_is_ready() -> None:
