@@ -102,6 +102,7 @@ def test_a_graph_that_is_freed(proofs: list[object]) -> None:
     assert proofs
 
 
+@pytest.mark.usefixtures("proofs")
 def test_samples_in_other_dimensions() -> None:
     """The proof that is known is about others."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
