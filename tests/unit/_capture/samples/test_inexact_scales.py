@@ -1,9 +1,11 @@
-"""Where rounding differs from pass to pass, passes by scales tell nothing.
+"""Where rounding differs from pass to pass, as behind attention on a GPU.
 
-So it is behind attention on a GPU, whose kernels add up in any order.
+Its kernels add up in any order, so that passes by scales tell nothing. What is zero but for rounding,
+as the cotangent of the first query of a causal attention, is zero in some passes, and not in others.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +124,35 @@ def test_a_use_without_a_cotangent_at_first(proofs: list[object]) -> None:
         y = model["always"](x).tanh() + float(call > 2) * model["late"](x).sin()
         assert_exact(engine, per_sample(y), model)
     assert proofs
+
+
+class _Flickers(torch.autograd.Function):
+    """Multiplies by 1, and leaves of some cotangents one that differs from pass to pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, every: int) -> Tensor:
+        ctx.every = every
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        first = grad[:: ctx.every]
+        grad[:: ctx.every] = 1e-14 * first * torch.randint(2, first.shape[:1]).view(-1, 1)
+        return grad, None
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("fold", [True, False])
+def test_rounding_in_place_of_zero(each: int, fold: bool) -> None:
+    """The samples are where the other positions show them, and no call is coupled or refused."""
+    model = nn.ModuleDict({"first": nn.Linear(3, 4), "last": nn.Linear(4, 2)})
+    engine = Engine(model, batch_dim=0)
+    for call in range(20):
+        samples, positions = 5 + call % 2, 6
+        x = batch(samples * positions, 3)
+        h = model["first"](x) if fold else model["first"](x.view(samples, positions, 3)).flatten(0, 1)
+        h = model["last"](_Flickers.apply(h, positions).tanh()).view(samples, positions, 2)
+        losses = h.square().sum((1, 2)) if each == 1 else h.square().sum(1)
+        jacobian = reference_jacobian(losses, model.parameters())
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
