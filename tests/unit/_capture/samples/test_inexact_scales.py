@@ -1,7 +1,7 @@
 """Where rounding differs from pass to pass, as behind attention on a GPU.
 
-Its kernels add up in any order, so that passes by scales tell nothing. What is zero but for rounding,
-as the cotangent of the first query of a causal attention, is zero in some passes, and not in others.
+Its kernels add up in any order, so that passes by scales tell nothing. What is zero but for
+rounding, as the cotangent of the first query of a causal attention, is zero in some passes only.
 """
 
 from itertools import pairwise
@@ -151,7 +151,7 @@ def test_rounding_in_place_of_zero(each: int, fold: bool) -> None:
     for call in range(20):
         samples, positions = 5 + call % 2, 6
         x = batch(samples * positions, 3)
-        h = model["first"](x) if fold else model["first"](x.view(samples, positions, 3)).flatten(0, 1)
+        h = model["first"](x if fold else x.view(samples, positions, 3)).view(-1, 4)
         h = model["last"](_Flickers.apply(h, positions).tanh()).view(samples, positions, 2)
         losses = h.square().sum((1, 2)) if each == 1 else h.square().sum(1)
         jacobian = reference_jacobian(losses, model.parameters())
