@@ -40,11 +40,12 @@ _GENERATOR = torch.Generator("cpu").manual_seed(0)  # that of the tests draws wh
 
 
 def _rounded(value: Any) -> Any:
-    """Changes elements of a new tensor by one unit in the last place, or by none."""
+    """Changes some elements of a new tensor by one unit in the last place."""
     if isinstance(value, Tensor) and value.dtype.is_floating_point:
         with torch.no_grad():
-            steps = torch.randint(-1, 2, value.shape, generator=_GENERATOR, device="cpu")
-            value.mul_(1 + torch.finfo(value.dtype).eps * steps.to(value.dtype))
+            drawn = torch.randint(-8, 9, value.shape, generator=_GENERATOR, device="cpu")
+            steps = drawn.div(8, rounding_mode="trunc").to(value.dtype)
+            value.mul_(1 + torch.finfo(value.dtype).eps * steps)
     return value
 
 
