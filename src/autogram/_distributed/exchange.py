@@ -17,7 +17,7 @@ from autogram._distributed.share import Data, Share, cut, flat, shaped
 
 _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
 
-_UNDER_WAY = 2  # buckets that are exchanged while another is formed
+_UNDER_WAY = 2  # buckets or packets that are exchanged while another is formed
 
 # In the place of an error, where what was sent is not what there is.
 _VOID = RuntimeError("void")
@@ -60,7 +60,7 @@ class Exchange:
         self.error: Exception | None = None
         self.early = 0
         self.is_confirmed = False
-        self.sent: dict[str, int] = {"rows": 0, "gathered": 0, "ring": 0}
+        self.sent: dict[str, int] = {"rows": 0, "ring": 0}
         self.starts = [0, *accumulate(share.m for share in shares)]
         dtype = reduce(torch.promote_types, [share.dtype for share in shares])
         m = self.starts[-1]
@@ -73,7 +73,7 @@ class Exchange:
         """
         self._columns[name] = found
         while self._buckets and all(self._has(part.name) for part in self._buckets[-1]):
-            self._send()
+            self._add_pending(self._exchange(self._buckets.pop()))
             self.early += 1
 
     def __call__(self, data: Data | None) -> Tensor:
@@ -87,16 +87,13 @@ class Exchange:
         if data is not None:
             self._columns = {name: list(data.columns(name)) for name in self._plan.ways}
         while self._buckets:
-            self._send()
+            self._add_pending(self._exchange(self._buckets.pop()))
+        own = [name for name, way in self._plan.ways.items() if way == "ring"]
+        self._attempt(self._add_own, data, own)
+        for packet in self._plan.packets:
+            self._add_pending(self._pass_on(packet, data))
         while self._pending:
             self._pending.pop(0)()
-        own = {name: None for _, packet in self._plan.packets for name in packet.names}
-        self._attempt(self._add_own, data, list(own))
-        for way, packet in self._plan.packets:
-            if way == "gathered":
-                self._gather(packet, data)
-            else:
-                self._pass_on(packet, data)
         self._group.add_up(self._total).wait()
         return (self._total + self._total.mT) / 2
 
@@ -113,9 +110,9 @@ class Exchange:
         """Whether all that this rank has of a parameter is there."""
         return name in self._columns or name not in self._own.pieces
 
-    def _send(self) -> None:
-        """Begins to exchange the next bucket, and contracts what has arrived since."""
-        self._pending.append(self._begin(self._buckets.pop()))
+    def _add_pending(self, contract: Callable[[], None]) -> None:
+        """Takes in what has begun, and contracts what has arrived since."""
+        self._pending.append(contract)
         while len(self._pending) > _UNDER_WAY:
             self._pending.pop(0)()
 
@@ -130,7 +127,7 @@ class Exchange:
 
     # Rows
 
-    def _begin(self, bucket: Sequence[Slice]) -> Callable[[], None]:
+    def _exchange(self, bucket: Sequence[Slice]) -> Callable[[], None]:
         """Begins to exchange rows, and returns what contracts them when they have arrived."""
         world, share = self._group.size, self._own
         step = -(-sum(part.elements for part in bucket) // world)
@@ -165,41 +162,36 @@ class Exchange:
 
     # Factors
 
-    def _gather(self, packet: Packet, data: Data | None) -> None:
-        """Gives the factors of all ranks to all."""
-        needs = [_needs(share, packet) for share in self.shares]
-        width = max(size for _, size in needs)
-        own = torch.zeros(width, dtype=torch.uint8, device=self._device)
-        self._attempt(self._pack, own, data, packet)
-        found = [torch.empty_like(own) for _ in self.shares]
-        self._group.gather(own, found).wait()
-        self.sent["gathered"] += width * (self._group.size - 1)
-        for rank, buffer in enumerate(found):
-            if rank != self._group.rank:
-                self._attempt(self._contract, data, packet, rank, buffer, 0.5)
+    def _pass_on(self, packet: Packet, data: Data | None) -> Callable[[], None]:
+        """Begins to give factors to half of the other ranks, and returns what contracts others'.
 
-    def _pass_on(self, packet: Packet, data: Data | None) -> None:
-        """Gives the factors of this rank to half of the others: each pair meets once."""
+        Each pair of ranks meets once.
+        """
         world, rank = self._group.size, self._group.rank
         sizes = [_needs(share, packet)[1] for share in self.shares]
         own = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
         self._attempt(self._pack, own, data, packet)
-        waiting: tuple[int, Tensor] | None = None
+        to: list[int] = []
+        received: dict[int, Tensor] = {}
         for distance in range(1, world // 2 + 1):
-            to, source = (rank + distance) % world, (rank - distance) % world
+            source = (rank - distance) % world
             # Of two opposite ranks one gets the other's, in turns from packet to packet.
             takes = 2 * distance != world or (rank < source) == (packet.turn == 0)
-            gives = 2 * distance != world or not takes
-            buffer = own.new_empty(sizes[source]) if takes else None
-            works = self._group.shift(own if gives else None, to, buffer, source)
-            self.sent["ring"] += len(own) if gives else 0
-            if waiting is not None:  # while the next is under way
-                self._attempt(self._contract, data, packet, *waiting, 1.0)
+            if takes:
+                received[source] = own.new_empty(sizes[source])
+            if 2 * distance != world or not takes:
+                to.append((rank + distance) % world)
+        works = self._group.pass_on(own, to, received)
+        self.sent["ring"] += len(own) * len(to)
+
+        def contract() -> None:
             for work in works:
                 work.wait()
-            waiting = None if buffer is None else (source, buffer)
-        if waiting is not None:
-            self._attempt(self._contract, data, packet, *waiting, 1.0)
+            assert len(own) == sizes[rank]  # it lives until it has left
+            while received:
+                self._attempt(self._contract, data, packet, *received.popitem())
+
+        return contract
 
     def _pack(self, buffer: Tensor, data: Data, packet: Packet) -> None:
         """Writes the factors of this rank into a buffer, one behind the other."""
@@ -213,18 +205,8 @@ class Exchange:
                     view = buffer[start : start + count * dtype.itemsize].view(dtype)
                     view.copy_(found)
 
-    def _contract(
-        self, data: Data, packet: Packet, rank: int, buffer: Tensor, weight: float
-    ) -> None:
-        """Adds the products of this rank's rows with those of another.
-
-        Args:
-            data: What this rank has.
-            packet: What has arrived.
-            rank: From whom.
-            buffer: The factors.
-            weight: What to multiply by, where the other rank adds the same.
-        """
+    def _contract(self, data: Data, packet: Packet, rank: int, buffer: Tensor) -> None:
+        """Adds the products of this rank's rows with those of another, whose factors are there."""
         share, own = self.shares[rank], data.share
         places, _ = _needs(share, packet)
         before, start = self.starts[self._group.rank], self.starts[rank]
@@ -239,7 +221,7 @@ class Exchange:
                     if product is None:
                         continue
                     second = (among.flatten() + start).to(self._device)
-                    product = product.flatten(0, 1).flatten(1).to(self._total) * weight
+                    product = product.flatten(0, 1).flatten(1).to(self._total)
                     self._total[first.unsqueeze(1), second] += product
                     self._total[second.unsqueeze(1), first] += product.mT
 

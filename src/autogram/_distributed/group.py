@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -104,11 +104,6 @@ class Group:
         )
         return work
 
-    def gather(self, own: Tensor, found: list[Tensor]) -> dist.Work:
-        """Begins to gather a tensor of each rank, which have one shape."""
-        work: dist.Work = dist.all_gather(found, own, group=self._data, async_op=True)
-        return work
-
     def measure(self, device: torch.device) -> Link:
         """Measures the link by a matrix product and two exchanges: by the slowest rank, on all."""
         square = torch.ones(_SIDE, _SIDE, device=device)
@@ -135,15 +130,14 @@ class Group:
         multiply_add, call, element = (max(1, *numbers) for numbers in zip(*found, strict=True))
         return Link(element / multiply_add, call / multiply_add)
 
-    def shift(
-        self, sent: Tensor | None, to: int, received: Tensor | None, source: int
+    def pass_on(
+        self, sent: Tensor, to: Sequence[int], received: Mapping[int, Tensor]
     ) -> list[dist.Work]:
-        """Begins to send a tensor to one rank, and to receive one from another."""
-        calls = []
-        if sent is not None and sent.numel():
-            calls.append(dist.P2POp(dist.isend, sent, self.members[to], self._data))
-        if received is not None and received.numel():
-            calls.append(dist.P2POp(dist.irecv, received, self.members[source], self._data))
+        """Begins to send a tensor to some ranks, and to receive one from each of others."""
+        pairs = [(dist.isend, sent, rank) for rank in to]
+        pairs += [(dist.irecv, x, rank) for rank, x in received.items()]
+        members = self.members
+        calls = [dist.P2POp(do, x, members[i], self._data) for do, x, i in pairs if x.numel()]
         return list(dist.batch_isend_irecv(calls)) if calls else []
 
 

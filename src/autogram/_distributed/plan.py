@@ -1,9 +1,8 @@
 """Plans: how the rows of each parameter meet those of other ranks, by cost, from shapes alone.
 
-Three ways. *Rows*: each rank gets a slice of the parameter, for the objectives of all ranks.
-*Gathered*: all ranks get the factors of all others. *Ring*: each rank gets the factors of half of
-the others, as one of two ranks is enough for the products of both. All ranks know all shapes, and
-decide alike.
+*Rows*: each rank gets a slice of the parameter, for the objectives of all ranks. *Ring*: each rank
+gets the factors of half of the others, as one of two ranks is enough for the products of both. All
+ranks know all shapes, and decide alike.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from autogram._blocks import Region, cost_of_products, cost_of_rows, overlap
 from autogram._distributed.group import Link
 from autogram._distributed.share import Piece, Share, cut
 
-Way = Literal["rows", "gathered", "ring"]
+Way = Literal["rows", "ring"]
 
 # Elements at once, of which many are on the way while others are contracted.
 _BUCKET = 2**22
@@ -57,21 +56,21 @@ class ExchangePlan:
     Attributes:
         ways: The way of each parameter that any rank has blocks of.
         buckets: What is exchanged together as rows.
-        packets: What is exchanged together as factors, and on which way.
+        packets: What is exchanged together as factors.
     """
 
     ways: dict[str, Way]
     buckets: tuple[tuple[Slice, ...], ...]
-    packets: tuple[tuple[Way, Packet], ...]
+    packets: tuple[Packet, ...]
 
-    def messages(self, world: int) -> int:
+    @property
+    def messages(self) -> int:
         """How many messages a rank begins and ends one after the other."""
-        factors = [world // 2 if way == "ring" else 1 for way, _ in self.packets]
-        return len(self.buckets) + sum(factors)
+        return len(self.buckets) + len(self.packets)
 
 
 def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> ExchangePlan:
-    """The plan of a step: the cheapest of rows alone, and of each way of factors beside rows.
+    """The plan of a step: the cheaper of rows alone, and of factors beside rows.
 
     Args:
         shares: What each rank has.
@@ -83,15 +82,13 @@ def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Ex
     if way is not None:
         return _plan(dict.fromkeys(names, way), regions, shares)
     costs = {name: costs_of(name, regions[name], shares, link) for name in names}
-    mixed: tuple[Way, ...] = ("rows", "ring", "gathered")
+    alone: dict[str, Way] = dict.fromkeys(names, "rows")
+    mixed = {name: min(of, key=of.__getitem__) for name, of in costs.items()}
     plans = []
-    for other in mixed:
-        ways: dict[str, Way] = {}
-        for name, of in costs.items():
-            ways[name] = other if of[other] < of["rows"] else "rows"
+    for ways in (alone, mixed):
         plan = _plan(ways, regions, shares)
         total = sum(costs[name][found] for name, found in ways.items())
-        plans.append((total + link.call * plan.messages(len(shares)), plan))
+        plans.append((total + link.call * plan.messages, plan))
     return min(plans, key=lambda found: found[0])[1]
 
 
@@ -100,14 +97,10 @@ def _plan(
 ) -> ExchangePlan:
     """The plan in which each parameter goes its way."""
     limit = min(share.limit for share in shares)
-    by_way = {way: [name for name in ways if ways[name] == way] for way in set(ways.values())}
-    buckets = _buckets(by_way.get("rows", []), regions, shares, limit)
-    packets: list[tuple[Way, Packet]] = []
-    travelling: tuple[Way, ...] = ("gathered", "ring")
-    for way in travelling:
-        count = len(shares) if way == "gathered" else 1  # how many packets are there at once
-        found = _packets(by_way.get(way, []), shares, limit // count)
-        packets += [(way, packet) for packet in found]
+    rows, ring = ([name for name in ways if ways[name] == way] for way in ("rows", "ring"))
+    buckets = _buckets(rows, regions, shares, limit)
+    sources = max(1, len(shares) // 2)  # of packets that are there at once
+    packets = _packets(ring, shares, limit // sources)
     return ExchangePlan(ways, tuple(buckets), tuple(packets))
 
 
@@ -115,7 +108,7 @@ def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> 
     """What each way costs the slowest rank, in multiply-adds, without the beginning of messages."""
     world, m, n = len(shares), sum(share.m for share in shares), region.places
     largest = max(_bytes(share, name) for share in shares) / 4
-    costs: dict[Way, float] = {"rows": 0.0, "gathered": 0.0, "ring": 0.0}
+    costs: dict[Way, float] = {"rows": 0.0, "ring": 0.0}
     for share in shares:
         pieces = share.pieces.get(name, ())
         forming = sum(_forming(piece) for piece in pieces)
@@ -123,7 +116,6 @@ def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> 
         pairs = sum(_pair(p, q, share, n) for p in pieces for q in pieces)
         own: dict[Way, float] = {
             "rows": sent * link.element + forming + m * m * n / world,
-            "gathered": (world - 1) * largest * link.element + world * pairs,
             "ring": (world // 2) * (largest * link.element + pairs) + pairs,
         }
         costs = {way: max(cost, own[way]) for way, cost in costs.items()}

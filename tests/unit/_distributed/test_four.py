@@ -95,7 +95,7 @@ def scenarios() -> Mapping[str, Scenario]:
         "ranks without objectives": World(sizes=[3, 0, 2, 0]),
     }
     for name, world in worlds.items():
-        for way in (None, "gathered", "ring"):
+        for way in (None, "ring"):
             found[f"{name}, {way}"] = partial(test_plain.series, world, way, 2**29)
     for way in ("rows", "ring"):
         little = partial(test_plain.series, worlds["two losses each"], way, 256)

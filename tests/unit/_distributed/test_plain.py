@@ -44,7 +44,7 @@ WORLDS = {
     "ranks without objectives": World(sizes=[3, 0, 2, 4]),
     "nobody has any": World(sizes=[0]),
 }
-WAYS: tuple[Way | None, ...] = (None, "rows", "gathered", "ring")
+WAYS: tuple[Way | None, ...] = (None, "rows", "ring")
 STEPS = 3
 
 

@@ -383,7 +383,7 @@ def scenarios() -> Mapping[str, Scenario]:
     for name, (world, wraps) in WORLDS.items():
         for how, wrap in wraps.items():
             found[f"{name}, {how}"] = partial(series, world, wrap, "fused", of_all)
-    for way, take in product(("rows", "gathered", "ring"), ("fused", "second micro-batch")):
+    for way, take in product(("rows", "ring"), ("fused", "second micro-batch")):
         found[f"{way}, {take}"] = partial(series, World(), plain, take, of_all, way=way)
     for take in ("fused", "two passes"):
         found[f"ShardedGradScaler, {take}"] = partial(
