@@ -6,7 +6,6 @@ Where something overflows, weights and gradients are no numbers, so that the sca
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,32 +17,36 @@ from autogram._errors import InvalidOperandError, InvalidOptionError
 
 
 class Scale:
-    """The scale of one step, and the weighting of its Gramian. Without a scaler, it is one.
+    """The scale of one step, and the weighting of its Gramian. Without a scaler, it is one."""
 
-    Args:
-        weighting: The user's function of the Gramian of the losses.
-        scaler: What knows the scale, which stays on the device.
-    """
-
-    def __init__(self, weighting: Weighting, scaler: GradScaler | None = None) -> None:
+    def __init__(self, weighting: Weighting, scaler: GradScaler | None) -> None:
         self._weighting = weighting
         self._scaler = scaler
-        self._scales: list[Tensor] = []
-        """That of each call of :meth:`of`."""
+        self._scales: list[Tensor] = []  # of each call of `of`, on the device
 
     def check(self) -> None:
-        """Refuses what is no weighting, and what is no scaler.
+        """Refuses what is no weighting, and what is no scaler. To be called before all else.
 
         Raises:
             InvalidOperandError: The weighting is no function of a Gramian.
             InvalidOptionError: The scaler is none.
         """
         check_weighting(self._weighting)
-        _is_scaling(self._scaler)
+        scaler = self._scaler
+        if scaler is None:
+            return
+        is_class = isinstance(scaler, type)
+        if is_class or not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
+            raise InvalidOptionError(
+                f"`scaler` is a {type(scaler).__name__}. Pass the `torch.amp.GradScaler` whose "
+                "`step` and `update` the training loop calls, or `None`."
+            )
+        if not scaler.is_enabled():
+            self._scaler = None
 
     def of(self, losses: Tensor) -> Tensor:
         """Losses times the scale."""
-        if not _is_scaling(self._scaler):
+        if self._scaler is None:
             return losses
         # Public, and it does not wait for the device, as `get_scale` does.
         self._scales.append(self._scaler.scale(torch.ones((), device=losses.device)))
@@ -52,14 +55,14 @@ class Scale:
 
     def passing(self) -> AbstractContextManager[None]:
         """Lets passes for the losses overflow, if there is a scaler."""
-        return expecting_overflow(_is_scaling(self._scaler))
+        return expecting_overflow(self._scaler is not None)
 
     def weighting(self, gramian: Tensor) -> Tensor:
         """The weights by the Gramian of the losses, from that of the scaled ones.
 
         They are not a number where it is not finite: the user's function is not asked then.
         """
-        if _is_scaling(self._scaler):
+        if self._scaler is not None:
             gramian = self.unscaled(gramian)
             if not bool(gramian.isfinite().all()):
                 return gramian.new_full((len(gramian),), torch.nan)
@@ -69,7 +72,7 @@ class Scale:
 
     def unscaled(self, gramian: Tensor) -> Tensor:
         """The Gramian of the losses: exactly, as scales are powers of two unless told otherwise."""
-        if not _is_scaling(self._scaler):
+        if self._scaler is None:
             return gramian
         if not self._scales:  # other ranks have losses, and the scaler waits for its first call
             self._scales.append(self._scaler.scale(torch.ones((), device=gramian.device)))
@@ -81,7 +84,7 @@ class Scale:
         Raises:
             InvalidOperandError: The scale was not the same for all of them.
         """
-        if not _is_scaling(self._scaler):
+        if self._scaler is None:
             return 0.0
         numbers = {float(scale) for scale in self._scales} or {self._scaler.get_scale()}
         if len(numbers) > 1:
@@ -90,20 +93,3 @@ class Scale:
                 "different factors now. Call `scaler.update()` behind the block."
             )
         return numbers.pop()
-
-
-def _is_scaling(scaler: GradScaler | None) -> TypeGuard[GradScaler]:
-    """Whether there is a scaler, and it is enabled.
-
-    Raises:
-        InvalidOptionError: It is none.
-    """
-    if scaler is None:
-        return False
-    is_class = isinstance(scaler, type)
-    if is_class or not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
-        raise InvalidOptionError(
-            f"`scaler` is a {type(scaler).__name__}. Pass the `torch.amp.GradScaler` whose `step` "
-            "and `update` the training loop calls, or `None`."
-        )
-    return scaler.is_enabled()

@@ -31,8 +31,6 @@ class Step:
         arena: Where to put rows, if losses are added once.
 
     Attributes:
-        engine: The engine.
-        scale: What the losses are multiplied by, and how they are weighed.
         error: What has failed on this rank, to be told to the others.
         wrappers: What runs the forward passes of a step of several ranks, or ``None`` where no
             other rank waits for this one.
@@ -108,8 +106,7 @@ class Step:
     def finish(self, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
 
-        Args:
-            gramian: The Gramian of the scaled losses, if it is known.
+        The Gramian of the scaled losses may be known.
 
         Returns:
             The Gramian ``(m, m)`` of the losses, and the weights of all objectives, one by one or

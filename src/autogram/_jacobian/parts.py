@@ -26,15 +26,10 @@ from autogram._capture.samples.objectives import Objectives
 
 @dataclass(frozen=True)
 class JacobianPart:
-    """The rows of J for the losses of one backward pass.
+    """The rows of J for the losses of one backward pass."""
 
-    Attributes:
-        objectives: The losses, without their graph, and where the samples lie in them.
-        columns: The columns of each parameter that the losses reach.
-    """
-
-    objectives: Objectives
-    columns: Mapping[Tensor, Columns]
+    objectives: Objectives  # without the graph of the losses
+    columns: Mapping[Tensor, Columns]  # of each parameter that the losses reach
 
     @classmethod
     def of(
@@ -54,9 +49,7 @@ class JacobianPart:
     ) -> Tensor:
         """The sum over parameters of a number for each objective, ``(m,)``.
 
-        Args:
-            function: Gives ``(k, b)`` for a parameter and its columns, or ``None`` for zeros.
-            dtype: The dtype of the result.
+        The function gives ``(k, b)`` for a parameter and its columns, or ``None`` for zeros.
         """
         losses = self.objectives.losses
         shape = self.objectives.per_sample, self.objectives.samples
@@ -83,11 +76,8 @@ class MergedParts:
     """Parts with equally many objectives per sample, whose samples are taken together.
 
     The blocks of a group are those that one backward pass of all samples would have given: rows
-    are formed once, and a product of all samples is one product.
-
-    Args:
-        parts: The parts.
-        starts: The number of the first objective of each part, among those of all parts.
+    are formed once, and a product of all samples is one product. ``starts`` has the number of the
+    first objective of each part, among those of all parts.
     """
 
     def __init__(self, parts: Sequence[JacobianPart], starts: Sequence[int]) -> None:
@@ -104,12 +94,11 @@ class MergedParts:
         found = [part.columns.get(parameter) for part in self._parts]
         if len(found) == 1:
             return found[0]
-        ends = list(accumulate(part.objectives.samples for part in self._parts))
-        there = []
-        for part, columns, end in zip(self._parts, found, ends, strict=True):
+        there, end = [], 0
+        for part, columns in zip(self._parts, found, strict=True):
+            start, end = end, end + part.objectives.samples
             if columns is not None:
-                samples = tuple(range(end - part.objectives.samples, end))
-                there.append((columns, Subset(samples, self.samples)))
+                there.append((columns, Subset(tuple(range(start, end)), self.samples)))
         return side_by_side(there) if there else None
 
     def numbers(self) -> Tensor:
@@ -131,11 +120,7 @@ class MergedParts:
 
 
 class Parts:
-    """The parts of one Jacobian: its objectives are those of the first part, then of the next.
-
-    Args:
-        parts: One part at least.
-    """
+    """The parts of one Jacobian, one at least: its objectives are those of each, one by one."""
 
     def __init__(self, parts: Sequence[JacobianPart]) -> None:
         self.each = tuple(parts)
@@ -164,10 +149,8 @@ class Parts:
                 row.append(torch.zeros(shape, dtype=dtype, device=device))
                 first.add_products(row[-1], second, parameters)
             rows.append(row)
-        if len(rows) == len(rows[0]) == 1:
-            whole = rows[0][0]
-        else:
-            whole = torch.cat([torch.cat(row, 1) for row in rows])
+        is_one = len(rows) == len(rows[0]) == 1
+        whole = rows[0][0] if is_one else torch.cat([torch.cat(row, 1) for row in rows])
         return other.in_order(self.in_order(whole, 0), 1)
 
     def weights_of(self, w: Tensor, *, can_be_stack: bool = False) -> list[Tensor]:

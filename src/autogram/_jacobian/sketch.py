@@ -86,13 +86,7 @@ class Sketch:
 
 
 class Sketching:
-    """Adds up the projections of all parameters, whose columns a pass gives one after the other.
-
-    Args:
-        channel: The channel of the engine.
-        dimensions: d.
-        seed: As for the sketch.
-    """
+    """Adds up the projections of all parameters, whose columns a pass gives one after the other."""
 
     def __init__(self, channel: Channel, dimensions: int, seed: int) -> None:
         given: tuple[object, object] = dimensions, seed
