@@ -62,9 +62,6 @@ class Gates:
     Args:
         observe: Makes the observer of a call from its module and arguments, or returns ``None``.
         has_gradients: Whether to put gates. Without, observers are shown the forward alone.
-
-    Attributes:
-        has_replaced: Whether an observer has ever replaced gradients.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class Gates:
     ) -> None:
         self._observe = observe
         self._has_gradients = has_gradients
-        self.has_replaced = False
+        self.has_replaced = False  # whether an observer has ever replaced gradients
         self._open = _Open()
 
     def before(
