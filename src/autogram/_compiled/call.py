@@ -41,15 +41,7 @@ _CHANGED = (
 class PartCall:
     """What one engine is shown of a call of a part.
 
-    Args:
-        part: The part.
-        recording: That of the engine.
-        args: The arguments of the call.
-        derived: What the arguments are that are computed from parameters, by position.
-
     Attributes:
-        part: The part.
-        recording: That of the engine.
         roots: The engine's parameters among the arguments, and what is derived from them.
         rows_of: The positions of the inputs that get explicit rows through the call.
         sizes: The numbers that the symbolic sizes of the part stand for.
@@ -59,11 +51,11 @@ class PartCall:
         self, part: Part, recording: Recording, args: Sequence[Any], derived: dict[int, Tracked]
     ) -> None:
         self.part, self.recording = part, recording
-        self.rows_of: frozenset[int] = frozenset()
         # Some versions of PyTorch call a part on whose parameters have been frozen since.
         known = [i for i in part.parameters if args[i].requires_grad]
         own = {i: args[i] for i in known if args[i] in recording.names}
         self.roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
+        self.rows_of = tuple(i for i in self.roots if i in part.rows or i not in part.roots)
         self.sizes: OpenSizes = part.sizes.of(args)
         # Tensors without a graph are saved with the node, which notices changes in place.
         given = [i for i in part.derived_from if not _is_saved(args[i])]
@@ -87,9 +79,8 @@ class PartCall:
         They are made when the engine first asks for them.
         """
         if self._uses is None:
-            part = self.part
-            tracked = [self._tracked(i, node) for i in range(len(part.sources))]
-            self._uses = tuple(self._use(i, tracked) for i in range(len(part.uses)))
+            tracked = [self._tracked(i, node) for i in range(len(self.part.sources))]
+            self._uses = tuple(self._use(i, tracked) for i in range(len(self.part.uses)))
         return self._uses
 
     def carried(
@@ -105,22 +96,17 @@ class PartCall:
             The places in the cotangents of uses and in the gradients of the node's inputs, ``None``
             where they depend on values; or ``None`` if those in a use do.
         """
-        part = self.part
-        following = node.next_functions
-        metadata = node._input_metadata
-        if part.backward is None or len(following) != len(part.tensors) + 1:
+        part, metadata = self.part, node._input_metadata
+        if part.backward is None or len(node.next_functions) != len(part.tensors) + 1:
             return None
         given = [x for x, of in zip(results, metadata, strict=True) if of.dtype.is_floating_point]
         found = find_carried(part.backward, given, lambda x: part.sizes.resolve(x, self.sizes))
         if found is None:
             return None
+        places, inputs = found
         uses = self.all_uses(node)
-        shown = {uses[number]: place for number, place in found.uses.items()}
-        own: dict[Use, Folded] = {
-            x: place for x, place in shown.items() if x and isinstance(place, Folded)
-        }
-        inputs = [found.inputs[i] for i in part.tensors]
-        return own, [x if isinstance(x, Folded) else None for x in inputs]
+        own: dict[Use, Folded] = {use: x for i, x in places.items() if (use := uses[i])}
+        return own, [inputs[i] for i in part.tensors]
 
     def _use(self, number: int, tracked: Sequence[Tracked | None]) -> RuleUse | None:
         """A use of this call."""
@@ -173,10 +159,8 @@ class PartCall:
 class CompiledPart:
     """What Dynamo calls: the compiled function of a part, with a record for each engine concerned.
 
-    Args:
-        part: The part.
-        function: Takes the arguments of the part, and what leads from it to engines.
-        compile_again: Makes a function for the part in which nothing is used by a guess.
+    ``function`` takes the arguments of the part, and what leads from it to engines.
+    ``compile_again`` makes a function for the part in which nothing is used by a guess.
     """
 
     def __init__(
@@ -189,15 +173,18 @@ class CompiledPart:
         """Calls the part."""
         part, args = self._part, list(given)
         recorders = recorders_of([args[i] for i in part.parameters])
-        if _are_wrong(part.guesses, recorders, args):
-            return self._without_guesses()(*given)
         like = nowhere(args[part.roots[0]].device)
+        with torch._C.DisableTorchFunction():
+            guessed = [_names(recorder, [args[i] for i in part.guesses]) for recorder in recorders]
+        pairs = list(zip([recorder.recording for recorder in recorders], guessed, strict=True))
+        if any(recording.channel.unspread & names for recording, names in pairs):
+            return self._without_guesses()(*given)
         with torch._C.DisableTorchFunction():
             if not recorders:
                 return self._function(*args, like)
             derived = [_derived_inputs(recorder, part, args) for recorder in recorders]
-            for recorder in recorders:
-                recorder.recording.guesses |= _names(recorder, [args[i] for i in part.guesses])
+            for recording, names in pairs:
+                recording.guesses |= names
             calls = [
                 PartCall(part, recorder.recording, args, roots)
                 for recorder, roots in zip(recorders, derived, strict=True)
@@ -205,20 +192,20 @@ class CompiledPart:
             anchors = [recorder.recording.channel.anchor for recorder in recorders]
             saved = [args[i] for i in part.derived_from if _is_saved(args[i])]
             entered = entry(calls, like, anchors, saved)
-            reads = [_reads_of(call, roots) for call, roots in zip(calls, derived, strict=True)]
-            apart = _apart(args, set().union(*reads))
-            edges = {i: get_gradient_edge(apart[i]) for roots in reads for i in roots}
+            read = set(chain(*[call.rows_of for call in calls]))
+            apart = _apart(args, read)
+            edges = {i: get_gradient_edge(apart[i]) for i in read}
             before = [(x, x._version) for x in apart if isinstance(x, Tensor) and not x.is_leaf]
             outputs = list(self._function(*apart, entered))
             for positions, way in part.outputs.items():
                 found = way.run([args[i] for i in way.inputs])
                 for position, x in zip(positions, found, strict=True):
                     outputs[position] = x
-            if any(reads):
+            if read:
                 changed = [x for x, version in before if x._version != version]
                 results = _Results(calls, outputs, changed)
-                for call, roots in zip(calls, reads, strict=True):
-                    _add_rows(call, roots, edges, results)
+                for call in calls:
+                    _add_rows(call, edges, results)
                 outputs = results.outputs
         unbatched = set(chain(*part.outputs))
         batched = [x for i, x in enumerate(outputs) if i not in unbatched]
@@ -262,20 +249,6 @@ def _names(recorder: Recorder, tensors: Sequence[Tensor]) -> set[str]:
     return {recorder.recording.names[p] for p in sources}
 
 
-def _are_wrong(guesses: Sequence[int], recorders: Sequence[Recorder], args: Sequence[Any]) -> bool:
-    """Whether an engine has taken back a guess about one of some arguments."""
-    with torch._C.DisableTorchFunction():
-        guessed = [_names(recorder, [args[i] for i in guesses]) for recorder in recorders]
-    pairs = zip(recorders, guessed, strict=True)
-    return any(recorder.recording.channel.unspread & names for recorder, names in pairs)
-
-
-def _reads_of(call: PartCall, derived: dict[int, Tracked]) -> dict[int, Tracked]:
-    """What gets explicit rows through a call, by position."""
-    unexpected = {i: x for i, x in derived.items() if i not in call.part.roots}
-    return {i: root for i, root in call.roots.items() if i in call.part.rows} | unexpected
-
-
 def _apart(args: Sequence[Any], read: Collection[int]) -> list[Any]:
     """Arguments, of which those that are read at some positions lead into the call alone.
 
@@ -289,21 +262,12 @@ def _apart(args: Sequence[Any], read: Collection[int]) -> list[Any]:
 
 
 class _Results:
-    """The tensors that a call has computed, without those that are views of others.
-
-    Args:
-        calls: What engines are shown of the call.
-        outputs: Its outputs.
-        changed: The arguments that it has changed in place.
-
-    Attributes:
-        outputs: The outputs, behind the taps.
-    """
+    """The tensors that a call has computed or changed, without those that are views of others."""
 
     def __init__(
         self, calls: Sequence[PartCall], outputs: Sequence[Any], changed: Sequence[Tensor]
     ) -> None:
-        self.outputs = list(outputs)
+        self.outputs = list(outputs)  # behind the taps
         # The base of what is a view within the call alone has no graph.
         pairs = [(base_of(x), x) for x in outputs if isinstance(x, Tensor)]
         own = [x if base.grad_fn is None else base for base, x in pairs]
@@ -327,15 +291,12 @@ class _Results:
         self._own = {id(x): x for x in map(behind.__getitem__, self._own)}
 
 
-def _add_rows(
-    call: PartCall, reads: dict[int, Tracked], edges: dict[int, GradientEdge], results: _Results
-) -> None:
+def _add_rows(call: PartCall, edges: dict[int, GradientEdge], results: _Results) -> None:
     """Puts taps on the results of a call, for explicit rows of what has no rule in the part."""
-    if not reads:
+    rows, recording = call.rows_of, call.recording
+    if not rows:
         return
-    part, recording = call.part, call.recording
-    call.rows_of = frozenset(reads)
-    functions = list(dict.fromkeys(name for i in reads for name in part.rows.get(i, ())))
+    functions = list(dict.fromkeys(chain(*[call.part.rows.get(i, ()) for i in rows])))
     name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
-    roots, inputs = tuple(reads.values()), tuple(edges[i] for i in reads)
+    roots, inputs = tuple(call.roots[i] for i in rows), tuple(edges[i] for i in rows)
     results.tap(lambda x: FallbackUse.of(recording, name, x, roots, inputs))

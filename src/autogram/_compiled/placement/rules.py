@@ -46,9 +46,30 @@ def _reshape(call: OperatorCall, place: Folded) -> Place:
     return place.reshaped(call.shape_of(call.first), call.shape) or UNKNOWN
 
 
-def _same(call: OperatorCall, place: Folded) -> Place:
-    del call
-    return place
+def _kept(fits: Callable[[OperatorCall, int], bool], others: int = 0) -> FirstRule:
+    """For what keeps places in dimensions that fit, and has some other results behind that."""
+
+    def rule(call: OperatorCall, place: Folded) -> Places:
+        kept = place if fits(call, place.dim) else UNKNOWN
+        return (kept, *[UNKNOWN] * others) if others else kept
+
+    return rule
+
+
+_same = _kept(lambda _call, _dim: True)
+
+
+def _is_not_flipped(call: OperatorCall, dim: int) -> bool:
+    return dim not in [d % len(call.shape) for d in call.argument(1, "dims")]
+
+
+def _is_not_padded(call: OperatorCall, dim: int) -> bool:
+    from_last = len(call.shape) - 1 - dim
+    return not any(call.argument(1, "pad")[2 * from_last : 2 * from_last + 2])
+
+
+def _is_not_normalized(call: OperatorCall, dim: int) -> bool:
+    return dim < len(call.shape_of(call.first)) - len(call.argument(2, "normalized_shape"))
 
 
 def _permute(call: OperatorCall, place: Folded) -> Place:
@@ -65,17 +86,6 @@ def _permute(call: OperatorCall, place: Folded) -> Place:
         if rank > 1:
             order[a], order[b] = order[b], order[a]
     return moved(place, order.index(place.dim))
-
-
-def _flip(call: OperatorCall, place: Folded) -> Place:
-    dims = [d % len(call.shape) for d in call.argument(1, "dims")]
-    return UNKNOWN if place.dim in dims else place
-
-
-def _constant(call: OperatorCall) -> Place:
-    """For what takes no more than a shape."""
-    del call
-    return None
 
 
 def _sum(call: OperatorCall, place: Folded) -> Place:
@@ -149,13 +159,6 @@ def _several(call: OperatorCall, place: Folded) -> Place:
     return moved(place, place.dim - (is_unbind and dim < place.dim))
 
 
-def _pad(call: OperatorCall, place: Folded) -> Place:
-    pad = call.argument(1, "pad")
-    from_last = len(call.shape) - 1 - place.dim
-    own = pad[2 * from_last : 2 * from_last + 2]
-    return UNKNOWN if any(own) else place
-
-
 def _scatter(call: OperatorCall) -> Place:
     """Elements move along one dimension; what they are put into is zero, or another cotangent."""
     base, dim, source = call.first, call.argument(1, "dim"), call.argument(3, "src")
@@ -180,26 +183,6 @@ def _scattered_part(*, keeps_dim: bool) -> PlacementRule:
         return UNKNOWN if not isinstance(place, Folded) or place.dim == dim else place
 
     return rule
-
-
-def _leading(last: int) -> FirstRule:
-    """For what keeps all dimensions but some of the last, as pooling does."""
-    return lambda call, place: place if place.dim < len(call.shape) - last else UNKNOWN
-
-
-def _of_batch(call: OperatorCall, place: Folded) -> Places:
-    """For layers over the first dimension: the gradient of the input, and those of parameters."""
-    del call
-    return (place if place.dim == 0 else UNKNOWN, UNKNOWN, UNKNOWN)
-
-
-def _layer_norm(call: OperatorCall, place: Folded) -> Places:
-    free = len(call.shape_of(call.first)) - len(call.argument(2, "normalized_shape"))
-    return (place if place.dim < free else UNKNOWN, UNKNOWN, UNKNOWN)
-
-
-def _batch_norm(call: OperatorCall, place: Folded) -> Places:
-    return (UNKNOWN if call.argument(7, "train", True) else place, UNKNOWN, UNKNOWN)
 
 
 def _attention(call: OperatorCall, place: Folded) -> Places:
@@ -235,7 +218,7 @@ _OF_FIRST: list[tuple[FirstRule, str]] = [
     (_reshape, "view _unsafe_view unsqueeze squeeze _reshape_alias"),
     (_same, "clone alias detach _to_copy lift_fresh_copy"),
     (_permute, "permute transpose t"),
-    (_flip, "flip"),
+    (_kept(_is_not_flipped), "flip"),
     (_sum, "sum mean"),
     (_along(1, is_slice=True), "slice"),
     (_along(1), "cumsum index_select gather"),
@@ -243,15 +226,19 @@ _OF_FIRST: list[tuple[FirstRule, str]] = [
     (_select_backward, "select_backward"),
     (_along(2, is_slice=True), "slice_backward"),
     (_several, "split split_with_sizes unbind"),
-    (_pad, "constant_pad_nd"),
+    (_kept(_is_not_padded), "constant_pad_nd"),
     (
-        _leading(2),
+        _kept(lambda call, dim: dim < len(call.shape) - 2),
         "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
         "upsample_nearest2d_backward upsample_bilinear2d_backward",
     ),
-    (_of_batch, "convolution_backward native_group_norm_backward"),
-    (_layer_norm, "native_layer_norm_backward"),
-    (_batch_norm, "native_batch_norm_backward"),
+    # The gradients of the input, and those of parameters.
+    (_kept(lambda _call, dim: dim == 0, 2), "convolution_backward native_group_norm_backward"),
+    (_kept(_is_not_normalized, 2), "native_layer_norm_backward"),
+    (
+        _kept(lambda call, _dim: not call.argument(7, "train", True), 2),
+        "native_batch_norm_backward",
+    ),
     (_along(2), "_softmax_backward_data _log_softmax_backward_data"),
     (
         _attention,
@@ -263,7 +250,10 @@ _OF_FIRST: list[tuple[FirstRule, str]] = [
     (_nll, "nll_loss_backward nll_loss2d_backward"),
 ]
 _OTHERS: list[tuple[PlacementRule, str]] = [
-    (_constant, "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like"),
+    (  # what takes no more than a shape
+        lambda _call: None,
+        "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like",
+    ),
     (_matrices, "mm bmm"),
     (_cat, "cat"),
     (_stack, "stack"),
