@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def autogram(
     if names := missing():
         _tell_of_missing(names)
         return _unseen(inner, graph, inputs)
-    config = _config(mode, own)
+    config = dict(torch._TorchCompileInductorWrapper(mode, own, None).config)  # checked, too
     known = _kinds(graph, inputs)
     compile = COMPILERS[inner]
     if not torch.is_grad_enabled():
@@ -105,26 +105,16 @@ def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callabl
         return found
 
 
-_TOLD: set[tuple[str, ...]] = set()
-
-
+@cache
 def _tell_of_missing(names: tuple[str, ...]) -> None:
     """Tells the user once that this version of PyTorch is not known."""
-    if names not in _TOLD:
-        _TOLD.add(names)
-        warn_user(
-            f"This version of PyTorch ({torch.__version__}) does not have {listed(names)}, by "
-            "which compiled parts are seen inside. Parts are compiled as by inductor, and their "
-            "parameters get explicit rows: exact, by a backward pass for each objective. Take a "
-            "version of PyTorch that `pyproject.toml` names, or a newer autogram.",
-            CompiledPartWarning,
-        )
-
-
-def _config(mode: str | None, options: Options) -> dict[str, Any]:
-    """The configuration of inductor for a mode and options, checked as PyTorch does it."""
-    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options), None)
-    return dict(wrapper.config)
+    warn_user(
+        f"This version of PyTorch ({torch.__version__}) does not have {listed(names)}, by "
+        "which compiled parts are seen inside. Parts are compiled as by inductor, and their "
+        "parameters get explicit rows: exact, by a backward pass for each objective. Take a "
+        "version of PyTorch that `pyproject.toml` names, or a newer autogram.",
+        CompiledPartWarning,
+    )
 
 
 def _outer(graph: fx.GraphModule, function: Callable[..., Any], *further: str) -> fx.GraphModule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,26 +20,13 @@ from autogram._compiled.tracing.operator import DECOMPOSITIONS
 MakeBackward = Callable[[fx.GraphModule, Callable[..., Any], Callable[[], Mapping[Any, Any]]], Any]
 
 
-class Compiler(Protocol):
-    """Compiles a graph, and its backward pass by a function of the caller, if there is one."""
-
-    def __call__(
-        self,
-        graph: fx.GraphModule,
-        inputs: Sequence[Any],
-        config: Mapping[str, Any],
-        backward: MakeBackward | None,
-    ) -> Callable[..., Any]:
-        """What computes the outputs of the graph."""
-
-
 def _inductor(
     graph: fx.GraphModule,
     inputs: Sequence[Any],
     config: Mapping[str, Any],
     backward: MakeBackward | None,
 ) -> Callable[..., Any]:
-    """A graph, compiled by inductor."""
+    """What computes a graph, and its backward pass as ``backward`` makes it, if it is given."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
@@ -76,7 +63,7 @@ def _aot_eager(
     config: Mapping[str, Any],
     backward: MakeBackward | None,
 ) -> Callable[..., Any]:
-    """A graph as AOTAutograd has traced it, whose operators run one by one."""
+    """The same, of the operators that AOTAutograd has traced, which run one by one."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -100,7 +87,7 @@ def _aot_eager(
     return compiled
 
 
-COMPILERS: dict[str, Compiler] = {"inductor": _inductor, "aot_eager": _aot_eager}
+COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 
 @contextmanager
@@ -127,7 +114,6 @@ def _keep_saved_tensors() -> None:
     list, which is emptied where it is: AOTAutograd may have stored it in several places.
     """
     context = torch._guards.TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        donated = context.fw_metadata.bw_donated_idxs
-        if donated:
-            donated.clear()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if donated:
+        donated.clear()

@@ -35,71 +35,41 @@ from autogram._capture.uses import RuleUse
 
 
 class Inside(NamedTuple):
-    """A use that is contracted in the graph.
+    """A use that is contracted in the graph."""
 
-    Attributes:
-        number: Its number in the part.
-        use: A use of some call, for its recipes and regions.
-        layout: Where the samples lie.
-    """
-
-    number: int
-    use: RuleUse
+    number: int  # in the part
+    use: RuleUse  # of some call, for its recipes and regions
     layout: Folded
 
 
 class Asked(NamedTuple):
-    """What a pass asks for.
+    """What a pass asks for."""
 
-    Attributes:
-        limit: How many elements one intermediate result may have.
-        form: Whether to keep factors or rows, or ``None`` to keep nothing.
-    """
-
-    limit: int
-    form: Keep | None
+    limit: int  # how many elements one intermediate result may have
+    form: Keep | None  # whether to keep factors or rows, or nothing
 
 
 class KeptBlock(NamedTuple):
-    """A block of a parameter.
+    """A block of a parameter, whose factors are among the results of a graph."""
 
-    Attributes:
-        use: The number of a use that reads the parameter.
-        read: Which of the tensors that the use reads it is.
-        region: The elements of the parameter. The offset is that from the first one.
-        equation: That of the block.
-        operands: How many results the factors of the block are.
-    """
-
-    use: int
-    read: int
-    region: Region
+    use: int  # the number of a use that reads the parameter
+    read: int  # which of the tensors that the use reads it is
+    region: Region  # with the offset from the parameter's first element
     equation: str
-    operands: int
+    operands: int  # how many results the factors are
 
 
 class Contracted(NamedTuple):
-    """What is contracted in a graph.
+    """What is contracted in a graph."""
 
-    Attributes:
-        results: The Gramian, and then the factors of all blocks that are kept.
-        kept: These blocks.
-        taken: How many elements of rows are kept that are larger than their factors.
-    """
-
-    results: list[Any]
+    results: list[Any]  # the Gramian ``(k, b, k, b)``, and then the factors of all kept blocks
     kept: list[KeptBlock]
-    taken: int
+    taken: int  # how many elements of rows are kept that are larger than their factors
 
     def factors(
         self, uses: Sequence[RuleUse | None], results: Iterable[Tensor]
     ) -> dict[Tensor, list[Factors]]:
-        """What is kept for each parameter.
-
-        Args:
-            uses: Those of a call.
-            results: What the graph has given behind the Gramian.
-        """
+        """What is kept for each parameter, from what the graph has given behind the Gramian."""
         rest = iter(results)
         found: dict[Tensor, list[Factors]] = {}
         for block in self.kept:
@@ -115,10 +85,7 @@ class Contracted(NamedTuple):
 def key_of(inside: Sequence[Inside], asked: Asked, roots: Collection[int]) -> object:
     """What the contractions of some uses depend on.
 
-    Args:
-        inside: The uses.
-        asked: What is to be computed.
-        roots: Which arguments of the part are an engine's: the uses have recipes for these.
+    ``roots`` are the arguments of the part that are an engine's: the uses have recipes for these.
     """
     parameters: dict[int, int] = {}
     regions = tuple(
@@ -131,11 +98,7 @@ def key_of(inside: Sequence[Inside], asked: Asked, roots: Collection[int]) -> ob
 
 
 class OutsideError(Exception):
-    """A use cannot be contracted in the graph.
-
-    Attributes:
-        number: Its number in the part.
-    """
+    """A use, given by its number in the part, cannot be contracted in the graph."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -149,17 +112,14 @@ def append_contractions(
     asked: Asked,
     decompositions: Mapping[Any, Any],
 ) -> Contracted:
-    """Puts the contractions of some uses behind a graph.
+    """Puts the contractions of some uses behind a graph, which is changed.
 
     Args:
-        graph: The graph, which is changed.
+        graph: The graph.
         inside: The uses.
         tensors: For each, its cotangent, and what its rule saves.
         asked: What is to be computed.
         decompositions: Of the operators that the compiler does not take.
-
-    Returns:
-        The nodes of the results: the Gramian, ``(k, b, k, b)``, and what is kept.
 
     Raises:
         OutsideError: A use is to be contracted outside.

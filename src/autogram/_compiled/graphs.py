@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autogram._compiled.tracing.operator import SHOW
+
+Form = tuple[Any, ...]
+"""The shapes and strides of the inputs of a graph, and the numbers among them."""
 
 # Views that read each element once.
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.permute.default)
@@ -47,7 +52,7 @@ def arguments_of_gradients(module: fx.GraphModule) -> list[int | None]:
 def dtypes(module: fx.GraphModule) -> set[torch.dtype]:
     """Those of all floating-point numbers in a graph: what its results are as precise as."""
     values = [node.meta.get("val") for node in module.graph.nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
@@ -107,6 +112,41 @@ def finished(module: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def form_of(args: Sequence[Any]) -> Form:
+    """The form of some inputs."""
+    return tuple((x.shape, x.stride()) if isinstance(x, Tensor) else x for x in args)
+
+
+def fixed(
+    module: fx.GraphModule,
+    wanted: Collection[fx.Node],
+    args: Sequence[Any],
+    decompositions: Mapping[Any, Any],
+) -> tuple[fx.GraphModule, dict[fx.Node, Any], list[Any]]:
+    """A graph with numbers in place of symbolic sizes, as contractions are planned for numbers.
+
+    It computes what is wanted of a graph, whose output is changed, from inputs of one form.
+
+    Returns:
+        The new graph, its nodes by those that were wanted, and examples of its inputs.
+    """
+    nodes = list(dict.fromkeys(wanted))
+    module.graph.output_node().args = (tuple(nodes),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    with FakeTensorMode():
+        examples = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if isinstance(x, Tensor)
+            else x
+            for x in args
+        ]
+        run = fx.Interpreter(module).run
+        made = make_fx(run, decomposition_table=dict(decompositions))(*examples)
+    results: Any = made.graph.output_node().args[0]
+    return made, dict(zip(nodes, results, strict=True)), examples
 
 
 def _compute_less(graph: fx.Graph) -> None:

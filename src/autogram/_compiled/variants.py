@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,15 @@ from autogram._compiled.contraction import (
     append_contractions,
     key_of,
 )
-from autogram._compiled.fixed import Form, fixed, form_of
 from autogram._compiled.graphs import (
+    Form,
     arguments,
     arguments_of_gradients,
     copied,
     dtypes,
     finished,
+    fixed,
+    form_of,
     inputs,
     origin,
     results,
@@ -57,42 +60,20 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 Compile = Callable[[fx.GraphModule, Sequence[Any] | None], Compiled]
 
 
-class _Place(NamedTuple):
-    """Where a tensor is found behind a pass."""
-
-    is_input: bool
-    number: int
-
-
-class _ShownUse(NamedTuple):
-    """A use, with the places of its cotangent and of what its rule saves."""
-
-    use: int
-    places: tuple[_Place, ...]
-
-
 class _Variant(NamedTuple):
-    """A compiled graph.
-
-    Attributes:
-        run: Takes the inputs in a list, which it may empty, and gives the results.
-        shown: What is found in inputs and results, for each use that is shown.
-        contracted: What is found directly behind the results for autograd, if anything is.
-    """
+    """A compiled graph, which takes the inputs in a list, and may empty it."""
 
     run: Compiled
-    shown: Sequence[_ShownUse] = ()
-    contracted: Contracted | None = None
+    # By use: the places of its cotangent, and of what its rule saves, among inputs and results.
+    shown: Mapping[int, Sequence[int]] = MappingProxyType({})
+    contracted: Contracted | None = None  # directly behind the results for autograd
 
 
 class Backward:
     """The backward pass of a part, as autograd calls it.
 
-    Args:
-        part: The part.
-        graph: The graph of its backward pass, in which the operator marks where to show.
-        compile: Compiles a variant of the graph, for inputs like some examples.
-        decompositions: Gives those of operators that the compiler does not take.
+    In the graph, the operator marks where to show. ``compile`` compiles a variant of it, for inputs
+    like some examples, and ``decompositions`` gives those of operators that it does not take.
     """
 
     def __init__(
@@ -125,23 +106,18 @@ class Backward:
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Runs the variant that the running pass is to have."""
         node, current = torch._C._current_autograd_node(), running_pass()
-        call = None
         if current is not None:
-            own = [c for c in calls_of(node) if c.recording.channel is current.channel]
-            call = own[0] if own else None
-        if current is None or call is None:
-            return self._full(args)
-        is_wanted = current.reach(call.recording)
-        if current.is_blocked:
-            return self._rows(args, call.rows_of)
-        return self._taps(args, call, node, current) if is_wanted else self._full(args)
-
-    def _full(self, args: list[Any]) -> Sequence[Any]:
-        """All gradients."""
+            own = (x for x in calls_of(node) if x.recording.channel is current.channel)
+            if (call := next(own, None)) is not None:
+                is_wanted = current.reach(call.recording)
+                if current.is_blocked:
+                    return self._rows(args, call.rows_of)
+                if is_wanted:
+                    return self._taps(args, call, node, current)
         return self._variant("full", self._without_taps).run(args)
 
-    def _rows(self, args: list[Any], kept: frozenset[int]) -> Sequence[Any]:
-        """Those of some inputs."""
+    def _rows(self, args: list[Any], kept: tuple[int, ...]) -> Sequence[Any]:
+        """The gradients of some inputs alone."""
         if not kept:
             args.clear()
             return (None,) * self._results
@@ -163,10 +139,11 @@ class Backward:
                 taken=variant.contracted.taken,
             )
             current.tell(take, gramian, factors)
-        for number, places in variant.shown:
+        there = (*given, *found)
+        for number, places in variant.shown.items():
             use = uses[number]
             if use is not None:
-                cotangent, *saved = [(given if x.is_input else found)[x.number] for x in places]
+                cotangent, *saved = [there[place] for place in places]
                 current.show(partial(current.receiver, use, tuple(saved)), cotangent, saved)
         return found[: self._results]
 
@@ -239,11 +216,8 @@ class Backward:
     ) -> _Variant:
         """The graph without gradients of parameters, and with what is shown behind its results.
 
-        Args:
-            inside: The uses that are contracted. The results of that are directly behind those for
-                autograd.
-            asked: What is asked of these.
-            args: Inputs for whose form the graph is to be, or ``None`` for all forms.
+        Some uses are contracted inside, whose results are directly behind those for autograd. The
+        graph is for inputs of the form of ``args``, if these are given.
         """
         module = copied(self._graph)
         factors: dict[int, list[Any]] = {}
@@ -271,14 +245,13 @@ class Backward:
                     module.graph, inside, tensors, asked, decompositions
                 )
             wanted += contracted.results
-        places = {x: _Place(True, i) for i, x in enumerate(inputs(module))}
-        shown = []
-        for use, of in factors.items():
-            for x in of:  # what autograd saved anyway needs no result
-                if x not in places:
-                    places[x] = _Place(False, len(wanted))
-                    wanted.append(x)
-            shown.append(_ShownUse(use, tuple(places[x] for x in of)))
+        given = inputs(module)
+        places = {x: i for i, x in enumerate(given)}
+        for x in chain(*factors.values()):  # what autograd saved anyway needs no result
+            if x not in places:
+                places[x] = len(given) + len(wanted)
+                wanted.append(x)
+        shown = {use: [places[x] for x in of] for use, of in factors.items()}
         return _Variant(self._compiled(finished(module, wanted), examples), shown, contracted)
 
     def _compiled(self, module: fx.GraphModule, examples: Sequence[Any] | None = None) -> Compiled:

@@ -20,17 +20,11 @@ _Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 class Derivation(NamedTuple):
-    """How derived tensors are computed from inputs of the region.
-
-    Attributes:
-        graph: The part of the region's graph.
-        inputs: The positions of the inputs that it takes.
-        autocast: Under which it ran.
-    """
+    """How derived tensors are computed from inputs of the region, by a part of its graph."""
 
     graph: fx.GraphModule
-    inputs: tuple[int, ...]
-    autocast: _Autocast
+    inputs: tuple[int, ...]  # the positions of those that it takes
+    autocast: _Autocast  # under which it ran
 
     def run(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Computes the tensors again, with a graph of autograd."""
@@ -46,9 +40,7 @@ class Derivation(NamedTuple):
 class History:
     """Which node of a region's graph has computed which tensor, while the graph runs.
 
-    Args:
-        module: The graph.
-        batched: The positions of the inputs that depend on the samples.
+    ``batched`` has the positions of the inputs that depend on the samples.
     """
 
     def __init__(self, module: fx.GraphModule, batched: Collection[int]) -> None:
@@ -114,12 +106,11 @@ class History:
         if len(states) > 1:
             return None
         graph, values, inputs = fx.Graph(), dict[fx.Node, fx.Node](), []
-        for step in self._module.graph.nodes:
-            if step in needed and step in self._positions:
+        for step in [x for x in self._module.graph.nodes if x in needed]:
+            if step in self._positions:
                 inputs.append(self._positions[step])
-            if step in needed:
-                values[step] = graph.node_copy(step, lambda x: values[x])
-            if step in needed and step in self._constant:
+            values[step] = graph.node_copy(step, lambda x: values[x])
+            if step in self._constant:
                 values[step] = graph.call_method("detach", (values[step],))
         graph.output(tuple(values[node] for node in nodes))
         module = fx.GraphModule(self._module, graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,21 +18,12 @@ from autogram.rules import Formula
 
 
 class Source(NamedTuple):
-    """A tracked tensor of a part.
+    """A tracked tensor of a part. An input that is derived has neither region nor derivation."""
 
-    Attributes:
-        inputs: The positions of the roots that it is computed from.
-        region: Which elements of its only parameter it holds, or ``None`` if it is derived. The
-            offset is that from the parameter's first element.
-        dtype: Its own.
-        derivation: How it is computed, if it is derived in the part. An input that is derived has
-            neither.
-    """
-
-    inputs: tuple[int, ...]
-    region: Region | None
+    inputs: tuple[int, ...]  # the positions of the roots that it is computed from
+    region: Region | None  # of its only parameter, with the offset from its first element
     dtype: torch.dtype
-    derivation: Derivation | None
+    derivation: Derivation | None  # how it is computed, if it is derived in the part
 
 
 class PartRecipe(NamedTuple):
@@ -54,11 +45,7 @@ class PartUse(NamedTuple):
 
 
 class Part:
-    """What was recorded of a part when AOTAutograd traced it last.
-
-    Args:
-        graph: The graph of Dynamo.
-        inputs: What its inputs were when the part was compiled.
+    """What was recorded of a part, which is a graph of Dynamo, when AOTAutograd traced it last.
 
     Attributes:
         parameters: The positions of the inputs that are parameters.
@@ -140,22 +127,15 @@ class Part:
             regions = [self.sources[i].region for i in use.reads]
             formulas = [recipe.formula for recipe in use.recipes]
             if not self.sizes.know((use.shape, regions, formulas)):
-                for position in self._positions(use):
+                for position in [x for i in use.reads for x in self.sources[i].inputs]:
                     self.rows.setdefault(position, []).append(use.function)
-        pending = True
-        while pending:
-            pending = False
+        count = -1
+        while count < len(self.rows):
+            count = len(self.rows)
             for use in self.uses:
-                for i in use.reads:
-                    inputs = self.sources[i].inputs
-                    if not self.rows.keys().isdisjoint(inputs):
-                        new = [x for x in inputs if x not in self.rows]
-                        self.rows.update({x: [use.function] for x in new})
-                        pending |= bool(new)
-
-    def _positions(self, use: PartUse) -> Iterable[int]:
-        """The positions of the parameters that a use reads."""
-        return [position for i in use.reads for position in self.sources[i].inputs]
+                for i in filter(self.has_rows, use.reads):
+                    for position in self.sources[i].inputs:
+                        self.rows.setdefault(position, [use.function])
 
     def has_rows(self, source: int) -> bool:
         """Whether a tracked tensor is of parameters that get explicit rows."""

@@ -30,32 +30,22 @@ from autogram._containers import tensors_in
 
 
 class PartInputs(NamedTuple):
-    """What the inputs of a region are where it is compiled.
-
-    Attributes:
-        parameters: The positions of those that are parameters.
-        derived: Those of inputs that are derived from parameters, outside.
-        batched: Those of inputs that depend on the samples.
-        samples: How many samples there are; 1 if nothing is to be taken for expanded over them.
-    """
+    """What the inputs of a region are where it is compiled, by their positions."""
 
     parameters: Sequence[int]
-    derived: Sequence[int]
-    batched: Sequence[int]
-    samples: int
+    derived: Sequence[int]  # from parameters, outside
+    batched: Sequence[int]  # dependent on the samples
+    samples: int  # how many there are; 1 if nothing is to be taken for expanded over them
 
 
 class TracedTapping(Tapping):
     """Puts taps into the joint graph, and notes what has no rule.
 
+    Attributes are as for the part, of which outputs that share memory are computed together, and:
+
     Attributes:
-        uses: In the order of the forward pass.
         derivations: How derived tensors that are used are computed.
-        outputs: How outputs of the part are computed that no sample is in. Those that share memory
-            are computed together.
         without_rule: Names of calls, each with a parameter that it reads.
-        dtypes: Those in which autocast carried out uses.
-        guesses: What is used where nothing but a size has told that samples are.
     """
 
     def __init__(self, recording: Recording, history: History) -> None:
@@ -252,17 +242,9 @@ def _changes(tensor: Any) -> int:
 
 
 def record(
-    module: fx.GraphModule,
-    args: Sequence[Any],
-    inputs: PartInputs,
+    module: fx.GraphModule, args: Sequence[Any], inputs: PartInputs
 ) -> tuple[Sequence[Any], TracedTapping]:
-    """Runs the graph of a region on traced arguments, with taps: its outputs, and what was found.
-
-    Args:
-        module: The graph.
-        args: The arguments.
-        inputs: What they are.
-    """
+    """Runs a region on traced arguments, with taps: its outputs, and what was found."""
     parameters, derived, batched, samples = inputs
     recording = Recording(Channel(), {args[i]: str(i) for i in parameters})
     history = History(module, batched)

@@ -19,8 +19,7 @@ OpenSizes = tuple[int, ...]
 class Sizes:
     """Finds the numbers behind symbolic sizes from the arguments of a call.
 
-    Args:
-        args: The arguments of the tracing, in whose sizes each symbol stands alone somewhere.
+    In the sizes of the arguments of the tracing, each symbol stands alone somewhere.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
