@@ -25,8 +25,8 @@ Digests = tuple[tuple[int, ...], ...]
 class Agreement:
     """What the ranks of a group know of one another. The same on all of them, at each step.
 
-    Args:
-        group: The group.
+    Each method takes the error of this rank, if it has failed. If a rank has failed, all raise a
+    `RankError`.
 
     Attributes:
         calls: How often the ranks have told one another that all is well, or not.
@@ -40,14 +40,10 @@ class Agreement:
     def shares(self, own: Share | None, error: BaseException | None) -> list[Share]:
         """What each rank has. Shapes that all ranks have seen together are told by a hash.
 
-        Args:
-            own: What this rank has, or ``None`` if it has failed.
-            error: Why it has failed.
-
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
         """
-        digests = self._told(error, *(_UNKNOWN if own is None else own.digest))
+        digests = self._digests(own, error)
         found = self._known.get(digests)
         if found is None:
             found = self._group.gather_objects(own)
@@ -56,30 +52,18 @@ class Agreement:
         return found
 
     def foreseen(self, own: Share | None, error: BaseException | None) -> list[Share] | None:
-        """What each rank is going to have, if all of them foresee it, and had it together before.
-
-        Args:
-            own: What this rank foresees, or ``None`` if it knows nothing.
-            error: Why it has failed.
-
-        Raises:
-            RankError: A rank has failed.
-        """
-        return self._known.get(self._told(error, *(_UNKNOWN if own is None else own.digest)))
+        """What each rank will have, if all of them foresee it, and had it together before."""
+        return self._known.get(self._digests(own, error))
 
     def holds(self, is_right: bool, error: BaseException | None) -> bool:
-        """Whether all ranks had what they have foreseen.
-
-        Raises:
-            RankError: A rank has failed.
-        """
+        """Whether all ranks had what they have foreseen."""
         return (0,) not in self._told(error, int(is_right))
 
     def confirm(self, error: BaseException | None, scale: float = 0.0, wrapped: int = 0) -> None:
         """Waits until all ranks have come here.
 
         Args:
-            error: Why this rank has failed.
+            error: Why this rank has failed, if it has.
             scale: That of this rank's losses, or zero without a gradient scaler.
             wrapped: How many parameters have gradients that wrappers of this rank exchange.
 
@@ -91,12 +75,12 @@ class Agreement:
         _compare_scales([bits for bits, _ in found])
         _compare_wrapped([wrapped for _, wrapped in found])
 
-    def _told(self, error: BaseException | None, *numbers: int) -> Digests:
-        """Some numbers of each rank. If some have failed, tells all ranks what has happened there.
+    def _digests(self, own: Share | None, error: BaseException | None) -> Digests:
+        """What each rank has, by a hash."""
+        return self._told(error, *(_UNKNOWN if own is None else own.digest))
 
-        Raises:
-            RankError: A rank has failed.
-        """
+    def _told(self, error: BaseException | None, *numbers: int) -> Digests:
+        """Some numbers of each rank. If some have failed, all ranks raise what happened there."""
         self.calls += 1
         found = self._group.gather_numbers(int(error is not None), *numbers)
         if not any(has_failed for has_failed, *_ in found):
@@ -119,10 +103,6 @@ class Chorus:
 
     How many passes a rank makes depends on what it knows: where the samples lie, whether a check
     is due. A rank that is done goes along with the passes of others.
-
-    Args:
-        group: The ranks.
-        agreement: Raises errors of one rank on all.
     """
 
     def __init__(self, group: Group, agreement: Agreement) -> None:
@@ -131,20 +111,13 @@ class Chorus:
         self._is_open = False
 
     def before_pass(self) -> None:
-        """Waits until all ranks are ready for a pass.
-
-        Raises:
-            RankError: A rank has failed.
-        """
+        """Waits until all ranks are ready for a pass, or raises if one has failed."""
         if self._is_open:
             self._vote(_PASS)
 
     @contextmanager
     def call(self, go_along: Callable[[], None]) -> Iterator[None]:
-        """One call of an engine, on all ranks.
-
-        Args:
-            go_along: Makes a pass whose result nobody needs.
+        """One call of an engine, on all ranks. ``go_along`` makes a pass whose result nobody needs.
 
         Raises:
             RankError: A rank has failed.

@@ -13,7 +13,7 @@ from torch import Tensor
 from autogram._blocks import Columns, Factors, block_of
 from autogram._distributed.group import Group
 from autogram._distributed.plan import ExchangePlan, Packet, Slice
-from autogram._distributed.share import Data, Share, cut, flat, shaped
+from autogram._distributed.share import Data, Operand, Share, cut, flat, shaped
 
 _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
 
@@ -22,8 +22,8 @@ _UNDER_WAY = 2  # buckets or packets that are exchanged while another is formed
 # In the place of an error, where what was sent is not what there is.
 _VOID = RuntimeError("void")
 
-Offsets = dict[tuple[int, int | None], tuple[int, int, torch.dtype]]
-"""Where tensors begin in a buffer, with their elements and dtype.
+Offsets = dict[tuple[int, int | None], tuple[slice, Operand, slice]]
+"""Where tensors are in a buffer, and which of their samples.
 
 By the slot, and the dimension along which it is cut into samples.
 """
@@ -32,16 +32,11 @@ By the slot, and the dimension along which it is cut into samples.
 class Exchange:
     """One step. An error on this rank is kept, so that all ranks make the same calls to the end.
 
-    Args:
-        group: The group.
-        shares: What each rank has.
-        plan: How it is exchanged.
-        device: Where results are put together.
+    Results are put together on ``device``.
 
     Attributes:
         shares: What each rank has.
         is_confirmed: Whether all ranks know that none of them has failed.
-        error: The first error.
         sent: How many bytes this rank has sent, by the way.
         early: How many buckets have left before all columns were there.
     """
@@ -57,7 +52,7 @@ class Exchange:
         self._columns: dict[str, list[tuple[int, Columns]]] = {}
         self.shares = shares
         self._device = device
-        self.error: Exception | None = None
+        self._error: Exception | None = None
         self.early = 0
         self.is_confirmed = False
         self.sent: dict[str, int] = {"rows": 0, "ring": 0}
@@ -82,8 +77,8 @@ class Exchange:
         Args:
             data: What this rank has, or ``None`` if it has failed or what was sent is wrong.
         """
-        if data is None and self.error is None:
-            self.error = _VOID
+        if data is None and self._error is None:
+            self._error = _VOID
         if data is not None:
             self._columns = {name: list(data.columns(name)) for name in self._plan.ways}
         while self._buckets:
@@ -104,7 +99,7 @@ class Exchange:
     @property
     def failure(self) -> Exception | None:
         """What has failed on this rank."""
-        return None if self.error is _VOID else self.error
+        return None if self._error is _VOID else self._error
 
     def _has(self, name: str) -> bool:
         """Whether all that this rank has of a parameter is there."""
@@ -118,11 +113,11 @@ class Exchange:
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function, or ``None`` once something has failed."""
-        if self.error is None:
+        if self._error is None:
             try:
                 return function(*args)
             except Exception as error:
-                self.error = error
+                self._error = error
         return None
 
     # Rows
@@ -196,14 +191,9 @@ class Exchange:
     def _pack(self, buffer: Tensor, data: Data, packet: Packet) -> None:
         """Writes the factors of this rank into a buffer, one behind the other."""
         places, _ = _needs(data.share, packet)
-        for name in packet.names:
-            for piece in data.share.pieces.get(name, ()):
-                samples = packet.samples(data.share.sizes[piece.part][1])
-                for operand in piece.operands:
-                    start, count, dtype = places[operand.slot, operand.sample]
-                    found = flat(data.tensors[operand.slot], operand, samples)
-                    view = buffer[start : start + count * dtype.itemsize].view(dtype)
-                    view.copy_(found)
+        for where, operand, samples in places.values():
+            found = flat(data.tensors[operand.slot], operand, samples)
+            buffer[where].view(operand.dtype).copy_(found)
 
     def _contract(self, data: Data, packet: Packet, rank: int, buffer: Tensor) -> None:
         """Adds the products of this rank's rows with those of another, whose factors are there."""
@@ -213,7 +203,7 @@ class Exchange:
         for name in packet.names:
             for number, columns in data.columns(name):
                 first = (own.numbers[number].flatten() + before).to(self._device)
-                others = self._arrived(data, packet, name, rank, columns, buffer, places)
+                others = self._arrived(data, name, rank, columns, buffer, places)
                 for part, other in others.items():
                     samples = packet.samples(share.sizes[part][1])
                     among = share.numbers[part][:, samples]
@@ -226,25 +216,16 @@ class Exchange:
                     self._total[second.unsqueeze(1), first] += product.mT
 
     def _arrived(
-        self,
-        data: Data,
-        packet: Packet,
-        name: str,
-        rank: int,
-        like: Columns,
-        buffer: Tensor,
-        places: Offsets,
+        self, data: Data, name: str, rank: int, like: Columns, buffer: Tensor, places: Offsets
     ) -> dict[int, Columns]:
         """The columns of a parameter of another rank, by part."""
-        share = self.shares[rank]
         device = data.device_of(name)
         found: dict[int, list[Factors]] = {}
-        for piece in share.pieces.get(name, ()):
-            samples = packet.samples(share.sizes[piece.part][1])
+        for piece in self.shares[rank].pieces.get(name, ()):
             operands = []
             for operand in piece.operands:
-                start, count, dtype = places[operand.slot, operand.sample]
-                elements = buffer[start : start + count * dtype.itemsize].view(dtype)
+                where, _, samples = places[operand.slot, operand.sample]
+                elements = buffer[where].view(operand.dtype)
                 operands.append(shaped(elements, operand, samples).to(device))
             block = block_of(piece.equation, tuple(operands))
             found.setdefault(piece.part, []).append((piece.region, block))
@@ -269,7 +250,7 @@ def _needs(share: Share, packet: Packet) -> tuple[Offsets, int]:
             for operand in piece.operands:
                 key = operand.slot, operand.sample
                 if key not in places:
-                    count = cut(operand, samples)[1]
-                    places[key] = at, count, operand.dtype
-                    at += -(-count * operand.dtype.itemsize // _ALIGNED) * _ALIGNED
+                    size = cut(operand, samples)[1] * operand.dtype.itemsize
+                    places[key] = slice(at, at + size), operand, samples
+                    at += -(-size // _ALIGNED) * _ALIGNED
     return places, at

@@ -32,7 +32,7 @@ def accumulate(
     Args:
         group: The ranks.
         own: Jᵀ w of this rank by name, which is let go of.
-        names: The parameters of the engine, with their names.
+        names: The parameters of the engine.
         reached: The parameters that any rank's losses reach, in the same order on all ranks.
         wrappers: What runs the forward passes.
         shards: The sharded parameters.

@@ -30,15 +30,10 @@ Given = Any
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of two ranks, in multiply-adds that a rank makes in the same time.
+    """The connection of two ranks, in multiply-adds that a rank makes in the same time."""
 
-    Attributes:
-        element: Sending one element of four bytes.
-        call: Beginning and ending one message.
-    """
-
-    element: float
-    call: float
+    element: float  # sending one element of four bytes
+    call: float  # beginning and ending one message
 
 
 class Group:
@@ -46,14 +41,6 @@ class Group:
 
     Two groups of the same processes, of our own: one for the tensors, and one on the CPU for what
     the ranks agree on, so that nobody waits for a device.
-
-    Args:
-        given: ``True`` for all processes, a `ProcessGroup`, or a `DeviceMesh` of any number of
-            dimensions whose size is that of one group, or with one dimension.
-
-    Attributes:
-        rank: The number of this process in the group.
-        size: How many there are.
 
     Raises:
         InvalidOptionError: There is no process group, or this process is not in it.
@@ -134,10 +121,10 @@ class Group:
         self, sent: Tensor, to: Sequence[int], received: Mapping[int, Tensor]
     ) -> list[dist.Work]:
         """Begins to send a tensor to some ranks, and to receive one from each of others."""
-        pairs = [(dist.isend, sent, rank) for rank in to]
-        pairs += [(dist.irecv, x, rank) for rank, x in received.items()]
-        members = self.members
-        calls = [dist.P2POp(do, x, members[i], self._data) for do, x, i in pairs if x.numel()]
+        calls = [dist.P2POp(dist.isend, sent, self.members[rank], self._data) for rank in to]
+        for rank, tensor in received.items():
+            calls.append(dist.P2POp(dist.irecv, tensor, self.members[rank], self._data))
+        calls = [call for call in calls if call.tensor.numel()]
         return list(dist.batch_isend_irecv(calls)) if calls else []
 
 

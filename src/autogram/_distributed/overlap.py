@@ -42,12 +42,8 @@ class Foresight:
 class Overlap:
     """A listener to one pass, which sends what is complete.
 
-    Args:
-        agreement: Of the ranks.
-        foresight: Of this rank.
-        channel: That of the engine.
-        kind: What the pass is for, as what is kept depends on it.
-        start: Makes the exchange of some shares, for tensors on a device.
+    What the pass is ``kind``, as what is kept depends on it. ``start`` makes the exchange of some
+    shares, for tensors on a device.
 
     Attributes:
         key: That of the graph, once it is known.
@@ -75,20 +71,18 @@ class Overlap:
 
     def begin(self, key: Hashable, device: torch.device) -> None:
         """Asks the other ranks what they foresee, before the pass."""
-        if self._has_begun:
-            return  # a second attempt, with less memory
-        self.key = self._kind, key
-        self._ask(self._foresight.of(self.key), None, device)
+        if not self._has_begun:  # else it is a second attempt, with less memory
+            self._ask(key, None, device)
 
     def end(self, error: BaseException | None, device: torch.device) -> None:
         """Asks the other ranks if that has not happened, as there was no pass on this one."""
         if not self._has_begun:
-            self.key = self._kind, None
-            self._ask(self._foresight.of(self.key), error, device)
+            self._ask(None, error, device)
 
-    def _ask(self, own: Share | None, error: BaseException | None, device: torch.device) -> None:
+    def _ask(self, key: Hashable, error: BaseException | None, device: torch.device) -> None:
         self._has_begun = True
-        shares = self._agreement.foreseen(own, error)
+        self.key = self._kind, key
+        shares = self._agreement.foreseen(self._foresight.of(self.key), error)
         if shares is not None:
             self._names = self._channel.parameters()
             self.exchange = self._start(shares, device)
@@ -105,11 +99,7 @@ class Overlap:
             self.exchange.take(name, [(0, columns)] if columns.dtype is not None else [])
 
     def finish(self, data: Data | None, error: BaseException | None) -> Tensor | None:
-        """The Gramian of all ranks, or ``None`` if they did not have what they have foreseen.
-
-        Raises:
-            RankError: A rank has failed.
-        """
+        """The Gramian of all ranks, or ``None`` if they did not have what they have foreseen."""
         exchange = self.exchange
         assert exchange is not None
         is_right = data is not None and self._passes <= 1 and exchange.fits(data.share)

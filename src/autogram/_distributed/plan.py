@@ -37,11 +37,9 @@ class Packet:
     """Factors of some parameters, or of some of the samples of one, that travel together."""
 
     names: tuple[str, ...]
-    piece: int = 0
-    pieces: int = 1
-    """How many ranges of samples there are."""
-    turn: int = 0
-    """Of two opposite ranks in a ring, which one gets the other's factors: by turns."""
+    piece: int
+    pieces: int  # how many ranges of samples there are
+    turn: int  # of two opposite ranks, which one gets the other's factors
 
     def samples(self, count: int) -> slice:
         """The range of samples of a part that has some number of them."""
@@ -51,17 +49,11 @@ class Packet:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How a step is exchanged.
+    """How a step is exchanged."""
 
-    Attributes:
-        ways: The way of each parameter that any rank has blocks of.
-        buckets: What is exchanged together as rows.
-        packets: What is exchanged together as factors.
-    """
-
-    ways: dict[str, Way]
-    buckets: tuple[tuple[Slice, ...], ...]
-    packets: tuple[Packet, ...]
+    ways: dict[str, Way]  # of each parameter that any rank has blocks of
+    buckets: tuple[tuple[Slice, ...], ...]  # what is exchanged together as rows
+    packets: tuple[Packet, ...]  # and as factors
 
     @property
     def messages(self) -> int:
@@ -70,13 +62,7 @@ class ExchangePlan:
 
 
 def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> ExchangePlan:
-    """The plan of a step: the cheaper of rows alone, and of factors beside rows.
-
-    Args:
-        shares: What each rank has.
-        link: The connection of the ranks.
-        way: The way for all parameters, or ``None`` for the cheapest.
-    """
+    """The plan of a step: the cheaper of rows alone, and of factors beside rows; or by one way."""
     regions = dict(shares[0].parameters)
     names = [name for name in regions if any(name in share.pieces for share in shares)]
     if way is not None:

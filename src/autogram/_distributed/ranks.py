@@ -36,20 +36,13 @@ class Ranks:
     Each method is called on all ranks, in the same order. What this rank has is computed by a
     function, whose error becomes one of all ranks.
 
-    Args:
-        given: As for the engine.
-        session: That of the engine, whose modules may have sharded parameters.
-
     Attributes:
-        group: The processes.
-        shards: The sharded parameters of the engine's modules.
         way: The way of all parameters, or ``None`` for the cheapest of each.
         link: The connection of the ranks, measured once.
         plan: That of the last step.
         form: Brings weights into the form of the losses of the last Gramian.
-        sent: How many bytes this rank has sent in the last step, by the way.
+        sent, early: As for the exchange of the last step.
         repeated: How many steps were exchanged again, as a rank had something else than foreseen.
-        early: How many buckets of rows have left before the pass of the last step had ended.
     """
 
     def __init__(self, given: Given, session: Session) -> None:
@@ -75,10 +68,7 @@ class Ranks:
         return self.chorus.before_pass if self.shards else None
 
     def gramian(self, compute: Callable[[], Jacobian]) -> Tensor:
-        """The Gramian of all ranks' objectives.
-
-        Args:
-            compute: Computes the Jacobian of this rank's objectives.
+        """The Gramian of all ranks' objectives, of which ``compute`` gives this rank's Jacobian.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
@@ -97,11 +87,7 @@ class Ranks:
     ) -> tuple[Tensor, Tensor]:
         """The weights of all objectives, by a function that the first rank calls; and the Gramian.
 
-        Args:
-            compute: As for :meth:`gramian`.
-            weighting: Gives the weights.
-            scale: Gives the scale of this rank's losses, or zero without a gradient scaler.
-            wrapped: How many parameters have gradients that wrappers of this rank exchange.
+        Scale and number of wrapped parameters are as for :meth:`Agreement.confirm`.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters, scales or
@@ -172,12 +158,7 @@ class Ranks:
 
     @contextmanager
     def listening(self, channel: Channel, kind: str) -> Iterator[None]:
-        """Lets rows leave while a pass goes on, whose Jacobian is the next to be exchanged.
-
-        Args:
-            channel: That of the engine.
-            kind: What the pass is for.
-        """
+        """Lets rows leave while a pass goes on, whose Jacobian is the next to be exchanged."""
         if self.shards:  # passes gather parameters meanwhile
             yield
             return
@@ -192,10 +173,14 @@ class Ranks:
             channel.listener = None
 
     def _start(self, shares: Sequence[Share], device: torch.device) -> Exchange:
-        """Begins to exchange what the ranks have."""
+        """Begins to exchange what the ranks have, by a plan that is found once."""
         with exact(device):
-            self.plan = self._plan_of(shares, device)
-            return Exchange(self.group, shares, self.plan, device)
+            key = tuple([share.digest for share in shares])
+            if (plan := self._plans.get(key)) is None:
+                self.link = self.link or self.group.measure(device)
+                plan = self._plans[key] = make_plan(shares, self.link, self.way)
+            self.plan = plan
+            return Exchange(self.group, shares, plan, device)
 
     def _exchanged(self, compute: Callable[[], Jacobian]) -> tuple[Exchange, Tensor]:
         """What the ranks have computed together, before they know whether one of them failed."""
@@ -212,45 +197,29 @@ class Ranks:
         except Exception as raised:
             error = raised
         overlap, self._overlap = self._overlap, None
+        exchange, total = None, None
         if overlap is not None:
             overlap.end(error, device)
             if (exchange := overlap.exchange) is not None:
                 with exact(device):
-                    found = overlap.finish(data, error)
-                if found is not None:
-                    return self._noted(exchange), found
-                self.repeated += 1
-        shares = self.agreement.shares(None if data is None else data.share, error)
-        assert data is not None
-        if overlap is not None:
-            self._foresight.learn(overlap.key, data.share)
-        exchange = self._start(shares, device)
-        with exact(device):
-            total = exchange(data)
-        return self._noted(exchange), total
-
-    def _noted(self, exchange: Exchange) -> Exchange:
-        """The exchange of a step, of which some numbers are kept."""
+                    total = overlap.finish(data, error)
+                self.repeated += total is None
+        if exchange is None or total is None:
+            shares = self.agreement.shares(None if data is None else data.share, error)
+            assert data is not None
+            if overlap is not None:
+                self._foresight.learn(overlap.key, data.share)
+            exchange = self._start(shares, device)
+            with exact(device):
+                total = exchange(data)
         self._shares, self.sent, self.early = exchange.shares, exchange.sent, exchange.early
-        return exchange
-
-    def _plan_of(self, shares: Sequence[Share], device: torch.device) -> ExchangePlan:
-        """The plan for some shares, found once."""
-        key = tuple([share.digest for share in shares])
-        found = self._plans.get(key)
-        if found is None:
-            self.link = self.link or self.group.measure(device)
-            found = self._plans[key] = make_plan(shares, self.link, self.way)
-        return found
+        return exchange, total
 
 
 def together(ranks: Ranks | None, channel: Channel, losses: Losses) -> AbstractContextManager[None]:
     """One call of an engine, in which all ranks make equally many passes, if these communicate.
 
-    Args:
-        ranks: Those of the engine, if it has any.
-        channel: That of the engine.
-        losses: What the passes begin at.
+    The passes begin at the losses.
     """
     if ranks is None or ranks.before_pass is None:
         return nullcontext()

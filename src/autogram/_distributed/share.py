@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
@@ -22,25 +22,20 @@ from autogram._jacobian import Jacobian
 class Operand:
     """A tensor of a block, without its data."""
 
-    slot: int
-    """Which tensor of the rank it is. Blocks may share one."""
+    slot: int  # which tensor of the rank it is; blocks may share one
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    """Those of a view that repeats elements, as patches of an image do, or ``None``."""
+    strides: tuple[int, ...] | None  # those of a view that repeats elements, as patches do
     dtype: torch.dtype
-    sample: int | None
-    """The dimension that counts the samples."""
+    sample: int | None  # the dimension that counts the samples
 
 
 @dataclass(frozen=True)
 class Piece:
     """A block of one parameter, without its data."""
 
-    part: int
-    """Which of the rank's Jacobians it belongs to."""
+    part: int  # which of the rank's Jacobians it belongs to
     region: Region
-    equation: str
-    """That of the block, or an empty text for a lookup."""
+    equation: str  # that of the block, or an empty text for a lookup
     operands: tuple[Operand, ...]
 
 
@@ -50,15 +45,11 @@ class Share:
 
     shapes: tuple[tuple[tuple[int, ...], int | None], ...]
     """The shape of the losses of each part, and which dimension counts the samples."""
-    parameters: tuple[tuple[str, Region], ...]
-    """All trainable parameters."""
+    parameters: tuple[tuple[str, Region], ...]  # all that are trainable
     dtype: torch.dtype
-    pieces: Mapping[str, tuple[Piece, ...]]
-    """The blocks of each parameter that has any."""
-    gradients: frozenset[str]
-    """The parameters that the losses reach."""
-    limit: int
-    """How many elements may be sent, or received, at once."""
+    pieces: Mapping[str, tuple[Piece, ...]]  # the blocks of each parameter that has any
+    gradients: frozenset[str]  # the parameters that the losses reach
+    limit: int  # how many elements may be sent, or received, at once
 
     @cached_property
     def digest(self) -> tuple[int, int]:
@@ -103,8 +94,7 @@ class Data:
 
     jacobian: Jacobian
     share: Share
-    tensors: list[Tensor] = field(default_factory=list)
-    """By slot."""
+    tensors: list[Tensor]  # by slot
 
     def device_of(self, name: str) -> torch.device:
         """The device of a parameter's blocks, which this rank has."""

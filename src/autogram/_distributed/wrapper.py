@@ -24,18 +24,10 @@ from autogram._errors import UnsupportedError, listed
 
 
 class Wrappers:
-    """The wrappers that run the forward passes of one step of a rank.
-
-    Args:
-        group: The ranks.
-
-    Attributes:
-        size: How many ranks there are, by which wrappers divide.
-    """
+    """The wrappers that run the forward passes of one step of a rank."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.size = group.size
         self._seen: dict[Any, set[int]] = {}  # with the marks of its forward passes
         self._wrapped: dict[int, Any] = {}
         self._touched: dict[int, Tensor] = {}
@@ -107,7 +99,7 @@ class Wrappers:
         gradients = {**{p: torch.zeros_like(p) for p in touched}, **gradients}
         gradients = {**self._rest_of_open(gradients), **gradients}
         tensors = list(gradients)
-        found = [(gradients[p] * self.size).to(dtype_of_grad(p)) for p in tensors]
+        found = [(gradients[p] * self._group.size).to(dtype_of_grad(p)) for p in tensors]
         if tensors:
             sinks = [_sink(wrapper) for wrapper in self._seen if learns(wrapper)]
             ones = [torch.ones_like(sink) for sink in sinks]
