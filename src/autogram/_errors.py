@@ -157,6 +157,13 @@ def listed(texts: Sequence[str]) -> str:
     return ", ".join(texts[:8]) + f" and {len(texts) - 8} others" * (len(texts) > 8)
 
 
+def in_columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, from the words in each of its columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pairs = (zip(line, widths, strict=True) for line in lines)
+    return ["  ".join(word.ljust(n) for word, n in words).rstrip() for words in pairs]
+
+
 _PACKAGE = str(Path(__file__).parent)
 
 

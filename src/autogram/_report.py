@@ -14,6 +14,7 @@ import torch
 from autogram._blocks import Block, Columns, Devices, Lookup, Region, rows_block
 from autogram._blocks.kernels.paths import find_path
 from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
+from autogram._errors import in_columns
 
 
 @dataclass(frozen=True)
@@ -217,11 +218,7 @@ def _table(parameters: Iterable[ParameterReport]) -> list[str]:
         )
         for of in parameters
     ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    return in_columns(lines)
 
 
 def _call(use: UseReport) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from autogram._errors import HookError, listed
+from autogram._errors import HookError, in_columns, listed
 from autogram.hooks.handle import Handle, HookKind
 from autogram.hooks.selection import Modules, Where, check_function, check_kind, name_of, select
 
@@ -214,12 +214,7 @@ class HookManager:
         for handle in self:
             state = "active" if handle.is_active else "inactive"
             lines.append((handle.id, type(handle.module).__name__, handle.kind, state))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = (
-            "  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
-        return "\n".join(padded) if len(lines) > 1 else "No hooks are registered."
+        return "\n".join(in_columns(lines)) if len(lines) > 1 else "No hooks are registered."
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()  # a copy has no hooks, as those of the modules have none
