@@ -162,14 +162,11 @@ class _Call:
         self._pending: set[int] = set()  # passes that have reached the output, and not the input
         self._of_input: _Form = (0, ())
         self._of_output: _Form = (0, ())
-        self._has_entered = self._has_input_gate = False
-        self._entered: list[tuple[Tensor, Tensor, Any]] = []
+        self._entered: list[tuple[Tensor, Tensor, Any]] | None = None
 
     def enter(self, arguments: Any) -> Any:
         """The arguments with their tensors behind a gate."""
-        self._has_entered = True
         gated, self._of_input, pairs = self._gated(arguments, self._see_input, set())
-        self._has_input_gate = bool(pairs)
         # An alias that is changed in place inside the call gets another node than the gate.
         self._entered = [(tensor, alias, alias.grad_fn) for tensor, alias in pairs]
         return gated
@@ -177,9 +174,9 @@ class _Call:
     def leave(self, output: Any) -> Any:
         """The output with its tensors behind a gate, or ``None`` where there are none."""
         self._observer.end(output)
-        if not self._has_entered:
+        entered, self._entered = self._entered, None
+        if entered is None:
             return None
-        entered, self._entered = self._entered, []
         changed = [(x, alias) for x, alias, gate in entered if alias.grad_fn is not gate]
         moved = {id(alias) for _, alias in changed}
         places = {_place(alias) for _, alias, _ in entered}
@@ -232,7 +229,8 @@ class _Call:
         if number in SILENT_PASSES:
             return
         self._observer.see_output(number, _at_leaves(gradients, *self._of_output))
-        if not self._has_input_gate:
+        _, through_gate = self._of_input
+        if not through_gate:
             self._finish(number, ())
             return
         self._pending.add(number)

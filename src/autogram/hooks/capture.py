@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -164,8 +165,8 @@ def capture(
     modules = select(model, (lambda _name, _module: True) if where is None else where)
     to = None if device is None else torch.device(device)
     take = partial(_taken, detach=detach, copy=copy, device=to)
-    captured = _Captured(modules, take, limit, keep)
-    captured.inputs, captured.outputs, captured.gradients = inputs, outputs, gradients
+    names = {id(module): name for name, module in modules.items()}
+    captured = _Captured(names, take, inputs, outputs, gradients, limit, keep)
     with HookManager() as manager:
         gates = Gates(captured.begin, has_gradients=gradients)
         manager.register(gates, modules, kind="backward", name="capture")
@@ -196,30 +197,28 @@ def _taken(value: Any, *, detach: bool, copy: bool, device: torch.device | None)
     return _Value(content, _versions(content), events)
 
 
+@dataclass(eq=False)
 class _Captured:
     """The calls that are captured, by the name of their module."""
 
-    def __init__(
-        self,
-        modules: dict[str, nn.Module],
-        take: Callable[[Any], _Value],
-        limit: int | None,
-        keep: KeepFunction | None,
-    ) -> None:
-        self.by_name: dict[str, list[Any]] = {name: [] for name in modules}
-        self.take = take
-        self.inputs = self.outputs = self.gradients = True
-        self._names = {id(module): name for name, module in modules.items()}
-        self._counts = dict.fromkeys(modules, 0)
-        self._limit = limit
-        self._keep = keep
+    names: dict[int, str]  # by the `id` of the module
+    take: Callable[[Any], _Value]
+    inputs: bool
+    outputs: bool
+    gradients: bool
+    limit: int | None
+    keep: KeepFunction | None
+
+    def __post_init__(self) -> None:
+        self.by_name: dict[str, list[Any]] = {name: [] for name in self.names.values()}
+        self._counts = dict.fromkeys(self.by_name, 0)
         self._lock = threading.Lock()
 
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Watch | None:
         """Begins a call, unless a checkpoint runs it again inside of a backward pass."""
-        name = self._names.get(id(module))
+        name = self.names.get(id(module))
         if name is None or torch._C._current_graph_task_id() >= 0:
             return None
         with self._lock:
@@ -227,16 +226,16 @@ class _Captured:
             self._counts[name] += 1
             calls = self.by_name.setdefault(name, [])
             calls.append(call)
-            if self._limit is not None and len(calls) > self._limit:
+            if self.limit is not None and len(calls) > self.limit:
                 del calls[0]
         return _Watch(self, call, args, kwargs)
 
     def complete(self, call: Call) -> None:
         """Replaces a call by the result of the user's function ``keep``."""
         calls: list[Any] = self.by_name.get(call.name, [])
-        if self._keep is None or not any(other is call for other in calls):
+        if self.keep is None or not any(other is call for other in calls):
             return
-        kept = self._keep(call)
+        kept = self.keep(call)
         calls[:] = [kept if other is call else other for other in calls]
 
     def close(self) -> None:
