@@ -15,14 +15,13 @@ from autogram._losses import Losses, shapes_of, weights_like
 class Accumulation:
     """Micro-batches of one step, of which :meth:`autogram.Engine.accumulate` makes a block.
 
-    Between micro-batches, it keeps of each parameter factors or rows, whichever are smaller, and
-    no graph: factors are the inputs of layers and the cotangents of their outputs. Where a leaf
-    that is no part of J requires a gradient, the graph stays until the end of the block, and with
-    `fully_shard` that of the last micro-batch does, for passes of other ranks.
+    Between micro-batches, it keeps factors or rows, and no graph. Where a leaf that is no part of J
+    requires a gradient, the graph stays until the end of the block, and with `fully_shard` that of
+    the last micro-batch does, for passes of other ranks.
 
-    So inputs must stay as they are until then. Changes in place raise
-    :class:`autogram.ChangedTensorError`, but for those that PyTorch does not count: through
-    ``.data``, or a NumPy array that shares the memory.
+    Factors are the inputs of layers and the cotangents of their outputs. So inputs must stay as
+    they are until then. Changes in place raise :class:`autogram.ChangedTensorError`, but for those
+    that PyTorch does not count: through ``.data``, or a NumPy array that shares the memory.
     """
 
     def __init__(self, step: Step) -> None:

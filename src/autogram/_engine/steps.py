@@ -129,21 +129,23 @@ class Step:
 
     def _differentiate_rest(self, weights: Tensor) -> None:
         """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
-        sizes, before_pass = [part.m for part in self._parts], self.engine._channel.before_pass
+        rest, before_pass = list(self._rest_of(weights)), self.engine._channel.before_pass
         self._parts.clear()
-        for i, part in enumerate(weights.flatten().split(sizes)):
-            if i not in self._rest:
-                continue
-            losses, outside, retain_graph = self._rest.pop(i)
-            outside = self._without_wrapped(outside)
-            if outside:
+        self._rest.clear()
+        for losses, outside, cotangent, retain_graph in rest:
+            if leaves := self._without_wrapped(outside):
                 if before_pass is not None:
                     before_pass()
                     retain_graph = True  # for passes of other ranks
-                cotangent = part.reshape(losses.shape).to(losses)
                 # Autocast would round what the nodes of this pass multiply.
                 with without_autocast(losses.device):
-                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=outside)
+                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=leaves)
+
+    def _rest_of(self, weights: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor], Tensor, bool]]:
+        """For losses: leaves that are not of J, the cotangent, and whether to keep the graph."""
+        parts = weights.flatten().split([part.m for part in self._parts])
+        for i, (losses, outside, retain_graph) in self._rest.items():
+            yield losses, outside, parts[i].reshape(losses.shape).to(losses), retain_graph
 
     def _without_wrapped(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Those of some leaves that are not frozen since, and no affair of a wrapper."""
@@ -156,13 +158,11 @@ class Step:
         A wrapper exchanges each gradient once. Hooks are called where it is handed over.
         """
         found: dict[Tensor, Tensor] = {}
-        for i, part in enumerate(weights.split([part.m for part in self._parts])):
-            losses, outside, retain_graph = self._rest.get(i, (part, (), False))
+        for losses, outside, cotangent, retain_graph in self._rest_of(weights):
             leaves = [x for x in outside if x.requires_grad and wrappers.has(x)]
             if not leaves:
                 continue
             must_retain = retain_graph or bool(self._without_wrapped(outside))
-            cotangent = part.reshape(losses.shape).to(losses)
             with without_hooks(leaves), without_autocast(losses.device):
                 gradients = torch.autograd.grad(
                     [losses], leaves, [cotangent], must_retain, materialize_grads=True
