@@ -26,7 +26,7 @@ def inputs(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "placeholder"]
 
 
-def shows(module: fx.GraphModule) -> list[fx.Node]:
+def shows_in(module: fx.GraphModule) -> list[fx.Node]:
     """Where cotangents are shown, in the order of the pass."""
     return [node for node in module.graph.nodes if node.target is SHOW]
 
@@ -105,7 +105,7 @@ def finished(module: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
     output = module.graph.output_node()
     output.args = (tuple(results),)
     output.meta.pop("desc", None)
-    for node in reversed(shows(module)):
+    for node in reversed(shows_in(module)):
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     _compute_less(module.graph)

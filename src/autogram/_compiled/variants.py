@@ -48,9 +48,9 @@ from autogram._compiled.graphs import (
     inputs,
     origin,
     results,
+    shows_in,
     written_once,
 )
-from autogram._compiled.graphs import shows as shows_in
 from autogram._compiled.tracing.part import Part
 
 # So many sets of sizes get graphs of their own, where sizes are open: compiling one takes seconds.

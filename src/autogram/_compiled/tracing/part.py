@@ -26,21 +26,13 @@ class Source(NamedTuple):
     derivation: Derivation | None  # how it is computed, if it is derived in the part
 
 
-class PartRecipe(NamedTuple):
-    """A recipe of a use, with the numbers of tracked tensors for operands."""
-
-    operands: tuple[int | None, ...]
-    formula: Formula
-    saved: slice
-
-
 class PartUse(NamedTuple):
-    """A use in a part, of which any size may be symbolic."""
+    """A use in a part, of which any size may be symbolic, with numbers for tracked tensors."""
 
     function: str
     shape: tuple[Any, ...]
     reads: tuple[int, ...]
-    recipes: tuple[PartRecipe, ...]
+    recipes: tuple[tuple[tuple[int | None, ...], Formula, slice], ...]
     rule: Callable[..., Any] | None
 
 
@@ -125,7 +117,7 @@ class Part:
         """
         for use in self.uses:
             regions = [self.sources[i].region for i in use.reads]
-            formulas = [recipe.formula for recipe in use.recipes]
+            formulas = [formula for _, formula, _ in use.recipes]
             if not self.sizes.know((use.shape, regions, formulas)):
                 for position in [x for i in use.reads for x in self.sources[i].inputs]:
                     self.rows.setdefault(position, []).append(use.function)
@@ -145,7 +137,7 @@ class Part:
 def _part_use(use: RuleUse, number: Callable[[Tracked], int]) -> PartUse:
     """A use without tensors."""
     recipes = tuple(
-        PartRecipe(tuple(None if t is None else number(t) for t in operands), formula, saved)
+        (tuple(None if t is None else number(t) for t in operands), formula, saved)
         for operands, formula, saved in use.recipes
     )
     return PartUse(use.function, use.shape, tuple(map(number, use.reads)), recipes, use.rule)
