@@ -35,23 +35,7 @@ class Accelerated:
         UnsupportedError: The accelerator leaves backward passes to DeepSpeed or Megatron-LM.
 
     Example:
-        >>> import torch
-        >>> from accelerate import Accelerator
-        >>> from autogram import Engine
-        >>> from autogram.integrations.accelerate import Accelerated
-        >>> from autogram.weightings import UPGrad
-        >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer = accelerator.prepare(model, optimizer)
-        >>> steps = Accelerated(Engine(model), UPGrad(), accelerator)
-        >>> for x in torch.randn(4, 5, 3):
-        ...     with accelerator.accumulate(model):
-        ...         weights = steps.backward(model(x).square().squeeze(1))
-        ...         optimizer.step()
-        ...         optimizer.zero_grad()
-        >>> [len(of_batch) for of_batch in weights]
-        [5, 5]
+        `docs/trainers.md` has one that trains.
     """
 
     def __init__(self, engine: Engine, weighting: Weighting, accelerator: Accelerator) -> None:
