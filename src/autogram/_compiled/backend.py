@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from autogram._capture.forward.session import open_recorders, recorders_of
 from autogram._capture.tracked import BATCHED, Tracked
-from autogram._compiled.call import CompiledPart, nowhere
+from autogram._compiled.call import CompiledPart, have_failed, nowhere
 from autogram._compiled.compilers import COMPILERS
 from autogram._compiled.private import missing
 from autogram._compiled.tracing.part import Part
@@ -60,7 +60,8 @@ def autogram(
     ]
     if not (known.parameters or known.derived):
         return _checked(compile(_outer(graph, graph.forward), inputs, config, None), frozen)
-    if not may_guess or _has_failed([inputs[i] for i in known.parameters]):
+    parameters = [inputs[i] for i in known.parameters]
+    if not may_guess or have_failed(recorders_of(parameters), parameters):
         known = known._replace(samples=1)
     part = Part(graph, known)
     device = inputs[part.roots[0]].device
@@ -175,17 +176,6 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
         return x.requires_grad or (has_samples and not _counts(x))
 
     return PartInputs(parameters, derived, [i for i in others if is_batched(inputs[i])], size)
-
-
-def _has_failed(parameters: Sequence[Tensor]) -> bool:
-    """Whether an engine has taken back a guess about one of some parameters."""
-    recordings = [recorder.recording for recorder in recorders_of(parameters)]
-    return any(
-        name in recording.channel.unspread
-        for recording in recordings
-        for x in parameters
-        if (name := recording.names.get(x)) is not None
-    )
 
 
 def _counts(x: Tensor) -> bool:

@@ -173,18 +173,16 @@ class CompiledPart:
         """Calls the part."""
         part, args = self._part, list(given)
         recorders = recorders_of([args[i] for i in part.parameters])
-        like = nowhere(args[part.roots[0]].device)
-        with torch._C.DisableTorchFunction():
-            guessed = [_names(recorder, [args[i] for i in part.guesses]) for recorder in recorders]
-        pairs = list(zip([recorder.recording for recorder in recorders], guessed, strict=True))
-        if any(recording.channel.unspread & names for recording, names in pairs):
+        guessed = [args[i] for i in part.guesses]
+        if have_failed(recorders, guessed):
             return self._without_guesses()(*given)
+        like = nowhere(args[part.roots[0]].device)
         with torch._C.DisableTorchFunction():
             if not recorders:
                 return self._function(*args, like)
             derived = [_derived_inputs(recorder, part, args) for recorder in recorders]
-            for recording, names in pairs:
-                recording.guesses |= names
+            for recorder in recorders:
+                recorder.recording.guesses |= _names(recorder, guessed)
             calls = [
                 PartCall(part, recorder.recording, args, roots)
                 for recorder, roots in zip(recorders, derived, strict=True)
@@ -226,6 +224,12 @@ def _is_saved(given: Any) -> bool:
 def nowhere(device: torch.device) -> Tensor:
     """What the parts on a device are given where no engine sees the call."""
     return torch.zeros((), device=device, requires_grad=True)
+
+
+def have_failed(recorders: Sequence[Recorder], tensors: Sequence[Tensor]) -> bool:
+    """Whether an engine has taken back a guess about what some tensors are computed from."""
+    with torch._C.DisableTorchFunction():
+        return any(x.recording.channel.unspread & _names(x, tensors) for x in recorders)
 
 
 def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int, Tracked]:
