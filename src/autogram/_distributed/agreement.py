@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from struct import Struct
 
 from autogram._containers import Latest
@@ -98,6 +99,7 @@ class Agreement:
         ) from error
 
 
+@dataclass(eq=False)
 class Chorus:
     """Lets ranks vote before each pass, until all of them are done.
 
@@ -105,10 +107,9 @@ class Chorus:
     is due. A rank that is done goes along with the passes of others.
     """
 
-    def __init__(self, group: Group, agreement: Agreement) -> None:
-        self._group = group
-        self._agreement = agreement
-        self._is_open = False
+    group: Group
+    agreement: Agreement
+    _is_open: bool = False
 
     def before_pass(self) -> None:
         """Waits until all ranks are ready for a pass, or raises if one has failed."""
@@ -139,9 +140,9 @@ class Chorus:
 
     def _vote(self, vote: int, error: Exception | None = None) -> bool:
         """Whether some rank makes a pass now."""
-        votes = [vote for (vote,) in self._group.gather_numbers(vote)]
+        votes = [vote for (vote,) in self.group.gather_numbers(vote)]
         if _FAILED in votes:
-            self._agreement.confirm(error)
+            self.agreement.confirm(error)
         return _PASS in votes
 
 

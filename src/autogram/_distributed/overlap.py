@@ -7,6 +7,7 @@ is known before the pass. If a rank turns out to have something else, all of the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,35 +40,20 @@ class Foresight:
         self._shares[key] = share, errors + (known.digest != share.digest)
 
 
+@dataclass(eq=False)
 class Overlap:
-    """A listener to one pass, which sends what is complete.
+    """A listener to one pass, which sends what is complete."""
 
-    What the pass is ``kind``, as what is kept depends on it. ``start`` makes the exchange of some
-    shares, for tensors on a device.
-
-    Attributes:
-        key: That of the graph, once it is known.
-        exchange: The exchange that goes on, if all ranks have foreseen what they have.
-    """
-
-    def __init__(
-        self,
-        agreement: Agreement,
-        foresight: Foresight,
-        channel: Channel,
-        kind: str,
-        start: Callable[[Sequence[Share], torch.device], Exchange],
-    ) -> None:
-        self._agreement = agreement
-        self._foresight = foresight
-        self._channel = channel
-        self._kind = kind
-        self._start = start
-        self._has_begun = False
-        self._passes = 0
-        self._names: Mapping[Tensor, str] = {}
-        self.key: Hashable = None
-        self.exchange: Exchange | None = None
+    agreement: Agreement
+    foresight: Foresight  # of this rank
+    channel: Channel
+    kind: str  # what the pass is for, as what is kept depends on it
+    start: Callable[[Sequence[Share], torch.device], Exchange]  # for tensors on a device
+    key: Hashable = None  # that of the graph, once it is known
+    exchange: Exchange | None = None  # goes on, if all ranks have foreseen what they have
+    _has_begun: bool = False
+    _passes: int = 0
+    _names: Mapping[Tensor, str] = field(default_factory=dict)
 
     def begin(self, key: Hashable, device: torch.device) -> None:
         """Asks the other ranks what they foresee, before the pass."""
@@ -81,11 +67,11 @@ class Overlap:
 
     def _ask(self, key: Hashable, error: BaseException | None, device: torch.device) -> None:
         self._has_begun = True
-        self.key = self._kind, key
-        shares = self._agreement.foreseen(self._foresight.of(self.key), error)
+        self.key = self.kind, key
+        shares = self.agreement.foreseen(self.foresight.of(self.key), error)
         if shares is not None:
-            self._names = self._channel.parameters()
-            self.exchange = self._start(shares, device)
+            self._names = self.channel.parameters()
+            self.exchange = self.start(shares, device)
 
     def restart(self, objectives: object) -> None:
         """Notes that a pass begins."""
@@ -105,5 +91,5 @@ class Overlap:
         is_right = data is not None and self._passes <= 1 and exchange.fits(data.share)
         total = exchange(data if is_right else None)
         failure = error if error is not None else exchange.failure
-        exchange.is_confirmed = self._agreement.holds(is_right, failure)
+        exchange.is_confirmed = self.agreement.holds(is_right, failure)
         return total if exchange.is_confirmed else None

@@ -162,8 +162,8 @@ class Ranks:
         if self.shards:  # passes gather parameters meanwhile
             yield
             return
-        known = self.agreement, self._foresight, channel, kind
-        channel.listener = self._overlap = Overlap(*known, self._start)
+        self._overlap = Overlap(self.agreement, self._foresight, channel, kind, self._start)
+        channel.listener = self._overlap
         try:
             yield
         except RankError:

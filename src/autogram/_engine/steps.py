@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,32 +21,20 @@ from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, parts_of
 
 
+@dataclass(eq=False)
 class Step:
-    """The backward pass of a step, in which losses are added one after the other.
+    """The backward pass of a step, in which losses are added one after the other."""
 
-    Args:
-        engine: The engine.
-        call: What the user has called.
-        keep: As for the Jacobian.
-        scale: What the losses are multiplied by, and how they are weighed.
-        arena: Where to put rows, if losses are added once.
+    engine: Hooked
+    call: str  # of the user
+    keep: Keep
+    scale: Scale
+    arena: Arena | None = None  # where to put rows, if losses are added once
+    error: BaseException | None = None  # what has failed on this rank, to be told to the others
 
-    Attributes:
-        error: What has failed on this rank, to be told to the others.
-        wrappers: What runs the forward passes of a step of several ranks, or ``None`` where no
-            other rank waits for this one.
-    """
-
-    def __init__(
-        self, engine: Hooked, call: str, keep: Keep, scale: Scale, arena: Arena | None = None
-    ) -> None:
-        self.engine = engine
-        self._call = call
-        self._keep = keep
-        self._arena = arena
-        self.scale = scale
-        self.error: BaseException | None = None
-        ranks = engine._ranks
+    def __post_init__(self) -> None:
+        # What runs the forward passes of several ranks, or `None` where no other one waits.
+        ranks = self.engine._ranks
         self.wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[JacobianPart] = []
         self._names: dict[Tensor, str] = {}
@@ -82,13 +71,13 @@ class Step:
             self._empty = losses
             return losses.new_zeros(0, 0)
         if self.wrappers is None and is_exchanged(engine._channel, losses):
-            refuse_gradients(self._call)
+            refuse_gradients(self.call)
         losses = self.scale.of(losses)
         with self.scale.passing():
             run = engine._drivers.run(
                 losses,
-                form=self._keep,
-                arena=self._arena,
+                form=self.keep,
+                arena=self.arena,
                 is_step=True,
                 retain_graph=retain_graph or engine._channel.before_pass is not None,
                 is_summed=is_only and self.wrappers is None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -85,41 +84,41 @@ class Sketch:
             return self.rows @ other.rows.T
 
 
+@dataclass(eq=False)
 class Sketching:
     """Adds up the projections of all parameters, whose columns a pass gives one after the other."""
 
-    def __init__(self, channel: Channel, dimensions: int, seed: int) -> None:
-        given: tuple[object, object] = dimensions, seed
-        if not all(type(x) is int for x in given) or dimensions < 1:
+    channel: Channel
+    dimensions: int
+    seed: int
+    _objectives: Objectives | None = None
+    _total: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        given: tuple[object, object] = self.dimensions, self.seed
+        if not all(type(x) is int for x in given) or self.dimensions < 1:
             raise InvalidOptionError(
-                f"A sketch of {dimensions!r} dimensions with seed {seed!r} was asked for. Pass "
-                "integers, and one dimension at least."
+                f"A sketch of {self.dimensions!r} dimensions with seed {self.seed!r} was asked "
+                "for. Pass integers, and one dimension at least."
             )
-        self._channel = channel
-        self._dimensions = dimensions
-        self._seed = seed
-        self._names: Mapping[Tensor, str] = {}
-        self._taken: dict[str, int] = {}
-        self._objectives: Objectives | None = None
-        self._total: Tensor | None = None
 
     def restart(self, objectives: Objectives) -> None:
         """Begins a pass."""
         self._objectives = objectives
-        self._names = self._channel.parameters()
-        self._taken = {}
+        self._names = self.channel.parameters()
+        self._taken: dict[str, int] = {}
         self._total = None
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Adds the projection of the columns of one parameter."""
         assert self._objectives is not None
         if parameter not in self._names:  # younger than the graphs that are alive
-            self._names = self._channel.parameters([parameter])
+            self._names = self.channel.parameters([parameter])
         name = self._names.get(parameter, "")
         # Tensors that `functional_call` put in the parameter's place have the same name.
         number = self._taken.get(name, 0)
-        seed = _seed_of(f"{self._seed}/{name}#{number}")
-        projection = Projection(columns.parameter, self._dimensions, seed, parameter.device)
+        seed = _seed_of(f"{self.seed}/{name}#{number}")
+        projection = Projection(columns.parameter, self.dimensions, seed, parameter.device)
         objectives = self._objectives
         part = projected(columns, projection, objectives.per_sample, objectives.samples)
         self._taken[name] = number + 1
@@ -132,7 +131,7 @@ class Sketching:
         losses, total = objectives.losses, self._total
         if total is None:
             dtype = torch.promote_types(losses.dtype, torch.float32)
-            return losses.new_zeros(losses.numel(), self._dimensions, dtype=dtype)
+            return losses.new_zeros(losses.numel(), self.dimensions, dtype=dtype)
         return objectives.in_order(total.to(losses.device).flatten(0, 1), 0).detach()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -25,16 +26,13 @@ Places = Place | tuple[Place, ...]
 Shape = tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class OperatorCall:
     """One call of an operator, which reads a cotangent."""
 
-    def __init__(
-        self,
-        node: fx.Node,
-        places: Mapping[fx.Node, Places],
-        shape_of: Callable[[fx.Node], Shape],
-    ) -> None:
-        self.node, self.places, self.shape_of = node, places, shape_of
+    node: fx.Node
+    places: Mapping[fx.Node, Places]
+    shape_of: Callable[[fx.Node], Shape]
 
     def of(self, argument: Any) -> Place:
         """Where the samples lie in an argument."""
