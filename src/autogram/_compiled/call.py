@@ -58,10 +58,9 @@ class PartCall:
         self.rows_of = tuple(i for i in self.roots if i in part.rows or i not in part.roots)
         self.sizes: OpenSizes = part.sizes.of(args)
         # Tensors without a graph are saved with the node, which notices changes in place.
-        given = [i for i in part.derived_from if not _is_saved(args[i])]
-        self._given = {i: args[i] for i in given}
-        derived_inputs = [i for i in given if isinstance(args[i], Tensor) and not args[i].is_leaf]
-        self._versions = {i: args[i]._version for i in derived_inputs}
+        self._given = {i: args[i] for i in part.derived_from if not _is_saved(args[i])}
+        tensors = [(i, x) for i, x in self._given.items() if isinstance(x, Tensor)]
+        self._versions = {i: x._version for i, x in tensors if not x.is_leaf}
         self._first = recording.count
         self._uses: tuple[RuleUse | None, ...] | None = None
         recording.count += len(part.uses)

@@ -32,13 +32,9 @@ def weights_of_ranks(
 ) -> L:
     """``engine.weights``: of this rank's objectives, by the Gramian of all."""
     scale = Scale(weighting, scaler)
-
-    def jacobian() -> Jacobian:
-        with together(ranks, engine._channel, losses):
-            scale.check()
-            return _jacobian(engine, ranks, compute, losses, scale)
-
-    weights, _ = ranks.weights(jacobian, scale.weighting, scale.number)
+    weights, _ = ranks.weights(
+        lambda: _jacobian(engine, ranks, compute, losses, scale), scale.weighting, scale.number
+    )
     _note_form(engine, ranks, losses)
     own = ranks.own(weights)
     return weights_like(own, losses, engine._batch_dim)  # type: ignore[no-any-return]  # their form
@@ -81,6 +77,7 @@ def _jacobian(
     ):
         if scale is None:
             return compute(losses)
+        scale.check()
         with scale.passing():
             return compute(scale.of(engine._checked(losses)))
 
