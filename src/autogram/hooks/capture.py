@@ -120,12 +120,10 @@ def capture(
 ) -> Iterator[Mapping[str, list[Any]]]:
     """Records each call of some modules inside of a block.
 
-    Each call has its own arguments, output and gradients, also for a module that is shared, called
-    with several shapes, or called in several forward passes, and in any order of backward passes.
-    Gradients are added when the backward pass runs, in the block or after it, and keep no
-    activation alive. Where a checkpoint (`use_reentrant=False`) runs a part of the model again, no
-    call is recorded a second time. Backward passes of an engine are not recorded. Captured tensors
-    live as long as the mapping, or the calls in it.
+    Each call has its own arguments, output and gradients, in any order of calls and backward
+    passes, in the block or after it. Gradients keep no activation alive. What a checkpoint
+    (`use_reentrant=False`) runs again and backward passes of an engine are not recorded. Captured
+    tensors live as long as the mapping, or the calls in it.
 
     Args:
         model: The module whose inner modules are chosen.
