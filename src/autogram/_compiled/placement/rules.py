@@ -78,13 +78,10 @@ def _permute(call: OperatorCall, place: Folded) -> Place:
     packet = call.node.target.overloadpacket  # type: ignore[union-attr]  # an operator
     if packet is aten.permute:
         order = [d % rank for d in call.argument(1, "dims")]
-    else:
-        a, b = (
-            (-1, -2) if packet is aten.t else (call.argument(1, "dim0"), call.argument(2, "dim1"))
-        )
-        a, b = a % max(rank, 1), b % max(rank, 1)
-        if rank > 1:
-            order[a], order[b] = order[b], order[a]
+    elif rank > 1:
+        is_t = packet is aten.t
+        a, b = (0, 1) if is_t else (call.argument(1, "dim0"), call.argument(2, "dim1"))
+        order[a], order[b] = order[b], order[a]
     return moved(place, order.index(place.dim))
 
 
@@ -130,8 +127,10 @@ def _stack(call: OperatorCall) -> Place:
     return moved(place, place.dim + (dim <= place.dim)) if isinstance(place, Folded) else UNKNOWN
 
 
-def _along(position: int, *, drops: bool = False, is_slice: bool = False) -> FirstRule:
-    """For what mixes or selects along one dimension, which may go with it."""
+def _along(
+    position: int, *, drops: bool = False, is_slice: bool = False, has_parts: bool = False
+) -> FirstRule:
+    """For what mixes, selects or splits along one dimension, which may go with it."""
 
     def rule(call: OperatorCall, place: Folded) -> Place:
         shape = call.shape_of(call.first)
@@ -139,7 +138,7 @@ def _along(position: int, *, drops: bool = False, is_slice: bool = False) -> Fir
         if place.dim == dim:  # a slice may be the whole
             return place if is_slice and call.shape == shape else UNKNOWN
         new = moved(place, place.dim - (drops and dim < place.dim))
-        return new if call.shape[new.dim] == shape[place.dim] else UNKNOWN
+        return new if has_parts or call.shape[new.dim] == shape[place.dim] else UNKNOWN
 
     return rule
 
@@ -147,16 +146,6 @@ def _along(position: int, *, drops: bool = False, is_slice: bool = False) -> Fir
 def _select_backward(call: OperatorCall, place: Folded) -> Place:
     dim = call.argument(2, "dim", 0) % len(call.shape)
     return moved(place, place.dim + (dim <= place.dim))
-
-
-def _several(call: OperatorCall, place: Folded) -> Place:
-    """For what splits a tensor along one dimension."""
-    is_unbind = call.node.target.overloadpacket is aten.unbind  # type: ignore[union-attr]  # an operator
-    position = 1 if is_unbind else 2
-    dim = call.argument(position, "dim", 0) % len(call.shape_of(call.first))
-    if dim == place.dim:
-        return UNKNOWN
-    return moved(place, place.dim - (is_unbind and dim < place.dim))
 
 
 def _scatter(call: OperatorCall) -> Place:
@@ -225,7 +214,8 @@ _OF_FIRST: list[tuple[FirstRule, str]] = [
     (_along(1, drops=True), "select"),
     (_select_backward, "select_backward"),
     (_along(2, is_slice=True), "slice_backward"),
-    (_several, "split split_with_sizes unbind"),
+    (_along(2, has_parts=True), "split split_with_sizes"),
+    (_along(1, drops=True, has_parts=True), "unbind"),
     (_kept(_is_not_padded), "constant_pad_nd"),
     (
         _kept(lambda call, dim: dim < len(call.shape) - 2),
