@@ -176,10 +176,10 @@ class Parts:
                     yield parameter, found
                     continue
                 total = totals.get(parameter)
-                if total is not None and found is not None:
+                if total is None:
+                    totals[parameter] = found
+                elif found is not None:
                     total += found
-                else:
-                    totals[parameter] = found if total is None else total
         yield from totals.items()
 
     def put_rows(self, rows: Tensor, parameter: Tensor, index: Tensor) -> None:
