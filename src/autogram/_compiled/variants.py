@@ -163,12 +163,13 @@ class Backward:
                 break
             self._forms.add(form)
             try:
-                asked = Asked(receiver.limit.elements, receiver.form)
-                variant = self._contracting(call, inside, asked, form, args)
-                taken = 0 if variant.contracted is None else variant.contracted.taken
-                if not receiver.has_room(inside[0].use.reads[0].sources[0].device, taken):
-                    asked = asked._replace(form="auto")
-                    variant = self._contracting(call, inside, asked, form, args)
+                for keep in (receiver.form, "auto"):  # where there is no room for larger rows
+                    asked = Asked(receiver.limit.elements, keep)
+                    make = partial(self._with_taps, inside, asked, args if form else None)
+                    variant = self._variant((key_of(inside, asked, call.roots), form), make)
+                    taken = variant.contracted.taken if variant.contracted else 0
+                    if receiver.has_room(inside[0].use.reads[0].sources[0].device, taken):
+                        break
             except OutsideError as error:
                 outside.add(error.number)
             except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
@@ -176,18 +177,6 @@ class Backward:
             else:
                 return inside, variant
         return (), self._variant("taps", self._with_taps)
-
-    def _contracting(
-        self,
-        call: PartCall,
-        inside: Sequence[Inside],
-        asked: Asked,
-        form: Form,
-        args: Sequence[Any],
-    ) -> _Variant:
-        """The variant that contracts some uses. For open sizes, it is for inputs of one form."""
-        make = partial(self._with_taps, inside, asked, args if form else None)
-        return self._variant((key_of(inside, asked, call.roots), form), make)
 
     def _variant(self, key: Any, make: Callable[[], _Variant]) -> _Variant:
         """A compiled variant, made when it is first needed."""
