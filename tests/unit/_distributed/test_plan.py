@@ -75,10 +75,10 @@ def test_buckets_and_packets_keep_the_limit(limit: int) -> None:
         assert max(received, 5 * elements) <= limit + 7 or _is_smallest(bucket)
     _assert_complete(by_rows.buckets, shares)
     for several in (shares, shares * 4):
-        plan = make_plan(several, SLOW, "ring")
+        plan, sources = make_plan(several, SLOW, "ring"), len(several) // 2
         for packet in plan.packets:
             sizes = [_elements(x, packet) for x in several]
-            assert len(several) // 2 * max(sizes) <= limit + 7 * 4 or packet.pieces == 5
+            assert sources * max(sizes) <= limit + 7 * sources or packet.pieces == 5
         names = {name for packet in plan.packets for name in packet.names}
         assert names == {"weight", "bias"}
 
