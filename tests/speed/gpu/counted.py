@@ -30,7 +30,7 @@ from autogram import Engine
 from autogram._blocks import Devices, Folded
 from autogram._blocks.kernels import cuda
 from autogram._capture.samples import search
-from autogram._capture.samples.remembered import Known
+from autogram._capture.samples.proofs.proof import Proof, dims_of
 from tests.speed.report import as_table
 from tests.speed.training import constant_weights
 from tests.speed.workloads import Workload
@@ -134,7 +134,7 @@ def _groups(function: Any, args: Sequence[Any]) -> int:
     return args[9] if function._overloadpacket is torch.ops.aten.convolution_backward else 1
 
 
-def _search_by_sizes(self: search.Search, _wanted: object) -> None:
+def _search_by_sizes(self: search.Search, *_: object) -> None:
     """Takes the first dimension that fits the samples, as no values show where they lie."""
     samples, channel = self._objectives.samples, self._channel
     shapes: dict[Any, torch.Size] = {}
@@ -148,8 +148,8 @@ def _search_by_sizes(self: search.Search, _wanted: object) -> None:
     for use, shape in shapes.items():
         dim = shape.index(samples) if samples in shape else 0
         self._found[use] = (Folded(dim, 1, samples, shape[dim] // samples),)
-    in_order = tuple(self._found.get(use, ()) for use in self._survey.uses)
-    self._graph.keep(Known(in_order, (), (), (), None))
+    self._graph.keep_proof(Proof(dims=dims_of(self._survey, self._found)))
+    self._graph.keep_layouts(self._found)
 
 
 @contextmanager

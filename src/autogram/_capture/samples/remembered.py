@@ -14,14 +14,11 @@ from autogram._capture.samples.layouts import Layouts, layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proofs.moves import SEVERAL
 from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
-from autogram._capture.samples.proofs.routes import Routes
-from autogram._capture.samples.proofs.spots import Spot
-from autogram._capture.samples.proofs.trials import Trial, keeps_places
+from autogram._capture.samples.proofs.trials import keeps_places
 from autogram._capture.samples.replays import copied_to_cpu
 from autogram._capture.samples.survey import Survey
 from autogram._containers import Latest
 
-_Key = tuple[bytes, int | None]
 # In the place of proofs that are for graphs of the same sizes: at others, values decide.
 _OF_SIZES = Proof(is_for_one_call=True)
 _FEW = 4  # sizes that are new so often may be new each time
@@ -29,29 +26,21 @@ _FEW = 4  # sizes that are new so often may be new each time
 InOrder = tuple[tuple[Placement, ...], ...]
 """The layouts that fit each use, in the order of a survey; none without a cotangent."""
 
-Constants = tuple[tuple[Constant, Tensor], ...]
+Constants = dict[Constant, Tensor]
 """The constants that layouts depend on, with their values when the layouts were found."""
 
 
 @dataclass
 class Known:
-    """The layouts that were found for one graph.
+    """The layouts that were found for one graph, with what they depend on.
 
-    Attributes:
-        layouts: The layouts of each use.
-        constants: The constants that the layouts depend on.
-        silent: The spots whose cotangent was zero.
-        trials: The nodes to try.
-        routes: Where values take samples to irregular places, if they do.
-        is_doubted: Whether to search for the samples again before the layouts are used.
+    If they ``are_doubted``, the samples are searched for again before the layouts are used.
     """
 
     layouts: InOrder
     constants: Constants
-    silent: tuple[Spot, ...]
-    trials: tuple[Trial, ...]
-    routes: Routes | None
-    is_doubted: bool = False
+    proof: Proof
+    are_doubted: bool = False
 
     def recall(self, survey: Survey, samples: int) -> tuple[Layouts, list[Tensor]] | None:
         """The layouts, by use, and comparisons: booleans, none of which may be true.
@@ -59,10 +48,10 @@ class Known:
         ``None`` where it is not known where values take samples now, or these meet.
         """
         found = dict(zip(survey.uses, self.layouts, strict=True))
-        changes = [_differ(constant.value(survey), old) for constant, old in self.constants]
-        if self.routes is None:
+        changes = [_differ(constant.value(survey), old) for constant, old in self.constants.items()]
+        if self.proof.routes is None:
             return found, changes
-        if (routed := self.routes.owners(survey)) is None:
+        if (routed := self.proof.routes.owners(survey)) is None:
             return None
         owners, clashes = routed
         copies = copied_to_cpu(owners.values())
@@ -104,10 +93,9 @@ class Shown:
 
     def is_of_others(self, constants: Constants) -> bool:
         """Whether other constants decide, as a later proof may say, or they have other values."""
-        if [constant for constant, _ in constants] != [constant for constant, _ in self.constants]:
+        if constants.keys() != self.constants.keys():
             return True
-        pairs = zip(constants, self.constants, strict=True)
-        return any(bool(_differ(new, old)) for (_, new), (_, old) in pairs)
+        return any(bool(_differ(constants[x], old)) for x, old in self.constants.items())
 
     def add(self, found: InOrder) -> InOrder | None:
         """Adds what fits in a call. Returns layouts to remember, or ``None`` to wait for more.
@@ -135,28 +123,36 @@ class Shown:
         return tuple(layouts) if are_certain or not is_new else None
 
 
+@dataclass
+class _Structure:
+    """What is remembered of graphs of one structure.
+
+    Attributes:
+        proofs: Proofs, by what they are for, as in ``RememberedGraph._proof_keys``.
+        free: The nodes whose sizes are in no key, where there are routes.
+        unproven: The keys of graphs that were seen while proofs were for graphs of the same sizes.
+        news: How often sizes were new, where there are routes.
+    """
+
+    proofs: Latest[bytes, Proof] = field(default_factory=Latest)
+    free: bytes | None = None
+    unproven: Latest[bytes, None] = field(default_factory=Latest)
+    news: int = 0
+
+
 @dataclass(frozen=True)
 class Remembered:
     """What an engine remembers of graphs. It holds no tensor of a pass but constants.
 
     Layouts, what calls have shown of them, and reasons why samples count as mixed (refusals), are
-    kept by a survey's key and the dimension of the losses. Proofs are kept by the structure of a
-    graph and, where it matters, a pattern of sizes, or all sizes.
+    kept by a survey's key.
     """
 
     channel: Channel
-    layouts: Latest[_Key, Known] = field(default_factory=Latest)
-    shown: Latest[_Key, Shown] = field(default_factory=Latest)
-    refusals: Latest[_Key, str] = field(default_factory=Latest)
-    proofs: Latest[tuple[*_Key, bytes], Proof] = field(default_factory=Latest)
-    unproven: Latest[_Key, None] = field(default_factory=Latest)
-    """Graphs that were seen, of a structure with proofs for graphs of the same sizes."""
-    free: Latest[_Key, bytes] = field(default_factory=Latest)
-    """By structure, the nodes whose sizes are in no key, where there are routes."""
-    looks: Latest[_Key, tuple[int, int]] = field(default_factory=Latest)
-    """By structure, how often there was a doubt, and how often all nodes were looked at then."""
-    news: Latest[_Key, int] = field(default_factory=Latest)
-    """By structure, how often sizes were new, where there are routes."""
+    structures: Latest[bytes, _Structure] = field(default_factory=Latest)
+    layouts: Latest[bytes, Known] = field(default_factory=Latest)
+    shown: Latest[bytes, Shown] = field(default_factory=Latest)
+    refusals: Latest[bytes, str] = field(default_factory=Latest)
 
 
 class RememberedGraph:
@@ -174,12 +170,13 @@ class RememberedGraph:
 
     def __init__(self, remembered: Remembered, survey: Survey, objectives: Objectives) -> None:
         self._all, self._survey, self._objectives = remembered, survey, objectives
-        self._structure: _Key = survey.structure, objectives.batch_dim
-        free = remembered.free.get(self._structure)
-        key = survey.key if free is None else survey.key_without(free)
-        self._key: _Key = key, objectives.batch_dim  # without sizes of nodes on a route
-        self._full_key: _Key = survey.key, objectives.batch_dim
-        self.known = remembered.layouts.get(self._full_key) or remembered.layouts.get(self._key)
+        structure = remembered.structures.get(survey.structure)
+        if structure is None:
+            structure = remembered.structures[survey.structure] = _Structure()
+        self._structure, self._key = structure, survey.key
+        if structure.free is not None:
+            self._key = survey.key_without(structure.free)  # of nodes on a route
+        self.known = remembered.layouts.get(survey.key) or remembered.layouts.get(self._key)
         self.refusal = remembered.refusals.get(self._key)
 
     def refuse(self, reason: str) -> None:
@@ -189,57 +186,39 @@ class RememberedGraph:
     def forget_layouts(self, *, and_what_was_shown: bool = True) -> None:
         """Forgets the layouts, as they were wrong."""
         self.known = None
-        if and_what_was_shown:
-            self._all.looks.pop(self._structure, None)
-        for key in (self._key, self._full_key):
+        for key in (self._key, self._survey.key):
             self._all.layouts.pop(key, None)
             if and_what_was_shown:
                 self._all.shown.pop(key, None)
 
-    def doubt(self) -> None:
-        """Lets the next call look again.
-
-        If looks at all nodes were needed, which take long, the next one is put off for twice as
-        many doubts each time.
-        """
-        doubts, looks = self._all.looks.get(self._structure, (0, 0))
-        self._all.looks[self._structure] = doubts + 1, looks
-        if self.known is not None and (doubts + 1) % (1 << looks) == 0:
-            self.known.is_doubted = True
-
-    def note_look(self) -> None:
-        """Notes that a doubt has led to a look at all nodes."""
-        doubts, looks = self._all.looks.get(self._structure, (0, 0))
-        self._all.looks[self._structure] = doubts, looks + 1
-
     @property
     def proof(self) -> Proof | None:
         """What the layouts depend on, if a graph of this structure was looked at."""
-        found = [self._all.proofs.get(x) for x in self._proof_keys]
+        found = [self._structure.proofs.get(x) for x in self._proof_keys]
         whatever_sizes, pattern, without_route, these = found
         return these or without_route or whatever_sizes or pattern
 
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
+        of = self._structure
         if proof.routes is not None:
-            free = self._all.free[self._structure] = proof.routes.free
-            self._key = self._survey.key_without(free), self._objectives.batch_dim
+            of.free = proof.routes.free
+            self._key = self._survey.key_without(of.free)
             self.known = self._all.layouts.get(self._key)
-        proofs, (whatever_sizes, pattern, without_route, these) = self._all.proofs, self._proof_keys
-        these = these if proof.routes is None else without_route
-        has_others = proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES
-        if proof.is_for_sizes or (proof.is_for_one_call and self._structure in self._all.free):
-            if has_others:
-                proofs[whatever_sizes], proofs[these] = _OF_SIZES, proof
+        whatever_sizes, pattern, without_route, these = self._proof_keys
+        if proof.is_for_sizes or (proof.is_for_one_call and of.free is not None):
+            if of.proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES:
+                of.proofs[whatever_sizes] = _OF_SIZES
+                of.proofs[these if proof.routes is None else without_route] = proof
         else:
-            proofs[whatever_sizes if proof.is_for_one_call else pattern] = proof
+            of.proofs[whatever_sizes if proof.is_for_one_call else pattern] = proof
 
     def forget_proof(self, *, for_good: bool) -> None:
         """Forgets what the layouts depend on; for good where a new proof would be no better."""
         for key in self._proof_keys:
-            self._all.proofs.pop(key, None)
+            self._structure.proofs.pop(key, None)
         if for_good:
-            self._all.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
+            self._structure.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
 
     def wants_proof(self) -> bool:
         """Notes the sizes, and tells whether to prove what the graph depends on at these.
@@ -248,15 +227,19 @@ class RememberedGraph:
         where sizes come again. Where sizes are new time and again, routes may be found better by
         now: samples may have had regular places by accident then.
         """
+        of = self._structure
         if self.proof is not _OF_SIZES:
             return False
-        if self._key in self._all.unproven:
+        if self._key in of.unproven:
             return True
-        self._all.unproven[self._key] = None
-        if self._structure not in self._all.free:
-            return False
-        count = self._all.news[self._structure] = self._all.news.get(self._structure, 0) + 1
-        return count >= _FEW and count & (count - 1) == 0
+        of.unproven[self._key] = None
+        of.news += of.free is not None
+        return of.news >= _FEW and of.news & (of.news - 1) == 0
+
+    def doubt(self) -> None:
+        """Lets the next call search again."""
+        if self.known is not None:
+            self.known.are_doubted = True
 
     def keep_layouts(self, found: Layouts) -> None:
         """Keeps layouts for the next call, if all that can change them is noticed."""
@@ -272,32 +255,19 @@ class RememberedGraph:
             return
         if proof.trials and self._objectives.per_sample > 1:
             return  # a node is tried with one cotangent, and a batched pass has several
-        in_order = tuple(found.get(use, ()) for use in survey.uses)
-        constants = tuple((x, x.value(survey).clone()) for x in proof.constants)
-        layouts = self._together(in_order, constants, self._key_for(proof.routes))
-        if layouts is not None:
-            self.keep(Known(layouts, constants, proof.silent, proof.trials, proof.routes))
-
-    def keep(self, known: Known) -> None:
-        """Keeps layouts for the next call."""
-        self.known = self._all.layouts[self._key_for(known.routes)] = known
-
-    def _key_for(self, routes: Routes | None) -> _Key:
-        """The key of what was found with some routes: sizes of other nodes may decide there."""
-        is_free = routes is not None and routes.free == self._all.free.get(self._structure)
-        return self._key if is_free else self._full_key
-
-    def _together(self, found: InOrder, constants: Constants, key: _Key) -> InOrder | None:
-        """The layouts to remember, by what a call has shown, and others before.
-
-        ``None`` as long as that is not enough.
-        """
+        layouts = tuple(found.get(use, ()) for use in survey.uses)
+        constants = {x: x.value(survey).clone() for x in proof.constants}
+        # Sizes of other nodes may decide where a route is for others.
+        is_free = proof.routes is not None and proof.routes.free == self._structure.free
+        key = self._key if is_free else survey.key
+        together: InOrder | None = layouts
         shown = self._all.shown.get(key)
-        if shown is None and all(isinstance(x, Folded) for some in found for x in some):
-            return found
-        if shown is None or shown.is_of_others(constants):
-            shown = self._all.shown[key] = Shown(constants)
-        return shown.add(found)
+        if shown is not None or not all(isinstance(x, Folded) for some in layouts for x in some):
+            if shown is None or shown.is_of_others(constants):
+                shown = self._all.shown[key] = Shown(constants)
+            together = shown.add(layouts)
+        if together is not None:
+            self.known = self._all.layouts[key] = Known(together, constants, proof)
 
     @cached_property
     def _pattern(self) -> bytes:
@@ -305,15 +275,14 @@ class RememberedGraph:
         return self._survey.pattern(self._objectives.samples)
 
     @property
-    def _proof_keys(self) -> tuple[tuple[*_Key, bytes], ...]:
+    def _proof_keys(self) -> tuple[bytes, ...]:
         """Keys of a proof: the first key if the proof is for one call, and else the others.
 
         The second key has a pattern of sizes: at other sizes, samples may lie along other
         dimensions, which nodes may not carry. The last key has all sizes, and the third all but
         those of nodes on a route.
         """
-        sizes = b"", self._pattern, self._key[0] + b"routes", self._full_key[0]
-        return tuple([(*self._structure, each) for each in sizes])
+        return b"", self._pattern, self._key + b"routes", self._survey.key
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

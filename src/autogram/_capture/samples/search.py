@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from autogram._blocks import Folded, Partial, Placement, agree
 from autogram._capture.samples.layouts import Layouts, fitting_layouts, layouts_of_spots
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import Owners, Scales, are_none, owners_by_zeros, show_uses
-from autogram._capture.samples.proofs.proof import Prover, dims_of
+from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
 from autogram._capture.samples.proofs.regular import narrowed
 from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Spot, shown
-from autogram._capture.samples.proofs.trials import Trial, tried
+from autogram._capture.samples.proofs.trials import tried
 from autogram._capture.samples.remembered import Remembered, RememberedGraph
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
@@ -68,7 +68,7 @@ class Search:
         self._objectives = objectives
         self._survey = survey
         self._needed: set[Use] = set()
-        self._are_apart = self._is_in_doubt = False
+        self._are_apart = False
         self._forget()
         self.has_searched = False
 
@@ -76,9 +76,8 @@ class Search:
         """Begins with nothing found."""
         self._found: Layouts | None = None
         self._has_changed: Flag | None = None  # without constants, nothing can
-        self._silent: tuple[Spot, ...] = ()
-        self._trials: tuple[Trial, ...] = ()
-        self._routes: Routes | None = None
+        self._watched = Proof()  # whose spots and nodes the pass watches
+        self._routes: Routes | None = None  # by which some layouts were computed
         self._heard: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._scales: Scales | None = None
@@ -89,17 +88,19 @@ class Search:
         if (reason := self._graph.refusal) is not None:
             raise MixedSamplesError(reason)
         known = self._graph.known
-        self._is_in_doubt = known is not None and known.is_doubted
-        if known is not None and (known.trials or known.routes) and self._replays is not None:
-            known = None  # what a trial finds, and where routes lead, the host has to read
-        if known is not None and not (known.is_doubted and self._replays is None):
+        # In a captured call, the host cannot read what a trial finds, or where routes lead.
+        is_read = known is not None and bool(known.proof.trials or known.proof.routes)
+        if known is not None and not (known.are_doubted if self._replays is None else is_read):
             recalled = known.recall(self._survey, self._objectives.samples)
             if recalled is not None:
                 found, changes = recalled
                 changed = self._has_changed = self._flag(changes) if changes else None
                 if changed is None or not (changed.is_ready and changed.read()):
-                    self._found, self._routes = found, known.routes
-                    self._silent, self._trials = known.silent, known.trials
+                    self._found, self._watched, self._routes = (
+                        found,
+                        known.proof,
+                        known.proof.routes,
+                    )
         if self._found is None and self._survey.uses:
             self.run()
 
@@ -139,7 +140,7 @@ class Search:
     @property
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
-        is_watched = self._silent or self._trials
+        is_watched = self._watched.silent or self._watched.trials
         if self._found is None or is_watched or self._survey.may_hide_taps:
             return False
         if self._is_proven:  # what is to be remembered is read from the graph behind the pass
@@ -147,18 +148,15 @@ class Search:
         is_certain = self._has_changed is None or self._has_changed.is_ready
         return is_certain and all(map(self._is_certain, self._survey.uses))
 
-    def watched(self) -> AbstractContextManager[None]:
+    def watched(self) -> AbstractContextManager[object]:
         """Watches, in the pass inside of a block, what the proof is about.
 
         Spots whose cotangent was zero, and nodes that are to be tried.
         """
-        self._heard, self._moved = [], []
-        return self._watching() if self._silent or self._trials else nullcontext()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Watches both."""
-        heard, moved = self._heard, self._moved
+        heard, moved = self._heard, self._moved = [], []
+        silent, trials = self._watched.silent, self._watched.trials
+        if not (silent or trials):
+            return nullcontext()
 
         def hear(_: Spot, cotangent: Tensor) -> None:
             heard.append((cotangent != 0).any())
@@ -167,13 +165,10 @@ class Search:
             moved.append(moves)
             heard.append(~stays)
 
-        with ExitStack() as stack:
-            if self._silent:
-                stack.enter_context(shown(self._survey, self._silent, hear))
-            if self._trials:
-                samples = self._objectives.samples
-                stack.enter_context(tried(self._survey, self._trials, samples, tell))
-            yield
+        stack = ExitStack()
+        stack.enter_context(shown(self._survey, silent, hear))
+        stack.enter_context(tried(self._survey, trials, self._objectives.samples, tell))
+        return stack
 
     def _flag(self, values: Sequence[Tensor]) -> Flag:
         """Whether any of some booleans is true; in a captured call, the replays are asked later."""
@@ -230,18 +225,15 @@ class Search:
             self._needed.add(use)
             self._graph.forget_layouts(and_what_was_shown=False)
         try:
-            if use is None:
-                is_found = self._search_by_scales()
-            else:
-                is_found = are_scales_inexact and self._search_again_by_zeros(use)
-            if not is_found:
-                self._search_by_zeros(use)
+            if use is not None or not self._search_by_scales():
+                self._search_by_zeros(use, self._known_proof() if are_scales_inexact else None)
         except NonFiniteError:
             known, samples = self._graph.known, self._objectives.samples
             recalled = None if known is None else known.recall(self._survey, samples)
             if known is None or recalled is None or Flag(recalled[1]).read():
                 raise
-            self._found, self._routes = recalled[0], known.routes
+            self._forget()
+            self._found, self._routes = recalled[0], known.proof.routes
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
@@ -252,7 +244,7 @@ class Search:
             self._scales, self._found, self._is_proven = Scales(channel, objectives), {}, True
         except NonFiniteError:  # the numbers are too large
             return False
-        self._silent, self._trials = proof.silent, proof.trials
+        self._watched = proof
         if objectives.per_sample > 1:
             # The next pass has several cotangents, so that a pass with one is compared instead.
             equal = torch.ones(objectives.samples, device="cpu")
@@ -263,32 +255,16 @@ class Search:
             except UnknownLayoutError as unknown:
                 self.run(unknown.use)
             else:
-                self._scales, self._silent, self._trials, self._heard = None, (), (), []
+                self._scales, self._watched, self._heard = None, Proof(), []
                 self._is_proven = False  # and remembered
         return True
 
-    def _search_again_by_zeros(self, wanted: Use) -> bool:
-        """Finds the layouts of uses alone, by zeros, if the proof that is known is about them.
-
-        Passes by scales tell nothing where rounding differs from pass to pass, as in attention on a
-        GPU. A new proof looks at all nodes, which takes many times as long.
-        """
-        proof, objectives = self._graph.proof, self._objectives
+    def _known_proof(self) -> Proof | None:
+        """The proof that is known, if it lets layouts be remembered."""
+        proof = self._graph.proof
         if proof is None or proof.is_for_one_call:
-            return False
-        if proof.trials and objectives.per_sample > 1:
-            return False
-        uses, _ = owners_by_zeros(self._channel, objectives, self._survey)
-        if wanted not in uses or are_none(uses[wanted]):
-            return False
-        found = {use: self._fit(use, owners) for use, owners in uses.items()}
-        routes, survey = proof.routes, self._survey
-        others = found if routes is None else routes.others(survey, found)
-        if not proof.is_about(dims_of(survey, others)):
-            return False
-        self._found, self._is_proven = found, True
-        self._silent, self._trials = proof.silent, proof.trials
-        return True
+            return None
+        return None if proof.trials and self._objectives.per_sample > 1 else proof
 
     def _search_apart(self, found: str) -> None:
         """Lets this search look at each objective of a sample alone, or raises if it does so.
@@ -302,25 +278,33 @@ class Search:
             )
         self._are_apart = True
 
-    def _search_by_zeros(self, wanted: Use | None) -> None:
-        """Finds the layouts of all uses, and a proof of what the layouts depend on."""
-        if self._is_in_doubt:
-            self._graph.note_look()
-        self._is_in_doubt = False
-        prover = Prover(self._survey)
-        given = self._channel, self._objectives, self._survey, prover.spots
+    def _search_by_zeros(self, wanted: Use | None, proof: Proof | None) -> None:
+        """Finds the layouts of all uses, and a proof of what the layouts depend on.
+
+        Where rounding differs from pass to pass, as in attention on a GPU, passes by scales tell
+        nothing, and the ``proof`` that is known may be about the layouts. A new one looks at all
+        nodes, which takes many times as long.
+        """
+        prover = Prover(self._survey) if proof is None else None
+        given = self._channel, self._objectives, self._survey, prover.spots if prover else ()
         uses, spots = owners_by_zeros(*given, are_apart=self._are_apart)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             name = describe(wanted)
             self._search_apart(f"{name} has a cotangent for all samples, and none for some of them")
-            self._search_by_zeros(wanted)
+            self._search_by_zeros(wanted, proof)
             return
-        self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
-        if self._objectives.are_finite:  # if not, the layouts are for this call alone
+        found = self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
+        if proof is not None:
+            others = found if proof.routes is None else proof.routes.others(self._survey, found)
+            if proof.is_about(dims_of(self._survey, others)):
+                self._watched, self._is_proven = proof, True
+            else:
+                self._search_by_zeros(wanted, None)
+        elif prover is not None and self._objectives.are_finite:  # else they are for this call
             fitting = layouts_of_spots(spots, self._objectives.is_finite)
             regular = narrowed(self._survey, prover.ways, fitting)
-            self._graph.keep_proof(prover.proof(regular, self._found))
-            self._graph.keep_layouts(self._found)
+            self._graph.keep_proof(prover.proof(regular, found))
+            self._graph.keep_layouts(found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:
         """Finds the layouts of a use that this pass and those by scales show together."""

@@ -4,7 +4,6 @@ Its kernels add up in any order, so that passes by scales tell nothing. What is 
 rounding, as the cotangent of the first query of a causal attention, is zero in some passes only.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,21 +53,6 @@ def test_layouts_in_doubt_need_no_new_proof(proofs: list[object], each: int) -> 
         output = model(batch(5, 3))
         assert_exact(engine, per_sample(output) if each == 1 else output, model)
     assert len(proofs) == 1
-
-
-def test_looks_at_all_nodes_become_rare(
-    proofs: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where neither scales nor the known proof tell, as long as nothing is found wrong."""
-    monkeypatch.setattr(search.Search, "_search_again_by_zeros", lambda *_: False)
-    model = Model()
-    engine = Engine(model, verify="always")
-    counts = []
-    for _ in range(36):
-        assert_exact(engine, per_sample(model(batch(5, 3))), model)
-        counts.append(len(proofs))
-    calls = [i + 1 for i, (x, y) in enumerate(pairwise([0, *counts])) if y > x]
-    assert calls == [1, 3, 5, 8, 13, 22]  # behind 1, 2, 4, 8 and 16 doubts
 
 
 def test_samples_that_move(proofs: list[object]) -> None:

@@ -24,7 +24,7 @@ def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.Monkey
 
 
 def shown(*constants: Tensor) -> Shown:
-    return Shown(tuple((Constant(n, "index"), x) for n, x in enumerate(constants)))
+    return Shown({Constant(n, "index"): x for n, x in enumerate(constants)})
 
 
 def test_constants_of_what_calls_have_shown() -> None:
