@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,24 @@ def running_pass() -> Pass | None:
     return SILENT_PASSES.get(torch._C._current_graph_task_id()) if SILENT_PASSES else None
 
 
+@contextmanager
+def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
+    """Calls functions of nodes in the passes of engines inside of a block that go up to taps.
+
+    They get the pass, and the cotangents of the node's inputs and of its results.
+    """
+
+    def call(function: Callable[..., None], *cotangents: tuple[Tensor | None, ...]) -> None:
+        current = running_pass()
+        if current is not None and not current.is_blocked:
+            function(current, *cotangents)
+
+    with ExitStack() as stack:
+        for node, function in hooks:
+            stack.callback(node.register_hook(partial(call, function)).remove)
+        yield
+
+
 class Pass:
     """A backward pass of an engine.
 
@@ -47,9 +65,6 @@ class Pass:
         is_step: Whether the pass stands for the user's backward pass, in which inner passes would
             add to `.grad` of tensors that are not the engine's.
         is_along: Whether the pass is made only because other processes make theirs.
-
-    Attributes:
-        receiver: The function that is shown cotangents, or ``None``.
     """
 
     def __init__(
@@ -86,11 +101,7 @@ class Pass:
         *,
         retain_graph: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """Runs the pass, once.
-
-        Returns:
-            The gradient of each input, or ``None`` where the output does not depend on it.
-        """
+        """Runs the pass, once. Gives ``None`` for inputs that the output does not depend on."""
         if isinstance(output, Tensor):
             with torch.enable_grad():
                 output = output.view_as(output)  # with a new node, where no other pass comes along
@@ -136,12 +147,7 @@ class Pass:
 
         An error of the call is raised after the pass: if the error went through autograd, callbacks
         that others have queued for the end of the pass would not run. The pass goes on to its end,
-        and nothing more is shown.
-
-        Args:
-            call: Tells the receiver something.
-            cotangent: What the running node has computed.
-            others: What the call reads, too.
+        and nothing more is shown. The call may read ``others``, which must be waited for, too.
         """
         if self.hidden is None:
             self.tell(call, cotangent.unsqueeze(0), others)
@@ -205,11 +211,7 @@ class Pass:
                     tensor.grad = None
 
     def _put_back(self) -> list[Tensor]:
-        """Puts back gradients that were put aside. Returns tensors that got another one meanwhile.
-
-        Tensors that nobody holds any more, such as leaves that a Function made for itself, are left
-        out.
-        """
+        """Puts back gradients, and returns tensors that are alive and got another one meanwhile."""
         changed = []
         while self._aside:
             reference, gradient = self._aside.popitem()[1]
@@ -219,9 +221,8 @@ class Pass:
                 tensor.grad = gradient
         return changed[::-1]
 
-    def _begin(self, cotangents: tuple[Tensor, ...]) -> None:
+    def _begin(self, _: object) -> None:
         """Learns the number of the pass at its first node, and lists it as running."""
-        del cotangents
         if self._number is None:
             self._number = torch._C._current_graph_task_id()
             SILENT_PASSES[self._number] = self

@@ -10,8 +10,8 @@ remain for parameters that are read by a node inside of a recorded call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -30,7 +30,7 @@ from autogram._capture.autograd.graph import (
     nodes_from,
     nodes_leading_to,
 )
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.ways import NodeResult, TailWay, WayStep, ways_of
 from autogram._capture.tracked import Tracked, real_shape, track_parameter
@@ -223,27 +223,14 @@ def _sources(
     return {leaf.variable: None for leaf in leaves}
 
 
-@contextmanager
-def showing(uses: Iterable[TailUse]) -> Iterator[None]:
+def showing(uses: Iterable[TailUse]) -> AbstractContextManager[None]:
     """Shows the cotangents of uses in a tail to the passes of their engine, as taps do."""
-    by_node: dict[Any, list[TailUse]] = {}
-    for use in uses:
-        by_node.setdefault(use.output.node, []).append(use)
-    with ExitStack() as stack:
-        for node, own in by_node.items():
-            stack.callback(node.register_prehook(partial(_show, own)).remove)
-        yield
 
-
-def _show(uses: Iterable[TailUse], cotangents: tuple[Tensor | None, ...]) -> None:
-    """Shows the cotangents of a node's results."""
-    current = running_pass()
-    if current is None or current.is_blocked:
-        return
-    for each in uses:
+    def show(each: TailUse, current: Pass, _: object, cotangents: Sequence[Tensor | None]) -> None:
         cotangent, recording = cotangents[each.output.output_nr], each.use.recording
-        if cotangent is None or recording.channel is not current.channel:
-            continue
-        if current.reach(recording):
+        is_ours = recording.channel is current.channel
+        if cotangent is not None and is_ours and current.reach(recording):
             # Not here: what a checkpoint computes again can be read once in a pass.
             current.show(partial(current.keep, each.use, each.tensors), in_dense(cotangent))
+
+    return hooked((each.output.node, partial(show, each)) for each in uses)

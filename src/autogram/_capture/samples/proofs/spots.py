@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from autogram._capture.autograd.graph import in_dense
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.samples.proofs.carrying import Shape
 from autogram._capture.samples.survey import Survey
 
@@ -56,25 +56,17 @@ def in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
     return [*TopologicalSorter(behind).static_order()][::-1]
 
 
-@contextmanager
 def shown(
     survey: Survey, spots: Iterable[Spot], observe: Callable[[Spot, Tensor], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Shows the cotangents of some spots in the passes of an engine inside of a block.
 
     They have the shape ``(k, *shape)``, for a spot's own.
     """
 
-    def show(spot: Spot, *cotangents: tuple[Tensor | None, ...]) -> None:
-        current = running_pass()
-        if current is None or current.is_blocked:
-            return  # only passes from the losses to the taps show where samples are
+    def show(spot: Spot, current: Pass, *cotangents: tuple[Tensor | None, ...]) -> None:
         cotangent = cotangents[not spot.is_input][spot.position]
         if cotangent is not None and cotangent.numel():
             current.show(partial(observe, spot), in_dense(cotangent))
 
-    with ExitStack() as stack:
-        for spot in spots:
-            handle = survey.nodes[spot.node].register_hook(partial(show, spot))
-            stack.callback(handle.remove)
-        yield
+    return hooked((survey.nodes[spot.node], partial(show, spot)) for spot in spots)

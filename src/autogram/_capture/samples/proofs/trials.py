@@ -10,8 +10,8 @@ element of what the node returns is multiplied by the same power of two, bit for
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import in_dense, kind_of_node
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.samples.proofs.carrying import is_packed
 from autogram._capture.samples.survey import Survey
@@ -86,10 +86,9 @@ def keeps_places(survey: Survey, trial: Trial, samples: int) -> bool:
     return True
 
 
-@contextmanager
 def tried(
     survey: Survey, trials: Iterable[Trial], samples: int, tell: Callable[[Tensor, Tensor], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Tries some nodes in the passes of an engine inside of a block.
 
     Args:
@@ -100,18 +99,14 @@ def tried(
             does not.
     """
 
-    def show(trial: Trial, given: tuple[Tensor | None, ...], cotangents: Any) -> None:
-        current = running_pass()
-        if current is None or current.is_blocked or cotangents[0] is None:
-            return
-        others = [x for x in given if x is not None]
-        current.tell(partial(_try, survey, trial, samples, given, tell), cotangents[0], others)
+    def show(
+        trial: Trial, current: Pass, given: tuple[Tensor | None, ...], cotangents: Any
+    ) -> None:
+        if cotangents[0] is not None:
+            others = [x for x in given if x is not None]
+            current.tell(partial(_try, survey, trial, samples, given, tell), cotangents[0], others)
 
-    with ExitStack() as stack:
-        for trial in trials:
-            handle = survey.nodes[trial.node].register_hook(partial(show, trial))
-            stack.callback(handle.remove)
-        yield
+    return hooked((survey.nodes[trial.node], partial(show, trial)) for trial in trials)
 
 
 def _try(
