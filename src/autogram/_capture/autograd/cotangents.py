@@ -136,16 +136,9 @@ def many_vjps(
 def vjps_of_node(
     channel: Channel, output: GradientEdge, inputs: Sequence[GradientEdge], cotangents: Tensor
 ) -> list[Tensor | None]:
-    """Vector-Jacobian products through a single node, outside of any pass.
+    """The same for one result of a single node, which is none of a custom autograd Function.
 
-    Args:
-        channel: The channel of the engine.
-        output: One result of a node that is none of a custom autograd Function.
-        inputs: What the node leads to directly.
-        cotangents: Those of the result, ``(n, *output)``.
-
-    Returns:
-        For each input, ``(n, *input)``, or ``None`` where it has none.
+    The inputs are what the node leads to directly.
     """
     node: Any = output.node
     count = len(node._input_metadata)
@@ -166,28 +159,22 @@ def vjps_of_node(
         return totals
 
     places = {(edge.node, edge.output_nr): i for i, edge in enumerate(inputs)}
-    with torch.no_grad():
-        return _products(channel, vjp, cotangents, [node], len(inputs))
+    return carried_out(channel, vjp, cotangents, [node], len(inputs))
 
 
-def cotangents_of_input(
-    channel: Channel, node: Any, carry: Callable[[Tensor], Tensor | None], cotangents: Tensor
-) -> Tensor | None:
-    """What a single node hands to one of its inputs for some cotangents, outside of any pass.
+def carried_out(
+    channel: Channel,
+    function: Callable[[Tensor], dict[int, Tensor]],
+    cotangents: Tensor,
+    nodes: Iterable[Any],
+    count: int,
+) -> list[Tensor | None]:
+    """What a function makes of each cotangent by calling some nodes, outside of any pass.
 
-    Args:
-        channel: The channel of the engine.
-        node: The node.
-        carry: Gives what the input gets for one cotangent, ``None`` for nothing.
-        cotangents: Those of a result, ``(n, *result)``.
+    The function numbers its results, of which there are at most ``count``.
     """
-
-    def vjp(cotangent: Tensor) -> dict[int, Tensor]:
-        found = carry(cotangent)
-        return {} if found is None else {0: in_dense(found)}
-
     with torch.no_grad():
-        return _products(channel, vjp, cotangents, [node], 1)[0]
+        return _products(channel, function, cotangents, nodes, count)
 
 
 def is_batchable(nodes: Iterable[Any]) -> bool:

@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Layout, Limit, Region
-from autogram._capture.autograd.cotangents import cotangents_of_input, vjps_of_node
+from autogram._capture.autograd.cotangents import carried_out, vjps_of_node
 from autogram._capture.autograd.graph import (
     in_dense,
     is_tap_of,
@@ -90,14 +90,23 @@ class _WayUse(RuleUse):
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
     ) -> list[Contribution]:
         """The block, by the cotangent at the end of the way."""
-        channel = self.recording.channel
-        for step in self.steps:
-            found = cotangents_of_input(channel, step.node, step.carry, cotangent)
+        if self.steps:
+            channel, nodes = self.recording.channel, [step.node for step in self.steps]
+            (found,) = carried_out(channel, self._carry, cotangent, nodes, 1)
             if found is None:
                 return []
-            behind, result = step.edge
-            cotangent = found.to(behind._input_metadata[result].dtype)
+            cotangent = found
         return RuleUse.contributions(self, layout, cotangent, saved, limit)
+
+    def _carry(self, cotangent: Tensor) -> dict[int, Tensor]:
+        """What arrives at the end of the way, if anything does."""
+        for step in self.steps:
+            found = step.carry(cotangent)
+            if found is None:
+                return {}
+            behind, result = step.edge
+            cotangent = in_dense(found).to(behind._input_metadata[result].dtype)
+        return {0: cotangent}
 
 
 def uses_in_tail(
