@@ -49,7 +49,7 @@ from autogram._capture.samples.proofs.carrying import (
     moves_nothing,
     runs_through,
 )
-from autogram._capture.samples.proofs.regular import may_shift, stays_at_all_sizes
+from autogram._capture.samples.proofs.regular import may_shift
 from autogram._capture.samples.proofs.routes import Routes, find_routes
 from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
 from autogram._capture.samples.proofs.trials import Trial, can_try
@@ -128,6 +128,7 @@ class Prover:
         self.survey = survey
         self.spots: list[Spot] = []
         self.ways: dict[int, list[Onward]] = {}  # of each tap, and each node that leads to one
+        self._regular: Mapping[Spot, tuple[Folded, ...] | None] = {}
         reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
         for number, node in enumerate(survey.nodes):
             if node in reaching:
@@ -152,28 +153,28 @@ class Prover:
             regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
             uses: Those that fit the uses.
         """
-        fitting = {s: None if of is None else {x.dim for x in of} for s, of in regular.items()}
+        self._regular = regular
         constants: dict[Constant, None] = {}
         trials: list[Trial] = []
         moving: list[Trial] = []
-        for number in sorted({spot.node for spot in fitting}):
+        for number in sorted({spot.node for spot in regular}):
             call = self._call(number)
-            if call is not None and not self._is_carried(call, number, regular, uses):
+            if call is not None and not self._is_carried(call, number, uses):
                 return Proof(is_for_one_call=True)
         routes = find_routes(self.survey, self.ways, regular, uses)
         for spot, layouts in regular.items():
             if routes is not None and routes.free[spot.node]:
                 continue
             if not spot.is_input and layouts is not None:
-                decided_by = self._deciding(spot, layouts, fitting)
+                decided_by = self._deciding(spot, layouts)
                 constants.update(dict.fromkeys(decided_by or ()))
                 keeps_order = decided_by is not None and all(x.is_in_order for x in decided_by)
-                if keeps_order and not self._may_shift(spot, layouts, regular):
+                if keeps_order and not may_shift(self.survey, spot, self.ways[spot.node], regular):
                     continue
-                if (trial := self._trial(spot, regular)) is None:
+                if (trial := self._trial(spot)) is None:
                     return Proof(is_for_one_call=True)
                 (trials if decided_by is None else moving).append(trial)
-        silent = [spot for spot, dims in fitting.items() if dims is None]
+        silent = [spot for spot, layouts in regular.items() if layouts is None]
         if routes is not None:
             silent = routes.without_told(silent)
             uses = routes.others(self.survey, uses)
@@ -181,31 +182,9 @@ class Prover:
         dims = dims_of(self.survey, uses)
         return Proof(tuple(constants), tuple(silent), *tried, routes, dims=dims)
 
-    def _may_shift(
-        self,
-        spot: Spot,
-        layouts: tuple[Folded, ...],
-        regular: Mapping[Spot, tuple[Folded, ...] | None],
-    ) -> bool:
-        """Whether numbers of a node, as the start of a slice, decide where samples are."""
-        if self._call(spot.node) is not None:
-            return False
-        node, ways = self.survey.nodes[spot.node], self.ways[spot.node]
-        operation = kind_of_node(node.__class__).operation
-        if operation in VIEWS:
-            shape = ways[0].target.shape
-            return not all(stays_at_all_sizes(x, spot.shape, shape) for x in layouts)
-        arrived = [x for way in ways for x in regular.get(way.arrival) or ()]
-        pieces: list[Shape] | None = None
-        if operation == "Cat":
-            is_known = len(ways) == len(node.next_functions)
-            pieces = [way.target.shape for way in ways] if is_known else None
-        elif operation not in ("Slice", "SliceBackward"):
-            pieces = [result.shape for result in results_of_node(self.survey, spot.node)]
-        return may_shift(node, [*layouts, *arrived], pieces)
-
-    def _trial(self, spot: Spot, regular: Mapping[Spot, tuple[Folded, ...] | None]) -> Trial | None:
+    def _trial(self, spot: Spot) -> Trial | None:
         """How to try a node, if one layout fits its result and one fits each of its inputs."""
+        regular = self._regular
         place = _place(regular[spot])
         inputs: list[tuple[int, Folded]] = []
         silent: list[int] = []
@@ -236,11 +215,10 @@ class Prover:
         self,
         call: Any,
         number: int,
-        regular: Mapping[Spot, tuple[Folded, ...] | None],
         uses: Mapping[Use, tuple[Placement, ...]],
     ) -> bool:
         """Whether a compiled part takes samples where they were found, whatever its values are."""
-        node = self.survey.nodes[number]
+        node, regular = self.survey.nodes[number], self._regular
         given = [regular.get(spot) for spot in results_of_node(self.survey, number)]
         if any(layouts is not None and len(layouts) != 1 for layouts in given):
             return False
@@ -266,12 +244,7 @@ class Prover:
         stays = is_alike and (use_of(node) is not None or moves_nothing(edge))
         return Onward(Spot(number, position, True, target.shape), target, stays)
 
-    def _deciding(
-        self,
-        spot: Spot,
-        layouts: tuple[Folded, ...],
-        fitting: Mapping[Spot, set[int] | None],
-    ) -> list[Constant] | None:
+    def _deciding(self, spot: Spot, layouts: tuple[Folded, ...]) -> list[Constant] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
         dims = {layout.dim for layout in layouts}
         if self._call(spot.node) is not None:
@@ -281,8 +254,8 @@ class Prover:
         saves_values = bool(kind.tensors) or kind.operation == CHANGE  # which does not tell
         constants: list[Constant] = []
         for arrival, target, stays in self.ways[spot.node]:
-            arrived = dims if stays else fitting.get(arrival)
-            total = fitting.get(target)
+            arrived = dims if stays else _dims(self._regular.get(arrival))
+            total = _dims(self._regular.get(target))
             if not dims or (arrived is not None and total is not None and arrived != total):
                 return None
             if stays:
@@ -339,3 +312,8 @@ def dims_of(survey: Survey, found: Mapping[Use, tuple[Placement, ...]]) -> Dims:
 def _place(layouts: tuple[Folded, ...] | None) -> Folded | None:
     """The only layout that fits, if there is one."""
     return layouts[0] if layouts and len(layouts) == 1 else None
+
+
+def _dims(layouts: tuple[Folded, ...] | None) -> set[int] | None:
+    """The dimensions of some layouts, if there is a cotangent."""
+    return None if layouts is None else {layout.dim for layout in layouts}

@@ -6,9 +6,8 @@ share the dimension, a view or a number, such as the start of a slice, may make 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
@@ -85,26 +84,34 @@ def _stride(layout: Folded, shape: Shape) -> int:
     return layout.after * prod(shape[layout.dim + 1 :])
 
 
-def may_shift(node: Any, layouts: Iterable[Folded], pieces: Iterable[Shape] | None) -> bool:
-    """Whether a node moves samples along their dimension by a number that may be any.
+def may_shift(
+    survey: Survey,
+    spot: Spot,
+    ways: Sequence[Onward],
+    regular: Mapping[Spot, tuple[Folded, ...] | None],
+) -> bool:
+    """Whether a node moves samples of its result by numbers that may be any, as that of a slice.
 
-    Regular places become other ones then, or irregular ones, if more than samples are in this
+    Regular places become other ones then, or irregular ones, if more than samples are in a
     dimension.
-
-    Args:
-        node: The node.
-        layouts: Where samples are in its result and in its inputs.
-        pieces: The shapes of all that is put together, or that a tensor is split into, if known.
     """
-    operation = kind_of_node(node.__class__).operation
-    folded = [x for x in layouts if x.before * x.after > 1]
-    rank = len(node._input_metadata[0].shape)
+    node, layouts = survey.nodes[spot.node], regular[spot] or ()
+    operation, rank = kind_of_node(node.__class__).operation, len(node._input_metadata[0].shape)
+    if operation in VIEWS:
+        return not all(stays_at_all_sizes(x, spot.shape, ways[0].target.shape) for x in layouts)
+    arrived = [x for way in ways for x in regular.get(way.arrival) or ()]
+    folded = [x for x in (*layouts, *arrived) if x.before * x.after > 1]
     if operation == "ConstantPadNd":
         return any(x.dim >= rank - len(node._saved_pad) // 2 for x in folded)
     if operation not in _SHIFTING:
         return operation in ("Diagonal", "DiagonalBackward") and bool(folded)
     moved = [x for x in folded if x.dim == wrapped(node._saved_dim, rank)]
-    is_even = pieces is not None and all(
-        x.after == 1 and not any(shape[x.dim] % x.batch for shape in pieces) for x in moved
+    if operation == "Cat":
+        pieces, is_known = [x.target for x in ways], len(ways) == len(node.next_functions)
+    else:
+        pieces = [*results_of_node(survey, spot.node)]
+        is_known = operation not in ("Slice", "SliceBackward")
+    is_even = is_known and all(
+        x.after == 1 and not any(of.shape[x.dim] % x.batch for of in pieces) for x in moved
     )
     return bool(moved) and not is_even
