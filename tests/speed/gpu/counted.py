@@ -148,8 +148,8 @@ def _search_by_sizes(self: search.Search, *_: object) -> None:
     for use, shape in shapes.items():
         dim = shape.index(samples) if samples in shape else 0
         self._found[use] = (Folded(dim, 1, samples, shape[dim] // samples),)
-    self._graph.keep_proof(Proof(dims=dims_of(self._survey, self._found)))
-    self._graph.keep_layouts(self._found)
+    self.graph.keep_proof(Proof(dims=dims_of(self._survey, self._found)))
+    self.graph.keep_layouts(self._found)
 
 
 @contextmanager

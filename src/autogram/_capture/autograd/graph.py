@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice
-from autogram._capture.autograd.strides import kept_dims
+from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice, kept_dims
 from autogram._errors import FreedGraphError, UnsupportedError
 
 
@@ -292,8 +291,8 @@ def _kind(node: Any) -> NodeKind:
         arguments.append(_indexed)
     operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
     if operation == CHANGE:
-        arguments.append(_kept_by_change)
-        sizes.append(_geometry_of_change)
+        arguments.append(lambda node: (found := changed_slice(node)) and kept_by_slice(found))
+        sizes.append(lambda node: (found := changed_slice(node)) and (*found.whole, *found.part))
     elif operation == "AsStrided":
         arguments.append(kept_dims)
     return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))
@@ -301,18 +300,6 @@ def _kind(node: Any) -> NodeKind:
 
 kind_of_node: Callable[[Any], NodeKind] = _Kinds().__getitem__
 """What all nodes of a class have in common."""
-
-
-def _kept_by_change(node: Any) -> tuple[int, ...] | None:
-    """What a slice that was changed keeps of the whole tensor, if that is known."""
-    found = changed_slice(node)
-    return None if found is None else kept_by_slice(found)
-
-
-def _geometry_of_change(node: Any) -> tuple[int, ...]:
-    """All numbers of a slice that was changed, and of the whole tensor."""
-    found = changed_slice(node)
-    return () if found is None else found.numbers
 
 
 def _indexed(node: Any) -> tuple[bool, ...]:

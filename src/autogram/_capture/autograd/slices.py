@@ -1,19 +1,18 @@
-"""Slices: which dimensions of a tensor a slice of it keeps, for nodes that do not tell.
+"""Slices: which dimensions of a tensor a slice or a view of it keeps, where no node tells.
 
 Where a slice of a tensor is changed in place, autograd puts a node ``CopySlices`` behind the whole
 tensor, which tells neither which slice that is nor by what it was changed. So a recording notes it
-at the node.
+at the node. The node of a view by ``as_strided`` does not tell the strides of what is viewed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from autogram._capture.autograd.strides import digits
 
 CHANGE = "CopySlices"
 """The operation of nodes behind tensors of which a slice was changed in place."""
@@ -40,12 +39,6 @@ class ChangedSlice(NamedTuple):
     whole: Geometry
     part: Geometry
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """All that the places of elements follow from."""
-        of, part = self
-        return *of.sizes, *of.strides, of.offset, *part.sizes, *part.strides, part.offset
-
 
 def note_change(node: Any, whole: Tensor, part: Tensor) -> None:
     """Notes at the node behind a tensor that an element-wise call changed a slice of it."""
@@ -59,19 +52,45 @@ def changed_slice(node: Any) -> ChangedSlice | None:
 
 
 @lru_cache(maxsize=4096)
-def kept_by_slice(found: ChangedSlice | None) -> tuple[int, ...]:
+def kept_by_slice(found: ChangedSlice) -> tuple[int, ...]:
     """The dimension of a slice that has a whole dimension of the tensor, in order, or -1.
 
-    One for each dimension of the tensor; none where nothing is known of a slice.
+    One for each dimension of the tensor; none where nothing is known of the slice.
     """
-    if found is None or found.part.offset < found.whole.offset:
-        return ()
     whole, part = found
-    theirs = digits(whole.sizes, whole.strides)
-    kept = {
-        way: d for d, way in digits(part.sizes, part.strides, part.offset - whole.offset).items()
-    }
+    if part.offset < whole.offset:
+        return ()
+    theirs = _digits(whole.sizes, whole.strides)
+    ours = _digits(part.sizes, part.strides, part.offset - whole.offset)
+    kept = {way: dim for dim, way in ours.items()}
     return tuple([kept.get(theirs.get(dim, (0, 0)), -1) for dim in range(len(whole.sizes))])
+
+
+def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
+    """Pairs of a dimension of a view by ``as_strided`` and a dimension of the viewed tensor.
+
+    An element of index i along the one is an element of index i, or of one of the indices from ki
+    to ki + k - 1, along the other, whatever its other indices are.
+
+    A view has such a node, too, if what it is a view of was changed in place. No attribute of the
+    node tells the strides of the viewed tensor, and equal graphs may differ in them. The gradient
+    that the node returns has these strides, and costs nothing on a device without memory.
+    """
+    sizes, strides = node._saved_size, node._saved_stride
+    viewed = node(torch.empty(sizes, device="meta"))
+    # From the first element of both tensors to the last one. The offsets themselves are not known.
+    reach = viewed.untyped_storage().nbytes() // viewed.element_size() - 1
+    steps = viewed.stride()
+    ours = _digits(sizes, strides, slack=reach - _span(sizes, strides))
+    theirs = _digits(viewed.shape, steps, slack=reach - _span(viewed.shape, steps))
+    return tuple(
+        [
+            (dim, other)
+            for dim, (stride, period) in ours.items()
+            for other, (step, same) in theirs.items()
+            if period == same and stride % step == 0
+        ]
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -80,3 +99,27 @@ def is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else [getattr(packet, x) for x in packet.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def _digits(
+    sizes: Sequence[int], strides: Sequence[int], start: int = 0, slack: int = 0
+) -> dict[int, tuple[int, int]]:
+    """The dimensions whose index is a digit of each element's position.
+
+    That is, ``position % period // stride``. For each of them, stride and period. The first
+    element's position is ``start``, or at most ``slack`` behind it.
+    """
+    dims = zip(sizes, strides, strict=True)
+    ways = [(d, n, step) for d, (n, step) in enumerate(dims) if n > 1 and step]
+    found = {}
+    for dim, size, stride in ways:
+        period = size * stride
+        inner = [(n - 1) * x for d, n, x in ways if d != dim and x % period]
+        if start % period + slack + sum(inner) < stride:
+            found[dim] = stride, period
+    return found
+
+
+def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """How far the last element of a tensor is from its first."""
+    return sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))

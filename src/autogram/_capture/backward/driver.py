@@ -181,7 +181,7 @@ class Driver:
                 return False
             if self._batch_dim != "auto" or not is_certain:
                 raise
-            search.refuse(str(error))
+            search.graph.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
         learn, recordings = self._channel.counting.learn, run.survey.recordings
@@ -230,13 +230,13 @@ class Driver:
         try:
             self._confirm(run, run.check)
         except VerificationError as error:
-            search.forget()
+            search.graph.forget_layouts()
             if search.has_searched:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls
             raise error.since(doubted) from None
         if not search.has_searched:
-            search.doubt()
+            search.graph.doubt()
 
     def _confirm(self, run: Run, check: Check) -> None:
         """Raises if the check of a run shows that its result is wrong."""

@@ -52,6 +52,7 @@ class Search:
             ``None``.
 
     Attributes:
+        graph: What is remembered of the graph.
         has_searched: Whether samples were searched for in this call.
     """
 
@@ -63,7 +64,7 @@ class Search:
         replays: Replays | None,
     ) -> None:
         self._channel = remembered.channel
-        self._graph = RememberedGraph(remembered, survey, objectives)
+        self.graph = RememberedGraph(remembered, survey, objectives)
         self._replays = replays
         self._objectives = objectives
         self._survey = survey
@@ -85,9 +86,9 @@ class Search:
 
     def begin(self) -> None:
         """Recalls where the samples were, or searches for them."""
-        if (reason := self._graph.refusal) is not None:
+        if (reason := self.graph.refusal) is not None:
             raise MixedSamplesError(reason)
-        known = self._graph.known
+        known = self.graph.known
         # In a captured call, the host cannot read what a trial finds, or where routes lead.
         is_read = known is not None and bool(known.proof.trials or known.proof.routes)
         if known is not None and not (known.are_doubted if self._replays is None else is_read):
@@ -179,10 +180,10 @@ class Search:
         if self._has_changed is not None and self._has_changed.read():
             raise UnknownLayoutError
         if self._heard and self._flag(self._heard).read():
-            self.forget()
+            self.graph.forget_layouts()
             # What has moved samples may do so again.
             has_moved = bool(self._moved) and self._flag(self._moved).read()
-            self._graph.forget_proof(for_good=has_moved)
+            self.graph.forget_proof(for_good=has_moved)
             if not self.has_searched:
                 raise UnknownLayoutError
         if self._scales is not None and self._found is not None:
@@ -190,24 +191,12 @@ class Search:
                 if use not in self._found:
                     raise UnknownLayoutError(use)  # the cotangents of all samples add up to zero
         if self._is_proven and self._found is not None:
-            self._graph.keep_layouts(self._found)
-
-    def refuse(self, reason: str) -> None:
-        """Remembers that the samples are mixed in this graph."""
-        self._graph.refuse(reason)
+            self.graph.keep_layouts(self._found)
 
     @property
     def is_remembered(self) -> bool:
         """Whether an equal call needs no search."""
-        return self._graph.known is not None or not self._survey.uses
-
-    def forget(self) -> None:
-        """Forgets the layouts of this graph, as they were wrong."""
-        self._graph.forget_layouts()
-
-    def doubt(self) -> None:
-        """Lets the next call for this graph look again."""
-        self._graph.doubt()
+        return self.graph.known is not None or not self._survey.uses
 
     def run(self, use: Use | None = None) -> None:
         """Searches for the samples by passes of its own, for a use that needs a layout if given."""
@@ -223,12 +212,12 @@ class Search:
             self._search_apart(f"{describe(use)} has a cotangent, and none for some samples alone")
         if use is not None:
             self._needed.add(use)
-            self._graph.forget_layouts(and_what_was_shown=False)
+            self.graph.forget_layouts(and_what_was_shown=False)
         try:
             if use is not None or not self._search_by_scales():
                 self._search_by_zeros(use, self._known_proof() if are_scales_inexact else None)
         except NonFiniteError:
-            known, samples = self._graph.known, self._objectives.samples
+            known, samples = self.graph.known, self._objectives.samples
             recalled = None if known is None else known.recall(self._survey, samples)
             if known is None or recalled is None or Flag(recalled[1]).read():
                 raise
@@ -237,8 +226,8 @@ class Search:
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
-        channel, objectives, proof = self._channel, self._objectives, self._graph.proof
-        if proof is None or not objectives.are_finite or self._graph.wants_proof():
+        channel, objectives, proof = self._channel, self._objectives, self.graph.proof
+        if proof is None or not objectives.are_finite or self.graph.wants_proof():
             return False
         try:
             self._scales, self._found, self._is_proven = Scales(channel, objectives), {}, True
@@ -261,7 +250,7 @@ class Search:
 
     def _known_proof(self) -> Proof | None:
         """The proof that is known, if it lets layouts be remembered."""
-        proof = self._graph.proof
+        proof = self.graph.proof
         if proof is None or proof.is_for_one_call:
             return None
         return None if proof.trials and self._objectives.per_sample > 1 else proof
@@ -303,8 +292,8 @@ class Search:
         elif prover is not None and self._objectives.are_finite:  # else they are for this call
             fitting = layouts_of_spots(spots, self._objectives.is_finite)
             regular = narrowed(self._survey, prover.ways, fitting)
-            self._graph.keep_proof(prover.proof(regular, found))
-            self._graph.keep_layouts(found)
+            self.graph.keep_proof(prover.proof(regular, found))
+            self.graph.keep_layouts(found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:
         """Finds the layouts of a use that this pass and those by scales show together."""

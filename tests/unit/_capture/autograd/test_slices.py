@@ -64,7 +64,3 @@ def test_strides_that_are_none_of_the_whole_tensor() -> None:
                 assert all(of in (-1, by) for of, by in zip(found, expected, strict=True))
                 claims += sum(of >= 0 for of in found)
     assert claims > 100
-
-
-def test_nothing_is_known_of_no_slice() -> None:
-    assert kept_by_slice(None) == ()

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.strides import kept_dims
+from autogram._capture.autograd.slices import kept_dims
 
 # How many views of random strides to look at.
 VIEWS = 600

@@ -23,8 +23,12 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import kind_of_node
-from autogram._capture.autograd.slices import changed_slice, is_pointwise, kept_by_slice
-from autogram._capture.autograd.strides import kept_dims
+from autogram._capture.autograd.slices import (
+    changed_slice,
+    is_pointwise,
+    kept_by_slice,
+    kept_dims,
+)
 
 Shape = tuple[int, ...]
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from autogram._capture.autograd.graph import VIEWS, kind_of_node, use_of
-from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice
-from autogram._capture.autograd.strides import kept_dims
+from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice, kept_dims
 from autogram._capture.samples.proofs.carrying import (
     Edge,
     Shape,
@@ -53,13 +52,16 @@ class Passage(NamedTuple):
     doubts: list[Tensor]
 
 
-Move = Callable[[Passage], Tensor | None]
+# Gives the owners of an input, from those of the first result that has some.
+Move = Callable[[Passage, Tensor], Tensor | None]
 
 
 def owners_of_input(passage: Passage) -> Tensor | None:
     """The owners of an input of a node, or ``None`` if they are unknown."""
-    node, position = passage.node, passage.position
-    owners = (_move_of(node, position, len(passage.given)) or _stay)(passage)
+    move = _move_of(passage.node, passage.position, len(passage.given)) or _stay
+    first = next(owners for owners in passage.owners if owners is not None)
+    # An input that is a part of the result is of the sample that all of the result is of.
+    owners = move(passage, first) if first.dim() or move in _SPREADING else first
     if owners is not None and owners.dim() and owners.shape != passage.given[:1]:
         return None
     return owners
@@ -104,13 +106,13 @@ def _move_of(node: Any, position: int, rank: int) -> Move | None:
     return move if wrapped(node._saved_dim, rank) == 0 else None
 
 
-def _stay(passage: Passage) -> Tensor | None:
+def _stay(passage: Passage, first: Tensor) -> Tensor | None:
     """For nodes that keep the first dimension, and any nodes if all is of one sample."""
     pairs = zip(passage.owners, passage.results, strict=True)
     arrived = [(owners, shape) for owners, shape in pairs if owners is not None]
     if any(owners.dim() for owners, _ in arrived):
         if kind_of_node(passage.node.__class__).operation in VIEWS:
-            return _viewed(passage, arrived[0][0])
+            return _viewed(passage, first)
         edges = [Edge(passage.node, passage.position, shape, passage.given) for _, shape in arrived]
         if not all(map(_stays_in_first, edges)):
             return None
@@ -196,11 +198,11 @@ def _marked(mask: Tensor, count: int, doubts: list[Tensor]) -> Tensor:
     return is_unmarked.argsort(stable=True)[:count] // max(prod(mask.shape[1:]), 1)
 
 
-def _from_places(passage: Passage) -> Tensor | None:
+def _from_places(passage: Passage, owners: Tensor) -> Tensor | None:
     """For results that have some places of the input, which several of them may have in common."""
-    (owners,), (result,) = passage.owners, passage.results
+    (result,) = passage.results
     places = _places(passage, passage.given[0], result)
-    if places is None or owners is None or result[: places.dim()] != places.shape:
+    if places is None or result[: places.dim()] != places.shape:
         return None
     if owners.dim() and not places.dim():
         return None  # the index leaves no dimension, and the owners are along another one
@@ -214,11 +216,9 @@ def _from_places(passage: Passage) -> Tensor | None:
     return found.masked_fill((found >= 0) & (found != least), SEVERAL)
 
 
-def _to_places(passage: Passage) -> Tensor | None:
+def _to_places(passage: Passage, owners: Tensor) -> Tensor | None:
     """For an input that is put in some places of the result."""
-    (owners,), (result,), given = passage.owners, passage.results, passage.given
-    if owners is None or not owners.dim():
-        return owners
+    (result,), given = passage.results, passage.given
     places, rank = _places(passage, result[0], given), len(result)
     if hasattr(passage.node, "_saved_indices"):
         rank = rank_of_indexed(passage.node, rank)
@@ -229,55 +229,39 @@ def _to_places(passage: Passage) -> Tensor | None:
     return each if each.dim() < 2 else _unanimous(each.flatten(1))
 
 
-def _from_slice(passage: Passage) -> Tensor | None:
+def _from_slice(passage: Passage, owners: Tensor) -> Tensor | None:
     """For a result that is a slice of the input, or one place of it."""
-    (owners,), node = passage.owners, passage.node
-    if owners is None:
-        return None
-    found = owners.new_full(passage.given[:1], _NONE)
-    there = _sliced(node)
-    if owners.dim() and not isinstance(there, slice):
-        return None
+    found, there = owners.new_full(passage.given[:1], _NONE), _sliced(passage.node)
     if owners.dim() and owners.shape != found[there].shape:
         return None
     found[there] = owners
     return found
 
 
-def _to_slice(passage: Passage) -> Tensor | None:
+def _to_slice(passage: Passage, owners: Tensor) -> Tensor:
     """For an input that is a slice of the result, or one place of it."""
-    (owners,) = passage.owners
-    return owners if owners is None or not owners.dim() else owners[_sliced(passage.node)]
+    return owners[_sliced(passage.node)]
 
 
-def _to_padded(passage: Passage) -> Tensor | None:
+def _to_padded(passage: Passage, owners: Tensor) -> Tensor:
     """For an input that is padded with a constant, or cut where it is padded by less than zero."""
-    (owners,) = passage.owners
-    if owners is None or not owners.dim():
-        return owners
     before, after = (-signed(number) for number in passage.node._saved_pad[-2:])
     return pad(owners, (before, after), value=_NONE)
 
 
-def _to_changed(passage: Passage) -> Tensor | None:
+def _to_changed(passage: Passage, owners: Tensor) -> Tensor | None:
     """For a tensor of which a slice was changed, and what that was changed by.
 
     The slice must have all places, in order.
     """
-    (owners,), found = passage.owners, changed_slice(passage.node)
-    if owners is None or not owners.dim():
-        return owners
-    if found is None:
+    if (found := changed_slice(passage.node)) is None:
         return None
     kept, missing = kept_by_slice(found), len(found.part.sizes) - len(passage.given)
     return owners if passage.position == 0 or kept[:1] == (missing,) else None
 
 
-def _to_viewed(passage: Passage) -> Tensor | None:
+def _to_viewed(passage: Passage, owners: Tensor) -> Tensor | None:
     """For a tensor of which a view by ``as_strided`` has all places, in order."""
-    (owners,) = passage.owners
-    if owners is None or not owners.dim():
-        return owners
     return owners if (0, 0) in kept_dims(passage.node) else None
 
 
@@ -288,11 +272,10 @@ def _sliced(node: Any) -> slice | int:
     return signed(node._saved_index)
 
 
-def _from_pieces(passage: Passage) -> Tensor | None:
+def _from_pieces(passage: Passage, like: Tensor) -> Tensor | None:
     """For results that are all pieces of the input, in order, or all its places."""
     is_unbound = kind_of_node(passage.node.__class__).operation == "Unbind"
     pieces = []
-    like = next(x for x in passage.owners if x is not None)
     for owners, shape in zip(passage.owners, passage.results, strict=True):
         size = 1 if is_unbound else shape[0]
         if owners is None:
@@ -304,21 +287,20 @@ def _from_pieces(passage: Passage) -> Tensor | None:
     return torch.cat(pieces)
 
 
-def _to_piece(passage: Passage) -> Tensor | None:
+def _to_piece(passage: Passage, owners: Tensor) -> Tensor | None:
     """For inputs that are joined in order, or are single places of the result."""
-    (owners,), (result,), node = passage.owners, passage.results, passage.node
-    if owners is None or not owners.dim():
-        return owners
+    (result,), node = passage.results, passage.node
     if kind_of_node(node.__class__).operation == "Stack":
         return owners[passage.position] if len(node.next_functions) == len(owners) else None
     if any(following is None for following, _ in node.next_functions):
         return None  # the node does not tell how long constants are
     shapes = [before._input_metadata[number].shape for before, number in node.next_functions]
     sizes = [shape[0] if len(shape) == len(result) else 0 for shape in shapes]
-    pieces = owners.split(sizes) if sum(sizes) == len(owners) else None
-    return None if pieces is None else pieces[passage.position]
+    return owners.split(sizes)[passage.position] if sum(sizes) == len(owners) else None
 
 
+# Moves, and stays, that tell of the input also where all of the result is of one sample.
+_SPREADING = (_stay, _from_places, _from_slice, _from_pieces)
 # Operations that move places along the dimension that they saved, and the input whose places they
 # move, or `None` for each.
 _MOVES: dict[str, tuple[Move, int | None]] = {
@@ -335,13 +317,6 @@ _MOVES: dict[str, tuple[Move, int | None]] = {
     "AsStrided": (_to_viewed, None),
 }
 # Operations that carry the first dimension of their result, but not to that of their input.
-_TURNING = {
-    "T",
-    "Diagonal",
-    "DiagonalBackward",
-    "DiagEmbed",
-    "Trilinear",
-    "Unfold",
-}
+_TURNING = ("T", "Diagonal", "DiagonalBackward", "DiagEmbed", "Trilinear", "Unfold")
 # Operations of other ranks that keep the first dimension where its size stays, and save no ``dim``.
-_IN_FRONT = {"Index", "IndexPut", "IndexPutImpl", "Squeeze", "Mv", "NllLoss", "NllLoss2D"}
+_IN_FRONT = ("Index", "IndexPut", "IndexPutImpl", "Squeeze", "Mv", "NllLoss", "NllLoss2D")
