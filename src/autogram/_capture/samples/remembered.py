@@ -55,16 +55,14 @@ class Known:
             return None
         owners, clashes = routed
         copies = copied_to_cpu(owners.values())
-        several: dict[int, list[tuple[Tensor, tuple[Placement, ...]]]] = {}  # by how many places
+        known: list[tuple[Tensor, tuple[Placement, ...]]] = []
         for use, number in survey.uses.items():
             if number in owners:
                 own = copies[owners[number]]
                 if own.dim() and 0 not in use.dims:
                     return None
                 # Most uses have the owners of another one, and share its layout.
-                known = several.setdefault(own.numel(), [])
-                equal = (x for other, x in known if other is own or torch.equal(other, own))
-                layouts = next(equal, None)
+                layouts = next((x for other, x in known if torch.equal(other, own)), None)
                 if layouts is None:
                     if bool((own == SEVERAL).any()):
                         return None

@@ -33,20 +33,14 @@ from autogram._capture.uses import Use
 
 
 class Hop(NamedTuple):
-    """The way from the results of a node to one of its inputs.
+    """The way from the results of a node to one of its inputs, the result of another node.
 
-    Attributes:
-        node: The number of the node in the survey.
-        position: The number of the input.
-        results: The numbers of the spots that are results of the node.
-        target: The number of the spot that is the input, the result of another node.
-        keeps_first: Whether places along the first dimension stay, if there are as many of them.
+    If it ``keeps_first``, places along the first dimension stay where there are as many of them.
     """
 
-    node: int
+    results: tuple[Spot, ...]
     position: int
-    results: tuple[int, ...]
-    target: int
+    target: Spot
     keeps_first: bool
 
 
@@ -55,8 +49,7 @@ class Routes:
     """How samples get to irregular places, for graphs of one structure.
 
     Attributes:
-        spots: The results of nodes at both ends of all hops.
-        places: The numbers of spots in which samples have regular places, with these.
+        places: Where samples have regular places, in results of nodes at either end.
         hops: The hops, each behind those that it needs.
         taps: The taps on irregular results, by number.
         free: For each node of the survey, 1 if hops go through it, so that what it saved may be
@@ -64,8 +57,7 @@ class Routes:
             tap.
     """
 
-    spots: tuple[Spot, ...]
-    places: Mapping[int, Folded]
+    places: Mapping[Spot, Folded]
     hops: tuple[Hop, ...]
     taps: frozenset[int]
     free: bytes
@@ -78,45 +70,43 @@ class Routes:
             none of which may be true. ``None`` where a node moves samples in an unknown way at the
             sizes of this call.
         """
-        metadata = [survey.nodes[x.node]._input_metadata[x.position] for x in self.spots]
-        shapes = [tuple(x.shape) for x in metadata]
-        if any(len(shape) != len(x.shape) for shape, x in zip(shapes, self.spots, strict=True)):
-            return None
-        found: list[Tensor | None] = [None] * len(self.spots)
+        found: dict[Spot, Tensor] = {}
         doubts: list[Tensor] = []
-        for number, layout in self.places.items():
+        for spot, layout in self.places.items():
+            of = survey.nodes[spot.node]._input_metadata[spot.position]
             size = layout.before * layout.batch * layout.after
-            if shapes[number][0] != size:
+            if len(of.shape) != len(spot.shape) or of.shape[0] != size:
                 return None
-            along = torch.arange(size, device=metadata[number].device)
-            found[number] = along // layout.after % layout.batch
+            found[spot] = torch.arange(size, device=of.device) // layout.after % layout.batch
         for hop in self.hops:
-            arrived = tuple([found[number] for number in hop.results])
-            if not any(x is not None for x in arrived):
+            arrived = tuple(map(found.get, hop.results))
+            if all(x is None for x in arrived):
                 continue
-            given, owners = shapes[hop.target], arrived[0]
+            target, owners = hop.target, arrived[0]
+            given = tuple(survey.nodes[target.node]._input_metadata[target.position].shape)
+            if len(given) != len(target.shape):
+                return None
             if not hop.keeps_first or owners is None or owners.shape != given[:1]:
-                results = tuple([shapes[number] for number in hop.results])
-                node = survey.nodes[hop.node]
+                node = survey.nodes[hop.results[0].node]
+                results = tuple([tuple(x.shape) for x in node._input_metadata])
                 owners = owners_of_input(
                     Passage(node, hop.position, given, results, arrived, doubts)
                 )
                 if owners is None:
                     return None
-            if (before := found[hop.target]) is not None:
+            before = found.get(target)
+            if before is not None:
                 owners = owners_of_sum([before, owners])
-            if hop.target not in self.places:
-                found[hop.target] = owners
+            if target not in self.places:
+                found[target] = owners
             elif owners is not before:
                 doubts.append((owners == SEVERAL).any())
-        pairs = zip(self.spots, found, strict=True)
-        of_taps = {x.node: own for x, own in pairs if own is not None and x.node in self.taps}
-        return of_taps, doubts
+        return {x.node: own for x, own in found.items() if x.node in self.taps}, doubts
 
     def without_told(self, spots: Iterable[Spot]) -> list[Spot]:
         """Those of some spots whose places have owners that are not known."""
-        inputs = {hop[:2] for hop in self.hops}
-        targets = {self.spots[hop.target] for hop in self.hops if hop.target not in self.places}
+        inputs = {(hop.results[0].node, hop.position) for hop in self.hops}
+        targets = {hop.target for hop in self.hops} - self.places.keys()
         return [
             x for x in spots if not ((x.node, x.position) in inputs if x.is_input else x in targets)
         ]
@@ -155,8 +145,7 @@ def find_routes(
         if any(spot in irregular for spot in results_of_node(survey, number)):
             targets = [way.target for way in ways[number]]
             irregular.update([spot for spot in targets if len(regular.get(spot) or ()) != 1])
-    spots: dict[Spot, int] = {}
-    places: dict[int, Folded] = {}
+    places: dict[Spot, Folded] = {}
     hops: list[Hop] = []
     nodes: set[int] = set()
     for number in order:
@@ -171,27 +160,23 @@ def find_routes(
         nodes.add(number)
         for spot in around:
             layouts = regular.get(spot)
-            is_place = spot not in irregular and layouts
-            if is_place or spot in irregular or spot in results:
-                spots.setdefault(spot, len(spots))
-            if is_place and layouts:
+            if layouts and spot not in irregular:
                 if len(layouts) > 1 or layouts[0].dim:
                     return None
-                places[spots[spot]] = layouts[0]
-        known = tuple([spots[result] for result in results])
+                places[spot] = layouts[0]
         for arrival, target, _ in ways[number]:
-            if target in irregular or spots.get(target) in places:
+            if target in irregular or target in places:
                 edge = Edge(node, arrival.position, results[0].shape, target.shape)
                 keeps = len(results) == 1 and keeps_first(edge)
-                hops.append(Hop(number, arrival.position, known, spots[target], keeps))
+                hops.append(Hop(results, arrival.position, target, keeps))
     own = {*survey.uses.values()}
     taps = frozenset(spot.node for spot in irregular if spot.node in own)
     free = bytearray([2 * (x not in ways) + (x in nodes) for x in range(len(survey.nodes))])
     for spot in irregular:
         free[spot.node] = 2
-    if any(free[of.node] == 2 for of, number in spots.items() if number in places):
+    if any(free[spot.node] == 2 for spot in places):
         return None  # a node has both
-    routes = Routes(tuple(spots), places, tuple(hops), taps, bytes(free))
+    routes = Routes(places, tuple(hops), taps, bytes(free))
     return routes if _agree(routes, survey, uses) else None
 
 
