@@ -53,14 +53,12 @@ def visit(
         losses: The tensor that is differentiated.
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.
-        retain_graph: Whether the graph is kept. If not, and if there is a single cotangent, the
-            pass frees the graph on its way. With several, a batched pass may fail, so that the
-            graph is kept for others.
+        retain_graph: Whether the graph is kept. With several cotangents, it is in any case, as a
+            batched pass may fail.
         is_step: Whether the pass stands for the user's, as :class:`Pass` says.
 
     Returns:
-        The receiver, after it was called with each use, what its tap saved, and its cotangent
-        ``(k, *output)``.
+        The receiver, which was shown each use, what its tap saved, and its cotangent.
     """
     anchors = [channel.anchor]
     receiver = start()
@@ -113,14 +111,8 @@ def many_vjps(
 ) -> list[Tensor | None]:
     """Vector-Jacobian products of one output with respect to some inputs, up to the nearest taps.
 
-    Args:
-        channel: The channel of the taps.
-        output: The output.
-        inputs: The inputs.
-        cotangents: Those of the output, ``(n, *output)``.
-
-    Returns:
-        For each input, ``(n, *input)``, or ``None`` where the output does not depend on it.
+    Of cotangents ``(n, *output)``, there are ``(n, *input)`` for each input, or ``None`` where the
+    output does not depend on it.
     """
     edges = [x if isinstance(x, GradientEdge) else edge_of(x, output) for x in inputs]
 
@@ -201,13 +193,7 @@ def _products(
 def _together(
     function: Callable[[Tensor], dict[K, Tensor]], cotangents: Tensor, nodes: Iterable[Any]
 ) -> dict[K, Tensor] | None:
-    """``function`` of each cotangent, stacked, by one pass; or ``None`` if they must go one by one.
-
-    Args:
-        function: Makes a pass.
-        cotangents: The cotangents.
-        nodes: All nodes that the pass may go through.
-    """
+    """What one batched pass gives through some nodes, or ``None`` if it must go one by one."""
     # The search for anomalies reads values, which a batched pass hides.
     is_searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     if is_searched or not is_batchable(nodes):

@@ -163,11 +163,8 @@ def entry(
 ) -> Tensor:
     """An input for a call of a compiled graph, which leads from its node to engines' anchors.
 
-    Args:
-        calls: For each engine, the object that it is shown of the call.
-        like: The input that the call has where no engine sees the call.
-        anchors: The anchors of the engines.
-        saved: Tensors to keep for the engines.
+    Engines are shown ``calls``, and ``saved`` tensors are kept for them. The input is ``like`` the
+    one that the call has where no engine sees it.
     """
     like = like.detach()  # or it would be one more leaf that the losses depend on
     given: Tensor = _CompiledEntry.apply(calls, like, saved, *anchors)  # type: ignore[no-untyped-call]  # as typed in torch

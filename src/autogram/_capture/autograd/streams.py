@@ -24,11 +24,8 @@ class Streams:
     def take(self, tensors: Sequence[Tensor]) -> bool:
         """Lets these streams wait for tensors that this thread computes, and keeps their memory.
 
-        The first tensor tells the device, and the stream.
-
-        Returns:
-            Whether this thread launches its work on these streams as it is. To ask PyTorch again
-            would take as long as a small operation.
+        The first tensor tells the device. Returns whether this thread launches its work on these
+        streams as it is: to ask PyTorch again would take as long as a small operation.
         """
         device = tensors[0].device
         own = self._own.get(device)

@@ -34,7 +34,7 @@ def use_in_tail(survey: Survey) -> FallbackUse | None:
     the engine was made.
     """
     losses, channel, names = survey.losses, survey.channel, survey.names
-    known = {p for use, *_ in survey.tail for tracked in use.reads for p in tracked.sources}
+    known = {p for use in survey.tail for tracked in use.reads for p in tracked.sources}
     known.update(survey.left_out)
     inside = [p for p in survey.leaves_of_tail if p in names and p not in known]
     reads = tuple(track_parameter(p) for p in inside)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-
 import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
-from autogram._capture.samples.owners import HIDDEN, NONE, Owners, are_none
-from autogram._capture.samples.proofs.spots import Spot
+from autogram._capture.samples.owners import HIDDEN, NONE, Owners
 from autogram._capture.uses import Use, describe, not_finite
 from autogram._errors import MixedSamplesError
 
@@ -76,35 +73,10 @@ def regular_layouts(
     return tuple(found)
 
 
-def layouts_of_spots(
-    owners: Mapping[Spot, Owners], is_finite: Tensor
-) -> dict[Spot, tuple[Folded, ...] | None]:
-    """The regular layouts that samples may have at spots, or ``None`` without a cotangent.
-
-    Most spots have the shape and the owners of another one.
-    """
-    found: dict[Spot, tuple[Folded, ...] | None] = {}
-    known: dict[Hashable, list[tuple[Owners, tuple[Folded, ...] | None]]] = {}
-    for spot, own in owners.items():
-        others = known.setdefault((spot.shape, *own), [])
-        equal = [x for other, x in others if all(torch.equal(own[d], other[d]) for d in own)]
-        if not equal:
-            equal = [None if are_none(own) else regular_layouts(spot.shape, own, is_finite)]
-            others.append((own, equal[0]))
-        found[spot] = equal[0]
-    return found
-
-
 def layouts_of_owners(use: Use, owners: Tensor, samples: int) -> tuple[Placement, ...]:
-    """The layout of a use, where the owners of all places along its first dimension are known.
+    """The layout of a use, by the owners of its places along the first dimension, on the CPU.
 
-    Args:
-        use: The use.
-        owners: As in :mod:`.moves`, on the CPU.
-        samples: The number of samples.
-
-    Returns:
-        One layout, or nothing where no place is of any sample.
+    The owners are as in :mod:`.moves`. There is no layout where no place is of any sample.
     """
     if not owners.dim():
         sample = int(owners)

@@ -22,12 +22,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import product, zip_longest
+from itertools import product
 from math import prod
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from autogram._blocks import as_real
 from autogram._capture.autograd.cotangents import visit
@@ -74,20 +75,14 @@ def owners_by_zeros(
     The places of a sample whose objectives are not finite are hidden: zero times infinity is not
     zero, so that they have a cotangent in every pass. The other samples show the layout.
 
-    Args:
-        channel: The channel of the taps.
-        objectives: What is differentiated.
-        survey: The graph.
-        spots: Those of its spots to look at, besides the uses.
-        are_apart: Whether to make other passes as well, in which the objectives of a sample are
-            apart. Together, what they contribute to a place may cancel.
+    Together, what the objectives of a sample contribute to a place may cancel. If they
+    ``are_apart``, other passes are made as well, in which each objective is alone.
     """
     zeros = _Zeros(objectives)
     with shown(survey, spots, zeros.hear):
         for is_apart in [False, True] if are_apart else [False]:
             for chosen in zeros.choices():
                 show_uses(channel, objectives, chosen, zeros.see, are_apart=is_apart)
-                zeros.end_pass()
     uses = zeros.owners(zeros.counts)
     met = [use for use, owners in uses.items() if not owners]
     # Samples that meet along every dimension of a use may still have elements of their own.
@@ -128,7 +123,7 @@ class _Zeros:
         # For each place, the digits for which it had a cotangent in the pass of bit 0, those for
         # which it had one in the pass of bit 1, and whether its cotangent was not finite.
         self._marks = torch.zeros(3, 0, dtype=torch.int32, device="cpu")
-        self._marking: list[tuple[slice, int, int, Tensor]] = []  # in the current pass
+        self._marking: list[tuple[slice, tuple[int, int], Tensor]] = []  # in the current pass
         self._count = 0  # of places
         self.counts = Counter[Use]()
         self._is_finite = objectives.is_finite
@@ -139,6 +134,7 @@ class _Zeros:
         for digit, bit in product(range(self._digits), (0, 1)):
             self._digit, self._bit, self.passes = digit, bit, self.passes + 1
             yield samples >> digit & 1 == bit
+            self._take_in()
 
     def owners(self, seen: Iterable[_Seen]) -> dict[_Seen, Owners]:
         """The owners of uses and spots that were seen, behind all passes."""
@@ -186,20 +182,18 @@ class _Zeros:
             if dim not in places:
                 self._count, start = self._count + len(largest), self._count
                 places[dim] = slice(start, self._count)
-            self._marking.append((places[dim], row, mark, largest))
+            self._marking.append((places[dim], (row, mark), largest))
 
-    def end_pass(self) -> None:
+    def _take_in(self) -> None:
         """Takes in the marks of a pass. Of thousands, a device is waited for once."""
-        new = self._marks.new_zeros(3, self._count - self._marks.shape[1])
-        self._marks = torch.cat([self._marks, new], 1)
+        self._marks = pad(self._marks, (0, self._count - self._marks.shape[1]))
         copies = copied_to_cpu([largest for *_, largest in self._marking])
-        run: list[Tensor] = []  # of places that follow each other, as most do
-        for (own, *how, largest), following in zip_longest(self._marking, self._marking[1:]):
-            run.append(copies[largest])
-            if following is None or (following[0].start, *following[1:3]) != (own.stop, *how):
-                (row, mark), is_there = how, torch.cat(run) != 0
-                self._marks[row, own.stop - len(is_there) : own.stop] |= mark * is_there
-                run.clear()
+        for how in {how for _, how, _ in self._marking}:
+            own = [(places, copies[x]) for places, other, x in self._marking if other == how]
+            numbers = [torch.arange(of.start, of.stop, device="cpu") for of, _ in own]
+            is_there = torch.cat([largest for _, largest in own]) != 0
+            row, mark = how
+            self._marks[row, torch.cat(numbers)[is_there]] |= mark
         self._marking.clear()
 
     def _dims(self, seen: Use | Spot) -> tuple[int, ...]:
@@ -281,15 +275,11 @@ def _by_place(
     values: Tensor,
     reduce: Callable[[Tensor, int], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Values reduced to one for each place, by dimension.
+    """Values reduced to one for each place, by dimension in which samples can lie, in order.
 
-    Args:
-        seen: What the values belong to.
-        dims: Dimensions in which samples can lie, in ascending order.
-        values: Of its shape, or with more dimensions behind.
-        reduce: Reduces a matrix along one of its dimensions. Dimensions behind all places are
-            reduced first, and dimensions in front of places one by one, so that most values are
-            read once or twice, whatever their dimensions.
+    The values may have more dimensions behind those of what they belong to. ``reduce`` reduces a
+    matrix along one of its dimensions. Dimensions behind all places are reduced first, and those in
+    front of places one by one, so that most values are read once or twice.
     """
     if together := _together(seen):
         yield -together, reduce(values.reshape(prod(seen.shape[:together]), -1), 1)

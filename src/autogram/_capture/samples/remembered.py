@@ -156,14 +156,7 @@ class Remembered:
 class RememberedGraph:
     """What an engine remembers of the graph of one call.
 
-    Args:
-        remembered: What it remembers of all graphs.
-        survey: The graph.
-        objectives: The objectives of the call.
-
-    Attributes:
-        known: The layouts, if they are remembered.
-        refusal: Why samples count as mixed, if they do.
+    That is, the layouts if they are ``known``, or the ``refusal``: why samples count as mixed.
     """
 
     def __init__(self, remembered: Remembered, survey: Survey, objectives: Objectives) -> None:

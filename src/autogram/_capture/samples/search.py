@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, agree
-from autogram._capture.samples.layouts import Layouts, fitting_layouts, layouts_of_spots
+from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import Owners, Scales, are_none, owners_by_zeros, show_uses
 from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
@@ -25,12 +25,7 @@ from autogram._errors import MixedSamplesError, NonFiniteError, UnsupportedError
 
 
 class UnknownLayoutError(Exception):
-    """It is not known where the samples lie.
-
-    Attributes:
-        use: The use whose layout is needed, because it has a cotangent; ``None`` where it is not
-            known which.
-    """
+    """It is not known where the samples of a use lie that has a cotangent, or of some use."""
 
     def __init__(self, use: Use | None = None) -> None:
         super().__init__()
@@ -50,10 +45,6 @@ class Search:
         survey: The graph behind the objectives.
         replays: In a call that is captured into a CUDA graph, where comparisons are left; else
             ``None``.
-
-    Attributes:
-        graph: What is remembered of the graph.
-        has_searched: Whether samples were searched for in this call.
     """
 
     def __init__(
@@ -97,11 +88,8 @@ class Search:
                 found, changes = recalled
                 changed = self._has_changed = self._flag(changes) if changes else None
                 if changed is None or not (changed.is_ready and changed.read()):
-                    self._found, self._watched, self._routes = (
-                        found,
-                        known.proof,
-                        known.proof.routes,
-                    )
+                    self._found, self._watched = found, known.proof
+                    self._routes = known.proof.routes
         if self._found is None and self._survey.uses:
             self.run()
 
@@ -150,10 +138,7 @@ class Search:
         return is_certain and all(map(self._is_certain, self._survey.uses))
 
     def watched(self) -> AbstractContextManager[object]:
-        """Watches, in the pass inside of a block, what the proof is about.
-
-        Spots whose cotangent was zero, and nodes that are to be tried.
-        """
+        """Watches spots whose cotangent was zero in the pass inside of a block, and tries nodes."""
         heard, moved = self._heard, self._moved = [], []
         silent, trials = self._watched.silent, self._watched.trials
         if not (silent or trials):
@@ -276,6 +261,7 @@ class Search:
         """
         prover = Prover(self._survey) if proof is None else None
         given = self._channel, self._objectives, self._survey, prover.spots if prover else ()
+        is_finite = self._objectives.is_finite
         uses, spots = owners_by_zeros(*given, are_apart=self._are_apart)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             name = describe(wanted)
@@ -290,7 +276,10 @@ class Search:
             else:
                 self._search_by_zeros(wanted, None)
         elif prover is not None and self._objectives.are_finite:  # else they are for this call
-            fitting = layouts_of_spots(spots, self._objectives.is_finite)
+            fitting = {
+                spot: None if are_none(own) else regular_layouts(spot.shape, own, is_finite)
+                for spot, own in spots.items()
+            }
             regular = narrowed(self._survey, prover.ways, fitting)
             self.graph.keep_proof(prover.proof(regular, found))
             self.graph.keep_layouts(found)

@@ -79,7 +79,8 @@ class Survey:
         self._end_of_tail = len(self.nodes)
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
-        self._noted = self._find_noted() if self.leaves_of_tail and channel.has_noted else []
+        tail = self.nodes[: self._end_of_tail] if self.leaves_of_tail and channel.has_noted else ()
+        self._noted = [(x, of) for x in tail if (of := noted_at(x, channel)) is not None]
         passes = [*self.recordings, *[recording for _, recording in self._noted]]
         self.passes = [*{of: None for each in passes for of in (each, *each.earlier)}]
         self.left_out = self._find_left_out()
@@ -106,13 +107,9 @@ class Survey:
         return self.channel.parameters(self.leaves, known)
 
     def key_without(self, free: bytes) -> bytes:
-        """The key without the sizes of some nodes, and of the uses that they show.
+        """The key without the sizes of nodes that are ``free``, and of the uses that they show.
 
         The sizes of all other results are in it, as these may follow from nothing else.
-
-        Args:
-            free: For each node, 1 if the sizes that it saved may be any, and 2 if those of its
-                results may be any, too.
         """
         sizes: list[Any] = [tuple(self.losses.shape)]
         for node, freedom in zip(self.nodes, free, strict=True):
@@ -140,11 +137,6 @@ class Survey:
         views = [node for node in inside if kind_of_node(node.__class__).operation in VIEWS]
         groups = [_groups(x._input_metadata[0].shape, x._saved_self_sym_sizes) for x in views]
         return _digest([rooms, groups, self._inside])
-
-    def _find_noted(self) -> list[tuple[Any, Recording]]:
-        """The nodes of the tail at which a forward pass is noted, and its recording."""
-        found = [(x, noted_at(x, self.channel)) for x in self.nodes[: self._end_of_tail]]
-        return [(node, recording) for node, recording in found if recording is not None]
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
@@ -191,9 +183,9 @@ class Survey:
         leaves = [x for x in self.leaves_of_tail if x in self.names and x not in self.left_out]
         nodes = self.nodes[: self._end_of_tail]
         found = uses_in_tail(self.channel, self.losses, nodes, {x: self.names[x] for x in leaves})
-        for use, output, _ in found:
-            self.uses[use] = self.numbers[output.node]
-            self._structure += self.uses[use], output.output_nr
+        for use in found:
+            self.uses[use] = self.numbers[use.edge.node]
+            self._structure += self.uses[use], use.edge.output_nr
         return found
 
     def _follow(self, pending: deque[_Edges], behind_taps: deque[_Edges]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,35 +32,14 @@ from autogram._capture.autograd.graph import (
 )
 from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.recording import Channel, Recording
-from autogram._capture.samples.ways import NodeResult, TailWay, WayStep, ways_of
+from autogram._capture.samples.ways import NodeResult, TailWay, ways_of
 from autogram._capture.tracked import Tracked, real_shape, track_parameter
-from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse, Use
+from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse
 from autogram.rules import find_rule, positions
 from autogram.rules import product as factors
 
 # The most elements that rows of a tensor may have which is computed from parameters alone.
 _LARGEST = 2**26
-
-
-class TailUse(NamedTuple):
-    """A use in a tail.
-
-    Attributes:
-        use: The use.
-        output: The result of a node whose cotangent the use is shown.
-        product: The node of a matrix product that has saved a factor, or ``None``.
-    """
-
-    use: Use
-    output: GradientEdge
-    product: Any = None
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What a node saved for the use."""
-        if self.product is None:
-            return ()
-        first = self.product._saved_self.detach()
-        return (first.reshape(*self.use.shape[:-1], first.shape[1]),)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +50,10 @@ class _NodeUse(FallbackUse):
     """
 
     inputs: tuple[GradientEdge, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Nothing that the node saved."""
+        return ()
 
     def vjps(self, cotangents: Tensor) -> list[Tensor | None]:
         """Products of cotangents ``(n, *output)`` with the derivatives by each input."""
@@ -84,15 +67,22 @@ class _WayUse(RuleUse):
     It has the samples where the cotangent of the node has them.
     """
 
-    steps: tuple[WayStep, ...]
+    edge: GradientEdge
+    way: TailWay
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The factor that the node of a matrix product saved."""
+        if self.way.product is None:
+            return ()
+        first = self.way.product._saved_self.detach()
+        return (first.reshape(*self.shape[:-1], first.shape[1]),)
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
     ) -> list[Contribution]:
         """The block, by the cotangent at the end of the way."""
-        if self.steps:
-            channel, nodes = self.recording.channel, [step.node for step in self.steps]
-            (found,) = carried_out(channel, self._carry, cotangent, nodes, 1)
+        if nodes := [step.node for step in self.way.steps]:
+            (found,) = carried_out(self.recording.channel, self._carry, cotangent, nodes, 1)
             if found is None:
                 return []
             cotangent = found
@@ -100,7 +90,7 @@ class _WayUse(RuleUse):
 
     def _carry(self, cotangent: Tensor) -> dict[int, Tensor]:
         """What arrives at the end of the way, if anything does."""
-        for step in self.steps:
+        for step in self.way.steps:
             found = step.carry(cotangent)
             if found is None:
                 return {}
@@ -109,27 +99,31 @@ class _WayUse(RuleUse):
         return {0: cotangent}
 
 
+TailUse = _NodeUse | _WayUse
+"""A use in a tail, which is shown the cotangent of its ``edge``: a result of a node."""
+
+
 def uses_in_tail(
     channel: Channel, losses: Tensor, nodes: Sequence[Any], parameters: Mapping[Tensor, str]
 ) -> list[TailUse]:
     """The uses among the nodes of a tail, if they cost less than products through all of the tail.
+
+    There is one for each result of such a node. None for a penalty, which reads parameters where
+    there is but a number for each objective; and none of parameters that are also read by a node
+    whose cotangent in the tail alone no pass shows.
 
     Args:
         channel: The channel of the taps.
         losses: The objectives.
         nodes: The tail, with the taps and the leaves at its ends.
         parameters: The parameters of J that it reaches, with their names.
-
-    Returns:
-        One for each result of such a node. None for a penalty, which reads parameters where there
-        is but a number for each objective; and none of parameters that are also read by a node
-        whose cotangent in the tail alone no pass shows.
     """
     leaves = [x for x in nodes if getattr(x, "variable", None) in parameters]
     taps = [x for x in nodes if is_tap_of(channel, x)]
     leading = nodes_leading_to(taps, nodes)
     reading = nodes_leading_to(leaves, nodes) - leading
-    readers = [x for x in nodes if x in leading and x not in taps and _reads(x, reading)]
+    others = [x for x in nodes if x in leading and x not in taps]
+    readers = [x for x in others if any(child in reading for child, _ in x.next_functions)]
     between = nodes_leading_to(readers, nodes) & leading
     sizes = [prod(of.shape) for node in between for of in node._input_metadata]
     if max(sizes, default=0) <= losses.numel():
@@ -140,8 +134,8 @@ def uses_in_tail(
     closed = [x for x in readers if x in behind or isinstance(x, BackwardCFunction)]
     if closed:
         read_there = _sources(closed, reading, parameters)
-        others = {p: name for p, name in parameters.items() if p not in read_there}
-        return uses_in_tail(channel, losses, nodes, others)
+        left = {p: name for p, name in parameters.items() if p not in read_there}
+        return uses_in_tail(channel, losses, nodes, left)
     recording = Recording(channel, dict(parameters))
     tracked: dict[NodeResult, Tracked] = {}
 
@@ -152,53 +146,37 @@ def uses_in_tail(
 
     found: list[TailUse] = []
     for node in readers:
-        rest: list[NodeResult] = []
-        for edge, ways in ways_of(node, reading).items():
-            if ways is None:
-                rest.append(edge)
-            for way in ways or ():
-                found.append(_by_way(recording, -1 - len(found), node, way, read(way.edge)))
-        for result in range(len(node._input_metadata) if rest else 0):
-            output, reads = GradientEdge(node, result), tuple(map(read, rest))
-            inputs = tuple(GradientEdge(*edge) for edge in rest)
-            known = _described(recording, -1 - len(found), output)
-            dtype = node._input_metadata[result].dtype
-            use = _NodeUse(*known, reads, dtype, output, inputs, is_seen=False)
-            found.append(TailUse(use, output))
+        ways, results = ways_of(node, reading), node._input_metadata
+        for way in [way for some in ways.values() for way in some or ()]:
+            described = recording, -1 - len(found), node.name(), tuple(results[0].shape)
+            found.append(_by_way(described, GradientEdge(node, 0), way, read(way.edge)))
+        rest = [edge for edge, some in ways.items() if some is None]
+        reads, inputs = tuple(map(read, rest)), tuple(GradientEdge(*edge) for edge in rest)
+        for i, of in enumerate(results if rest else ()):
+            described = recording, -1 - len(found), node.name(), tuple(of.shape)
+            output = GradientEdge(node, i)
+            found.append(_NodeUse(*described, reads, of.dtype, output, inputs, is_seen=False))
     derived = [prod(of.shape) for of in tracked.values() if of.region is None]
     return [] if losses.numel() * max(derived, default=0) > _LARGEST else found
 
 
-def _by_way(recording: Recording, index: int, node: Any, way: TailWay, operand: Tracked) -> TailUse:
+def _by_way(
+    described: tuple[Recording, int, str, tuple[int, ...]],
+    output: GradientEdge,
+    way: TailWay,
+    operand: Tracked,
+) -> TailUse:
     """The use of what a node reads by a way."""
-    output = GradientEdge(node, 0)
-    described = _described(recording, index, output)
     letters = positions(len(described[-1]))
-    equation, rule, saved = (
-        f"{letters},{letters[:-1]}i->i{letters[-1]}",
-        find_rule(torch.mm),
-        slice(1),
-    )
     if way.product is None:  # summed along dimensions in which the operand is broadcast
         own = zip(letters[len(letters) - len(operand.shape) :], operand.shape, strict=True)
         target = "".join(["1" if size == 1 else letter for letter, size in own])
         equation, rule, saved = f"{letters}->{target}", find_rule(torch.add), slice(0)
+    else:
+        equation = f"{letters},{letters[:-1]}i->i{letters[-1]}"
+        rule, saved = find_rule(torch.mm), slice(1)
     recipes = [KeptRecipe((operand,), factors(operand.sources[0], equation).formula, saved)]
-    use = _WayUse(*described, (operand,), recipes, rule, way.steps)
-    return TailUse(use, output, way.product)
-
-
-def _described(
-    recording: Recording, index: int, output: GradientEdge
-) -> tuple[Recording, int, str, tuple[int, ...]]:
-    """What all uses have."""
-    shape = tuple(output.node._input_metadata[output.output_nr].shape)
-    return recording, index, output.node.name(), shape
-
-
-def _reads(node: Any, reading: Collection[Any]) -> bool:
-    """Whether a node has an input that is computed from parameters alone."""
-    return any(child in reading for child, _ in node.next_functions)
+    return _WayUse(*described, (operand,), recipes, rule, output, way)
 
 
 def _tracked(
@@ -235,11 +213,11 @@ def _sources(
 def showing(uses: Iterable[TailUse]) -> AbstractContextManager[None]:
     """Shows the cotangents of uses in a tail to the passes of their engine, as taps do."""
 
-    def show(each: TailUse, current: Pass, _: object, cotangents: Sequence[Tensor | None]) -> None:
-        cotangent, recording = cotangents[each.output.output_nr], each.use.recording
-        is_ours = recording.channel is current.channel
-        if cotangent is not None and is_ours and current.reach(recording):
+    def show(use: TailUse, current: Pass, _: object, cotangents: Sequence[Tensor | None]) -> None:
+        cotangent = cotangents[use.edge.output_nr]
+        is_ours = use.recording.channel is current.channel
+        if cotangent is not None and is_ours and current.reach(use.recording):
             # Not here: what a checkpoint computes again can be read once in a pass.
-            current.show(partial(current.keep, each.use, each.tensors), in_dense(cotangent))
+            current.show(partial(current.keep, use, use.tensors), in_dense(cotangent))
 
-    return hooked((each.output.node, partial(show, each)) for each in uses)
+    return hooked((use.edge.node, partial(show, use)) for use in uses)

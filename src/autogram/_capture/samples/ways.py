@@ -31,12 +31,7 @@ NodeResult = tuple[Any, int]
 
 
 class WayStep(NamedTuple):
-    """The way through a node that multiplies the cotangent of its first result, element by element.
-
-    Attributes:
-        node: The node.
-        position: The number of the input.
-    """
+    """The way to an input of a node that multiplies its cotangent element by element."""
 
     node: Any
     position: int
@@ -67,17 +62,13 @@ class WayStep(NamedTuple):
 
 
 class TailWay(NamedTuple):
-    """How a node reads parameters, or a tensor that is computed from parameters alone.
-
-    Attributes:
-        steps: Nodes on the way, in the order of a backward pass.
-        edge: What is read: the second factor of a product, or what is broadcast.
-        product: The node of a matrix product behind the steps, if there is one.
-    """
+    """How a node reads parameters, or a tensor that is computed from parameters alone."""
 
     steps: tuple[WayStep, ...]
     edge: NodeResult
+    """What is read: the second factor of a product, or what is broadcast."""
     product: Any = None
+    """The node of a matrix product behind the steps, if there is one."""
 
 
 def ways_of(node: Any, reading: Collection[Any]) -> dict[NodeResult, list[TailWay] | None]:

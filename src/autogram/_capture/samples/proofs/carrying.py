@@ -34,14 +34,7 @@ Shape = tuple[int, ...]
 
 
 class Edge(NamedTuple):
-    """A path through a node, from one of its results to one of its inputs.
-
-    Attributes:
-        node: The node.
-        position: The number of the input.
-        result: The shape of the result.
-        given: The shape of the input.
-    """
+    """A path through a node, from a result of some shape to the input with a number and a shape."""
 
     node: Any
     position: int

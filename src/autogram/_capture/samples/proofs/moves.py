@@ -33,23 +33,17 @@ _NONE, SEVERAL = -1, 2**62
 
 
 class Passage(NamedTuple):
-    """The way of cotangents from the results of a node to one of its inputs.
-
-    Attributes:
-        node: The node.
-        position: The number of the input.
-        given: The shape of the input.
-        results: The shapes of the results.
-        owners: The owners of each result, or ``None`` where nothing arrives.
-        doubts: Gets booleans: whether values are such that a move is another one.
-    """
+    """The way of cotangents from the results of a node to one of its inputs."""
 
     node: Any
     position: int
     given: Shape
+    """The shape of the input."""
     results: tuple[Shape, ...]
     owners: tuple[Tensor | None, ...]
+    """The owners of each result, or ``None`` where nothing arrives."""
     doubts: list[Tensor]
+    """Gets booleans: whether values are such that a move is another one."""
 
 
 # Gives the owners of an input, from those of the first result that has some.
@@ -163,12 +157,9 @@ def _unanimous(owners: Tensor) -> Tensor:
 
 
 def _places(passage: Passage, size: int, taken: Shape) -> Tensor | None:
-    """The places along the first dimension that an index has, ``(n, *others)``.
+    """The places that an index has, ``(n, *others)``, of some along the first dimension.
 
-    Args:
-        passage: The way through a node that saved the index.
-        size: How many places there are.
-        taken: The shape of what is taken from there, or put there.
+    What is taken from there, or put there, has the shape ``taken``.
     """
     node = passage.node
     if hasattr(node, "_saved_indices"):

@@ -35,9 +35,9 @@ from torch import Tensor
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import (
     VIEWS,
+    calls_of,
     kind_of_node,
     nodes_leading_to,
-    shown_by,
     use_of,
 )
 from autogram._capture.autograd.slices import CHANGE
@@ -206,16 +206,12 @@ class Prover:
 
     def _call(self, number: int) -> Any | None:
         """What this engine, or else another one, is shown of a call of a compiled part."""
-        node = self.survey.nodes[number]
-        calls = () if use_of(node) is not None else shown_by(node)
+        calls = calls_of(self.survey.nodes[number])
         own = (x for x in calls if x.recording.channel is self.survey.channel)
         return next(own, calls[0] if calls else None)
 
     def _is_carried(
-        self,
-        call: Any,
-        number: int,
-        uses: Mapping[Use, tuple[Placement, ...]],
+        self, call: Any, number: int, uses: Mapping[Use, tuple[Placement, ...]]
     ) -> bool:
         """Whether a compiled part takes samples where they were found, whatever its values are."""
         node, regular = self.survey.nodes[number], self._regular

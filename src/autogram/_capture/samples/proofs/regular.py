@@ -48,11 +48,6 @@ def narrowed(
     is, tell from where samples are in their result where these are behind. Which of several
     dimensions is right is not decided here: where values have made another one fit, a proof has to
     compare these.
-
-    Args:
-        survey: The graph.
-        ways: Of each tap, and each node that leads to one.
-        regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
     """
     found = dict(regular)
     for number in in_order(ways):

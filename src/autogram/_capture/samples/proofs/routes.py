@@ -63,12 +63,10 @@ class Routes:
     free: bytes
 
     def owners(self, survey: Survey) -> tuple[dict[int, Tensor], list[Tensor]] | None:
-        """The owners of the results of taps in a call, by the taps' numbers.
+        """The owners of the results of taps in a call, as in :mod:`.moves`, by the taps' numbers.
 
-        Returns:
-            The owners, as in :mod:`.moves`, and comparisons of those of regular places: booleans,
-            none of which may be true. ``None`` where a node moves samples in an unknown way at the
-            sizes of this call.
+        And comparisons of those of regular places: booleans, none of which may be true. ``None``
+        where a node moves samples in an unknown way at the sizes of this call.
         """
         found: dict[Spot, Tensor] = {}
         doubts: list[Tensor] = []
@@ -127,15 +125,8 @@ def find_routes(
 ) -> Routes | None:
     """The routes to all results in which a search has found samples in irregular places.
 
-    Args:
-        survey: The graph.
-        ways: Of each tap, and each node that leads to one.
-        regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
-        uses: Those that fit the uses.
-
-    Returns:
-        The routes, or ``None`` where there are no such results, or a node in front of one moves
-        samples in an unknown way.
+    ``None`` where there are none, or a node in front of one moves samples in an unknown way. The
+    arguments are as for :meth:`.Prover.proof`.
     """
     irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
     if not irregular or survey.may_hide_taps:

@@ -31,16 +31,12 @@ class Spot(NamedTuple):
 
 
 class Onward(NamedTuple):
-    """How a node leads to another that has taps behind it.
-
-    Attributes:
-        arrival: The input of the node.
-        target: The result of the other node, whose cotangent is the sum of all that arrive there.
-        moves_nothing: As :func:`.carrying.moves_nothing` says of the node.
-    """
+    """How a node leads to another that has taps behind it."""
 
     arrival: Spot
+    """The input of the node."""
     target: Spot
+    """The result of the other node, whose cotangent is the sum of all that arrive there."""
     moves_nothing: bool
 
 

@@ -91,12 +91,7 @@ def tried(
 ) -> AbstractContextManager[None]:
     """Tries some nodes in the passes of an engine inside of a block.
 
-    Args:
-        survey: The graph.
-        trials: The nodes.
-        samples: How many samples there are.
-        tell: Is given, for each node, whether it moves samples, and whether it has shown that it
-            does not.
+    Tells of each node whether it moves samples, and whether it has shown that it does not.
     """
 
     def show(
