@@ -117,9 +117,10 @@ def _batch(edge: Edge) -> Iterable[int]:
 
 
 def _but_own(edge: Edge) -> Iterable[int]:
-    """All dimensions but the ``dim`` or ``dims`` of the call."""
+    """All dimensions but the ``dim``, ``dims`` or ``dimension`` of the call."""
     node, rank = edge.node, len(edge.given)
-    dims = node._saved_dim if hasattr(node, "_saved_dim") else node._saved_dims
+    name = next((x for x in ("dim", "dimension") if hasattr(node, f"_saved_{x}")), "dims")
+    dims = getattr(node, f"_saved_{name}")
     own = {wrapped(d, rank) for d in (dims if isinstance(dims, tuple) else (dims,))}
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
@@ -136,12 +137,6 @@ def _joined(edge: Edge) -> Iterable[int]:
     """
     has_constants = any(following is None for following, _ in edge.node.next_functions)
     return _but_own(edge) if has_constants else _all(edge)
-
-
-def _windows(edge: Edge) -> Iterable[int]:
-    """All dimensions but the one that was unfolded, and the new last one."""
-    rank = len(edge.result) - 1
-    return {*range(rank)} - {wrapped(edge.node._saved_dimension, rank)}
 
 
 def _matrices(first: int) -> Carries:
@@ -253,7 +248,7 @@ _KNOWN: list[tuple[Carries, str]] = [
         _but_own,
         """
         Gather Topk Sort Cummax Cummin Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp
-        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Rot90
+        IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Rot90 Unfold
         """,
     ),
     (_rolled, "Roll"),
@@ -279,7 +274,6 @@ _KNOWN: list[tuple[Carries, str]] = [
     # In layers, the samples are in one of the first two dimensions, and time is in the other.
     (_leading(1), "ThnnFusedLstmCell ThnnFusedGruCell MkldnnRnnLayer CudnnRnn MiopenRnn"),
     (lambda edge: range(len(edge.result) - 1), "ViewAsReal"),
-    (_windows, "Unfold"),
     (_restrided, "AsStrided"),
     (_changed, "CopySlices"),
     (_matrices(0), "Mm Bmm"),

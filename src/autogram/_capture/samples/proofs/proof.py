@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch
@@ -122,17 +123,22 @@ class Proof:
 
 
 class Prover:
-    """Proves what the places of samples depend on, from what a search by zeros shows of spots."""
+    """Proves what the places of samples depend on, from what a search by zeros shows of spots.
+
+    Attributes:
+        spots: What a search has to show.
+        ways: Those of each tap, and of each node that leads to one, behind all that lead to it.
+    """
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.spots: list[Spot] = []
-        self.ways: dict[int, list[Onward]] = {}  # of each tap, and each node that leads to one
+        found: dict[int, list[Onward]] = {}
         self._regular: Mapping[Spot, tuple[Folded, ...] | None] = {}
         reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
         for number, node in enumerate(survey.nodes):
             if node in reaching:
-                ways = self.ways[number] = [
+                ways = found[number] = [
                     self._way(
                         node, position, results_of_node(survey, survey.numbers[following])[result]
                     )
@@ -141,6 +147,9 @@ class Prover:
                 ]
                 self.spots += results_of_node(survey, number)
                 self.spots += [way.arrival for way in ways if not way.moves_nothing]
+        behind = {number: [way.target.node for way in ways] for number, ways in found.items()}
+        order = [*TopologicalSorter(behind).static_order()]
+        self.ways = {number: found[number] for number in reversed(order)}
 
     def proof(
         self,

@@ -13,7 +13,7 @@ from autogram._blocks import Folded
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
 from autogram._capture.samples.proofs.carrying import Edge, Shape, wrapped
 from autogram._capture.samples.proofs.moves import keeps_first
-from autogram._capture.samples.proofs.spots import Onward, Spot, in_order, results_of_node
+from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
 from autogram._capture.samples.survey import Survey
 
 _SHIFTING = {
@@ -50,7 +50,7 @@ def narrowed(
     compare these.
     """
     found = dict(regular)
-    for number in in_order(ways):
+    for number in ways:
         results = [spot for spot in results_of_node(survey, number) if spot in found]
         known = found[results[0]] if len(results) == 1 else None
         if known is None or len(known) != 1:

@@ -27,7 +27,7 @@ from autogram._capture.samples.proofs.moves import (
     owners_of_input,
     owners_of_sum,
 )
-from autogram._capture.samples.proofs.spots import Onward, Spot, in_order, results_of_node
+from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -131,15 +131,14 @@ def find_routes(
     irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
     if not irregular or survey.may_hide_taps:
         return None
-    order = in_order(ways)
-    for number in order:  # also what had no cotangent, or too little to tell its places
+    for number in ways:  # also what had no cotangent, or too little to tell its places
         if any(spot in irregular for spot in results_of_node(survey, number)):
             targets = [way.target for way in ways[number]]
             irregular.update([spot for spot in targets if len(regular.get(spot) or ()) != 1])
     places: dict[Spot, Folded] = {}
     hops: list[Hop] = []
     nodes: set[int] = set()
-    for number in order:
+    for number in ways:
         results = results_of_node(survey, number)
         around = dict.fromkeys([*results, *[way.target for way in ways[number]]])
         if irregular.isdisjoint(around):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -44,12 +43,6 @@ def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
     """The results of a node."""
     metadata = survey.nodes[number]._input_metadata
     return tuple([Spot(number, i, False, tuple(x.shape)) for i, x in enumerate(metadata)])
-
-
-def in_order(ways: Mapping[int, Sequence[Onward]]) -> list[int]:
-    """The numbers of nodes, each behind all that lead to it."""
-    behind = {number: [way.target.node for way in some] for number, some in ways.items()}
-    return [*TopologicalSorter(behind).static_order()][::-1]
 
 
 def shown(
