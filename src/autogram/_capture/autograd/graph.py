@@ -229,23 +229,15 @@ Reader = Callable[[Any], Any]
 
 
 class NodeKind(NamedTuple):
-    """What all nodes of one class have in common.
+    """What all nodes of one class have in common."""
 
-    Attributes:
-        number: A number for the class.
-        operation: The operation that the class differentiates: ``Mul`` for ``MulBackward0``. Empty
-            for a Function in Python, whatever its name, but for those of wrappers that return what
-            they are given.
-        tensors: The attributes that hold the tensors that a node saved.
-        arguments: Functions that read what a node saved that is no tensor: dimensions, shifts.
-        sizes: Functions that read the sizes, strides and positions that a node saved.
-    """
-
-    number: int
+    number: int  # of the class
+    # What the class differentiates: `Mul` for `MulBackward0`. Empty for a Function in Python,
+    # whatever its name, but for those of wrappers that return what they are given.
     operation: str
-    tensors: tuple[str, ...] = ()
-    arguments: tuple[Reader, ...] = ()
-    sizes: tuple[Reader, ...] = ()
+    tensors: tuple[str, ...] = ()  # the attributes that hold the tensors that a node saved
+    arguments: tuple[Reader, ...] = ()  # what a node saved that is no tensor: dimensions, shifts
+    sizes: tuple[Reader, ...] = ()  # the sizes, strides and positions that a node saved
 
 
 class _Kinds(dict[Any, NodeKind]):

@@ -95,12 +95,7 @@ class Objectives:
         return self.by_sample(numbers.view(self.losses.shape))
 
     def in_order(self, values: Tensor, *dims: int) -> Tensor:
-        """Values that come in the order ``(k, b)``, in the row-major order of the losses.
-
-        Args:
-            values: Values for all objectives along some dimensions.
-            dims: These dimensions.
-        """
+        """Values that come in the order ``(k, b)`` along ``dims``, in the order of the losses."""
         if 1 in (self.per_sample, self.samples):
             return values
         order = torch.arange(self.losses.numel(), device=values.device)

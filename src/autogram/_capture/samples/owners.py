@@ -106,26 +106,21 @@ _Seen = TypeVar("_Seen", Use, Spot)
 
 
 class _Zeros:
-    """Which places have a cotangent in passes for the samples with some bit of their number.
-
-    Attributes:
-        passes: How many passes there were.
-        places: For each use and spot, by dimension, which of all places are its own.
-        counts: For each use, how many elements had a cotangent, over all passes.
-    """
+    """Which places have a cotangent in passes for the samples with some bit of their number."""
 
     def __init__(self, objectives: Objectives) -> None:
         self._samples = objectives.samples
         self._digits = (objectives.samples - 1).bit_length()
         self._digit = self._bit = 0  # by which the samples of the current pass are chosen
-        self.passes = 0
+        self.passes = 0  # so far
+        # For each use and spot, by dimension, which of all places are its own.
         self.places: dict[Use | Spot, dict[int, slice]] = defaultdict(dict)
         # For each place, the digits for which it had a cotangent in the pass of bit 0, those for
         # which it had one in the pass of bit 1, and whether its cotangent was not finite.
         self._marks = torch.zeros(3, 0, dtype=torch.int32, device="cpu")
         self._marking: list[tuple[slice, tuple[int, int], Tensor]] = []  # in the current pass
         self._count = 0  # of places
-        self.counts = Counter[Use]()
+        self.counts = Counter[Use]()  # of elements with a cotangent, over all passes
         self._is_finite = objectives.is_finite
 
     def choices(self) -> Iterator[Tensor]:
@@ -204,14 +199,10 @@ class _Zeros:
 
 
 class Scales:
-    """Passes in which samples have weights that are powers of two, to be compared with equal ones.
-
-    Attributes:
-        uses: The uses that have a cotangent.
-    """
+    """Passes in which samples have powers of two for weights, to be compared with equal ones."""
 
     def __init__(self, channel: Channel, objectives: Objectives) -> None:
-        self.uses: dict[Use, None] = {}
+        self.uses: dict[Use, None] = {}  # those that have a cotangent
         self._samples = objectives.samples
         self._sums: dict[int, dict[Use, Tensor]] = defaultdict(dict)
         samples = torch.arange(self._samples, device="cpu")

@@ -80,13 +80,10 @@ class Shown:
     layer that is called for them. Where no value moves samples, each call shows the same layout, by
     the samples that reach the use in this call. A regular layout that fits in each call is right
     if more than half of the samples have shown it.
-
-    Attributes:
-        constants: The constants that the layouts depend on.
-        uses: For each use by number, the regular layouts that have fitted so far, and the samples.
     """
 
     constants: Constants
+    # For each use by number, the regular layouts that have fitted so far, and the samples.
     uses: dict[int, tuple[tuple[Folded, ...], frozenset[int]]] = field(default_factory=dict)
 
     def is_of_others(self, constants: Constants) -> bool:
@@ -123,19 +120,13 @@ class Shown:
 
 @dataclass
 class _Structure:
-    """What is remembered of graphs of one structure.
+    """What is remembered of graphs of one structure."""
 
-    Attributes:
-        proofs: Proofs, by what they are for, as in ``RememberedGraph._proof_keys``.
-        free: The nodes whose sizes are in no key, where there are routes.
-        unproven: The keys of graphs that were seen while proofs were for graphs of the same sizes.
-        news: How often sizes were new, where there are routes.
-    """
-
-    proofs: Latest[bytes, Proof] = field(default_factory=Latest)
-    free: bytes | None = None
+    proofs: Latest[bytes, Proof] = field(default_factory=Latest)  # by `RememberedGraph._proof_keys`
+    free: bytes | None = None  # the nodes whose sizes are in no key, where there are routes
+    # The keys of graphs that were seen while proofs were for graphs of the same sizes.
     unproven: Latest[bytes, None] = field(default_factory=Latest)
-    news: int = 0
+    news: int = 0  # how often sizes were new, where there are routes
 
 
 @dataclass(frozen=True)

@@ -40,34 +40,15 @@ _Edges = tuple[tuple[Any, int], ...]
 
 
 class Survey:
-    """The autograd graph behind some losses, for the taps of a channel. It lives for one call.
-
-    Attributes:
-        channel: That of the taps.
-        losses: The objectives.
-        nodes: All nodes, in the order of the walk.
-        numbers: The number of each node among them.
-        uses: The uses that the losses depend on, with the number of their tap among the nodes.
-        may_hide_taps: Whether there may be other uses: a tap on a slice that was changed in place
-            is no node of its own.
-        leaves: All leaves but the anchors of engines.
-        leaves_of_tail: The leaves on a path from the losses without a tap: parameters in a penalty.
-        recordings: Those of the taps, in order.
-        passes: These, and those of forward passes whose results the losses read past every tap.
-        left_out: The parameters that inactive hooks kept out of J when the losses were computed.
-        tail: The uses on such paths that are uses of single nodes.
-        key: A digest of all that decides where the samples lie, except values of tensors.
-        structure: The same digest without sizes.
-        parameters: The key, and the names of all parameters that are left out or read by the uses.
-    """
+    """The autograd graph behind some losses, for the taps of a channel. It lives for one call."""
 
     def __init__(self, channel: Channel, losses: Tensor) -> None:
-        self.losses = losses
-        self.nodes: list[Any] = []
+        self.losses, self.channel = losses, channel
+        self.nodes: list[Any] = []  # all, in the order of the walk
         self.numbers: dict[Any, int] = {None: -1}  # an input that needs no gradient has no node
-        self.uses: dict[Use, int] = {}
+        self.uses: dict[Use, int] = {}  # with the number of their tap among the nodes
+        # Whether there may be others: a tap on a slice that was changed in place is no node.
         self.may_hide_taps = False
-        self.channel = channel
         self._anchor = get_gradient_edge(channel.anchor).node
         self._anchors = {self._anchor}  # of all engines
         self._structure: list[Any] = []
@@ -75,22 +56,28 @@ class Survey:
         self._inside: list[Any] = []  # the sizes inside of compiled parts
         behind_taps: deque[_Edges] = deque()
         edges = ((losses.grad_fn, losses.output_nr),)
+        # On a path from the losses without a tap, such as parameters in a penalty.
         self.leaves_of_tail = self._follow(deque([edges]), behind_taps)
         self._end_of_tail = len(self.nodes)
+        # All leaves but the anchors of engines.
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
         tail = self.nodes[: self._end_of_tail] if self.leaves_of_tail and channel.has_noted else ()
         self._noted = [(x, of) for x in tail if (of := noted_at(x, channel)) is not None]
         passes = [*self.recordings, *[recording for _, recording in self._noted]]
+        # Forward passes of the taps, and those whose results the losses read past every tap.
         self.passes = [*{of: None for each in passes for of in (each, *each.earlier)}]
+        # The parameters that inactive hooks kept out of J when the losses were computed.
         self.left_out = self._find_left_out()
         for recording in self.recordings:
             if others := {leaf for leaf in self.leaves if leaf not in recording.names}:
                 self._refuse_missed(recording, others)
         self.tail = self._find_tail() if self.leaves_of_tail else []
-        self.structure = _digest(self._structure)
+        # Digests of all that decides where the samples lie, except values of tensors.
+        self.structure = _digest(self._structure)  # also except sizes
         self.key = _digest([self.structure, self._sizes, self._inside])
         of_uses = [(use.recording.names, of) for use in self.uses for of in use.reads]
+        # The key, and the names of all parameters that are left out or read by the uses.
         self.parameters = (
             self.key,
             tuple([names.get(p) for names, of in of_uses for p in of.sources]),

@@ -62,19 +62,12 @@ _LARGEST = 2**22
 
 
 class Constant(NamedTuple):
-    """A tensor that a node saved, which requires no gradient, and whose values decide.
+    """A tensor that a node saved, which requires no gradient, and whose values decide."""
 
-    Attributes:
-        node: The number of the node in the survey.
-        field: The attribute of the node that holds the tensor.
-        entry: The index of the tensor, where the attribute holds several.
-        is_in_order: Whether it has the numbers of all rows, in order, so that no row is moved as
-            long as it stays what it is.
-    """
-
-    node: int
-    field: str
-    entry: int | None = None
+    node: int  # its number in the survey
+    field: str  # the attribute of the node that holds the tensor
+    entry: int | None = None  # the index of the tensor, where the attribute holds several
+    # Whether it has the numbers of all rows, in order: as long as it stays so, it moves none.
     is_in_order: bool = False
 
     def value(self, survey: Survey) -> Tensor:
@@ -90,26 +83,17 @@ Dims = tuple[frozenset[int], ...]
 
 @dataclass(frozen=True)
 class Proof:
-    """What the places of samples depend on, beside the graph.
+    """What the places of samples depend on, beside the graph."""
 
-    Attributes:
-        constants: The constants that decide.
-        silent: The spots whose cotangent was zero.
-        trials: The nodes that are tried in each call.
-        moving: The nodes whose constants or numbers decide. It is not known to whom places without
-            a cotangent belong, so that these nodes are tried before anything is remembered.
-        routes: Where values take samples to irregular places, if they do.
-        is_for_one_call: Whether values decide that are neither constants nor seen by trials.
-        dims: Where samples were found. Of samples in other dimensions, a proof says nothing.
-    """
-
-    constants: tuple[Constant, ...] = ()
-    silent: tuple[Spot, ...] = ()
-    trials: tuple[Trial, ...] = ()
+    constants: tuple[Constant, ...] = ()  # those that decide
+    silent: tuple[Spot, ...] = ()  # those whose cotangent was zero
+    trials: tuple[Trial, ...] = ()  # of nodes that are tried in each call
+    # Of nodes whose constants or numbers decide. It is not known to whom places without a cotangent
+    # belong, so that these nodes are tried before anything is remembered.
     moving: tuple[Trial, ...] = ()
-    routes: Routes | None = None
-    is_for_one_call: bool = False
-    dims: Dims = ()
+    routes: Routes | None = None  # where values take samples to irregular places, if they do
+    is_for_one_call: bool = False  # as values decide that are neither constants nor seen by trials
+    dims: Dims = ()  # where samples were found: of samples in others, a proof says nothing
 
     def is_about(self, dims: Dims) -> bool:
         """Whether samples that lie in some dimensions of the uses are where they were found."""
@@ -123,12 +107,7 @@ class Proof:
 
 
 class Prover:
-    """Proves what the places of samples depend on, from what a search by zeros shows of spots.
-
-    Attributes:
-        spots: What a search has to show.
-        ways: Those of each tap, and of each node that leads to one, behind all that lead to it.
-    """
+    """Proves what the places of samples depend on, from what a search by zeros shows of spots."""
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
@@ -149,6 +128,7 @@ class Prover:
                 self.spots += [way.arrival for way in ways if not way.moves_nothing]
         behind = {number: [way.target.node for way in ways] for number, ways in found.items()}
         order = [*TopologicalSorter(behind).static_order()]
+        # Those of each tap, and of each node that leads to one, behind all that lead to it.
         self.ways = {number: found[number] for number in reversed(order)}
 
     def proof(

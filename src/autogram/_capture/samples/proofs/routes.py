@@ -46,20 +46,13 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """How samples get to irregular places, for graphs of one structure.
+    """How samples get to irregular places, for graphs of one structure."""
 
-    Attributes:
-        places: Where samples have regular places, in results of nodes at either end.
-        hops: The hops, each behind those that it needs.
-        taps: The taps on irregular results, by number.
-        free: For each node of the survey, 1 if hops go through it, so that what it saved may be
-            of any sizes, and 2 if its results may be so, too: they are irregular, or lead to no
-            tap.
-    """
-
-    places: Mapping[Spot, Folded]
-    hops: tuple[Hop, ...]
-    taps: frozenset[int]
+    places: Mapping[Spot, Folded]  # regular ones, in results of nodes at either end
+    hops: tuple[Hop, ...]  # each behind those that it needs
+    taps: frozenset[int]  # on irregular results, by number
+    # For each node of the survey, 1 if hops go through it, so that what it saved may be of any
+    # sizes, and 2 if its results may be so, too: they are irregular, or lead to no tap.
     free: bytes
 
     def owners(self, survey: Survey) -> tuple[dict[int, Tensor], list[Tensor]] | None:

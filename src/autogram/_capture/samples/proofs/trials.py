@@ -34,19 +34,12 @@ EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
 
 
 class Trial(NamedTuple):
-    """A node that must take samples from the places in its result to those in its inputs.
+    """A node that must take samples from the places in its result to those in its inputs."""
 
-    Attributes:
-        node: The number of the node in the survey. It has one result.
-        place: Where samples are in its result. In another call, their number may be another.
-        inputs: The numbers of some inputs, each with where the samples are.
-        silent: The numbers of inputs that had no cotangent.
-    """
-
-    node: int
-    place: Folded
-    inputs: tuple[tuple[int, Folded], ...]
-    silent: tuple[int, ...]
+    node: int  # its number in the survey; it has one result
+    place: Folded  # in its result; in another call, the number of samples may be another
+    inputs: tuple[tuple[int, Folded], ...]  # the numbers of some inputs, with the places in these
+    silent: tuple[int, ...]  # the numbers of inputs that had no cotangent
 
     @property
     def is_for_sizes(self) -> bool:
