@@ -10,8 +10,6 @@ from autogram._capture.samples.owners import HIDDEN, NONE, Owners
 from autogram._capture.uses import Use, describe, not_finite
 from autogram._errors import MixedSamplesError
 
-Layouts = dict[Use, tuple[Placement, ...]]
-
 
 def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placement, ...]:
     """The layouts that fit the owners of a use's places, where some samples may be hidden.

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.recording import Channel
-from autogram._capture.samples.layouts import Layouts, layouts_of_owners
+from autogram._capture.samples.layouts import layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proofs.moves import SEVERAL
 from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
+from autogram._capture.samples.proofs.spots import Layouts
 from autogram._capture.samples.proofs.trials import keeps_places
 from autogram._capture.samples.replays import copied_to_cpu
 from autogram._capture.samples.survey import Survey

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, agree
-from autogram._capture.samples.layouts import Layouts, fitting_layouts, regular_layouts
+from autogram._capture.samples.layouts import fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import Owners, Scales, are_none, owners_by_zeros, show_uses
+from autogram._capture.samples.owners import Scales, are_none, owners_by_zeros, show_uses
 from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
 from autogram._capture.samples.proofs.regular import narrowed
 from autogram._capture.samples.proofs.routes import Routes
-from autogram._capture.samples.proofs.spots import Spot, shown
+from autogram._capture.samples.proofs.spots import Layouts, Spot, shown
 from autogram._capture.samples.proofs.trials import tried
 from autogram._capture.samples.remembered import Remembered, RememberedGraph
 from autogram._capture.samples.replays import Flag, Replays
@@ -268,7 +268,9 @@ class Search:
             self._search_apart(f"{name} has a cotangent for all samples, and none for some of them")
             self._search_by_zeros(wanted, proof)
             return
-        found = self._found = {use: self._fit(use, owners) for use, owners in uses.items()}
+        found = self._found = {
+            use: fitting_layouts(use, owners, is_finite) for use, owners in uses.items()
+        }
         if proof is not None:
             others = found if proof.routes is None else proof.routes.others(self._survey, found)
             if proof.is_about(dims_of(self._survey, others)):
@@ -291,8 +293,4 @@ class Search:
         owners = self._scales.owners(use, cotangent)
         if not owners:
             raise UnknownLayoutError(use)
-        self._found[use] = self._fit(use, owners)
-
-    def _fit(self, use: Use, owners: Owners) -> tuple[Placement, ...]:
-        """The layouts that fit the owners of a use's places."""
-        return fitting_layouts(use, owners, self._objectives.is_finite)
+        self._found[use] = fitting_layouts(use, owners, self._objectives.is_finite)

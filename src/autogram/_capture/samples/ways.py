@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
-from autogram._capture.samples.proofs.carrying import Edge, moves_nothing
+from autogram._capture.samples.proofs.carrying import is_elementwise
 
 _PRODUCT = "MmBackward0"  # C = A B, with dB = A^T dC
 _LAYER_NORM, _WEIGHT = "NativeLayerNormBackward", 4  # which input is its weight
@@ -101,7 +101,7 @@ def _ways(node: Any, position: int, reading: Collection[Any]) -> list[TailWay] |
     shape, given = tuple(of.shape), tuple(child._input_metadata[result].shape)
     if operation in VIEWS and child.name() == _PRODUCT and shape[-1:] == given[-1:]:
         return _ways(child, 1, reading)
-    if others or not moves_nothing(Edge(node, position, shape, shape)):
+    if others or not is_elementwise(node):
         return None
     if shape != given or hasattr(child, "variable"):
         is_whole = shape == given or operation in BROADCASTING

@@ -55,10 +55,9 @@ def carried(edge: Edge) -> set[int]:
         return set()
 
 
-def moves_nothing(edge: Edge) -> bool:
-    """Whether each element of an input gets zero, or a multiple of the cotangent in its place."""
-    is_alike = edge.result == edge.given
-    return is_alike and _find(kind_of_node(edge.node.__class__).operation) is _aligned
+def is_elementwise(node: Any) -> bool:
+    """Whether a node gives inputs of its result's shape multiples of the cotangent in its place."""
+    return _find(kind_of_node(node.__class__).operation) is _aligned
 
 
 def is_packed(saved: Any) -> bool:
@@ -79,14 +78,9 @@ def _aligned(edge: Edge) -> Iterable[int]:
     return [d for d in range(max(missing, 0), len(result)) if result[d] == given[d - missing]]
 
 
-def _of_first(carries: Carries, others: Carries = lambda _: ()) -> Carries:
-    """Different dimensions for the first input and for the others, by default none."""
-    return lambda edge: (carries if edge.position == 0 else others)(edge)
-
-
-def _of_first_two(carries: Carries) -> Carries:
-    """The same dimensions for the first two inputs, and none for others."""
-    return lambda edge: carries(edge) if edge.position < 2 else ()
+def _of_first(carries: Carries, others: Carries = lambda _: (), count: int = 1) -> Carries:
+    """Different dimensions for some first inputs and for the others, by default none."""
+    return lambda edge: (carries if edge.position < count else others)(edge)
 
 
 def _but_normalized(edge: Edge) -> Iterable[int]:
@@ -125,11 +119,6 @@ def _but_own(edge: Edge) -> Iterable[int]:
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 
-def _rolled(edge: Edge) -> Iterable[int]:
-    """All dimensions that are not rolled. Without ``dims``, all elements are rolled as one row."""
-    return _but_own(edge) if edge.node._saved_dims else ()
-
-
 def _joined(edge: Edge) -> Iterable[int]:
     """All dimensions, but the one along which tensors are joined if constants are among them.
 
@@ -148,11 +137,6 @@ def _matrices(first: int) -> Carries:
         return [*stack, len(stack) + own] if own >= 0 else _aligned(edge)
 
     return find
-
-
-def _rows(edge: Edge) -> Iterable[int]:
-    """The rows of a matrix, each of which is multiplied by one matrix of a stack."""
-    return (0,) if len(edge.given) == len(edge.result) == 2 else ()
 
 
 def _put(edge: Edge) -> Iterable[int]:
@@ -251,7 +235,8 @@ _KNOWN: list[tuple[Carries, str]] = [
         IndexSelect Glu LinalgCross FftR2C FftC2R FftC2C Flip Rot90 Unfold
         """,
     ),
-    (_rolled, "Roll"),
+    # Without dimensions, all elements are rolled as one row.
+    (lambda edge: _but_own(edge) if edge.node._saved_dims else (), "Roll"),
     (_joined, "Cat"),
     (lambda edge: _all(edge) if len(edge.node._input_metadata) == 1 else (), "HandOn"),
     (_of_first(_all, _but_own), "Scatter ScatterAdd ScatterReduce IndexAdd IndexCopy IndexReduce"),
@@ -261,8 +246,8 @@ _KNOWN: list[tuple[Carries, str]] = [
         "NativeLayerNorm FusedRmsNorm",
     ),
     # Of functions that are differentiated again, the first two inputs have the samples.
-    (_of_first_two(_but_normalized), "NativeLayerNormBackward"),
-    (_of_first_two(_but_own), "SoftmaxBackwardData LogSoftmaxBackwardData GluBackward"),
+    (_of_first(_but_normalized, count=2), "NativeLayerNormBackward"),
+    (_of_first(_but_own, count=2), "SoftmaxBackwardData LogSoftmaxBackwardData GluBackward"),
     (
         _of_first(lambda edge: (1,) if edge.node._saved_training else _all(edge)),  # the channels
         "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm",
@@ -279,7 +264,8 @@ _KNOWN: list[tuple[Carries, str]] = [
     (_matrices(0), "Mm Bmm"),
     (_matrices(1), "Addmm Baddbmm"),
     (_of_first(_all), "Mv"),  # the rows of the matrix
-    (_of_first(_rows), "GroupedMm"),
+    # The rows of a matrix, each of which is multiplied by one matrix of a stack.
+    (_of_first(lambda e: (0,) if len(e.given) == len(e.result) == 2 else ()), "GroupedMm"),
     # The stack, and the rows of one of two matrices, whose distances to the other's are known.
     (lambda e: [*_leading(2)(e), len(e.result) - 2 + e.position], "Cdist EuclideanDist"),
     (lambda edge: range(_in_front(edge.node)), "Index"),

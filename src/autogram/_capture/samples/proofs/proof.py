@@ -25,7 +25,6 @@ zero shows no owners, and moves nothing as long as it is zero, which is watched 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._blocks import Folded, Placement
+from autogram._blocks import Folded
 from autogram._capture.autograd.graph import (
     VIEWS,
     calls_of,
@@ -46,16 +45,15 @@ from autogram._capture.samples.proofs.carrying import (
     Edge,
     Shape,
     carried,
+    is_elementwise,
     is_packed,
-    moves_nothing,
     runs_through,
 )
 from autogram._capture.samples.proofs.regular import may_shift
 from autogram._capture.samples.proofs.routes import Routes, find_routes
-from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
+from autogram._capture.samples.proofs.spots import Layouts, Onward, Regular, Spot, results_of_node
 from autogram._capture.samples.proofs.trials import Trial, can_try
 from autogram._capture.samples.survey import Survey
-from autogram._capture.uses import Use
 
 # Constants of at most this many elements are compared. Larger ones count as changing in each call.
 _LARGEST = 2**22
@@ -111,37 +109,32 @@ class Prover:
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self.spots: list[Spot] = []
-        found: dict[int, list[Onward]] = {}
-        self._regular: Mapping[Spot, tuple[Folded, ...] | None] = {}
+        self._regular: Regular = {}
         reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
-        for number, node in enumerate(survey.nodes):
-            if node in reaching:
-                ways = found[number] = [
-                    self._way(
-                        node, position, results_of_node(survey, survey.numbers[following])[result]
-                    )
-                    for position, (following, result) in enumerate(node.next_functions)
-                    if following in reaching
-                ]
-                self.spots += results_of_node(survey, number)
-                self.spots += [way.arrival for way in ways if not way.moves_nothing]
+        results = {
+            node: results_of_node(survey, number)
+            for number, node in enumerate(survey.nodes)
+            if node in reaching
+        }
+        found: dict[int, list[Onward]] = {}
+        for node, own in results.items():
+            ways = found[survey.numbers[node]] = []
+            may_stay = use_of(node) is not None or is_elementwise(node)
+            for position, (following, result) in enumerate(node.next_functions):
+                if following in results:
+                    target = results[following][result]
+                    arrival = Spot(survey.numbers[node], position, True, target.shape)
+                    stays = may_stay and all(spot.shape == target.shape for spot in own)
+                    ways.append(Onward(arrival, target, stays))
+        self.spots = [spot for own in results.values() for spot in own]
+        self.spots += [x.arrival for ways in found.values() for x in ways if not x.moves_nothing]
         behind = {number: [way.target.node for way in ways] for number, ways in found.items()}
         order = [*TopologicalSorter(behind).static_order()]
         # Those of each tap, and of each node that leads to one, behind all that lead to it.
         self.ways = {number: found[number] for number in reversed(order)}
 
-    def proof(
-        self,
-        regular: Mapping[Spot, tuple[Folded, ...] | None],
-        uses: Mapping[Use, tuple[Placement, ...]],
-    ) -> Proof:
-        """What the places of samples depend on.
-
-        Args:
-            regular: The layouts that fit each spot that was reached, or ``None`` if it was zero.
-            uses: Those that fit the uses.
-        """
+    def proof(self, regular: Regular, uses: Layouts) -> Proof:
+        """What the places of samples depend on, where a search has found some layouts."""
         self._regular = regular
         constants: dict[Constant, None] = {}
         trials: list[Trial] = []
@@ -199,9 +192,7 @@ class Prover:
         own = (x for x in calls if x.recording.channel is self.survey.channel)
         return next(own, calls[0] if calls else None)
 
-    def _is_carried(
-        self, call: Any, number: int, uses: Mapping[Use, tuple[Placement, ...]]
-    ) -> bool:
+    def _is_carried(self, call: Any, number: int, uses: Layouts) -> bool:
         """Whether a compiled part takes samples where they were found, whatever its values are."""
         node, regular = self.survey.nodes[number], self._regular
         given = [regular.get(spot) for spot in results_of_node(self.survey, number)]
@@ -220,14 +211,6 @@ class Prover:
             if arrived is not None and total is not None and arrived != total:
                 return False
         return True
-
-    def _way(self, node: Any, position: int, target: Spot) -> Onward:
-        """The way from an input of a node to another node."""
-        edge = Edge(node, position, target.shape, target.shape)
-        number = self.survey.numbers[node]
-        is_alike = {spot.shape for spot in results_of_node(self.survey, number)} == {target.shape}
-        stays = is_alike and (use_of(node) is not None or moves_nothing(edge))
-        return Onward(Spot(number, position, True, target.shape), target, stays)
 
     def _deciding(self, spot: Spot, layouts: tuple[Folded, ...]) -> list[Constant] | None:
         """The constants by which a node moves samples of a result, or ``None`` if more decides."""
@@ -284,7 +267,7 @@ class Prover:
         return constants
 
 
-def dims_of(survey: Survey, found: Mapping[Use, tuple[Placement, ...]]) -> Dims:
+def dims_of(survey: Survey, found: Layouts) -> Dims:
     """The dimensions in which regular layouts have samples, for each use."""
     return tuple(
         [

@@ -6,14 +6,14 @@ share the dimension, a view or a number, such as the start of a slice, may make 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
 from autogram._capture.samples.proofs.carrying import Edge, Shape, wrapped
 from autogram._capture.samples.proofs.moves import keeps_first
-from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
+from autogram._capture.samples.proofs.spots import Onward, Regular, Spot, Ways, results_of_node
 from autogram._capture.samples.survey import Survey
 
 _SHIFTING = {
@@ -36,11 +36,7 @@ def stays_at_all_sizes(layout: Folded, result: Shape, given: Shape) -> bool:
     return is_at_end or not any(below < n < above for n in theirs)
 
 
-def narrowed(
-    survey: Survey,
-    ways: Mapping[int, Sequence[Onward]],
-    regular: Mapping[Spot, tuple[Folded, ...] | None],
-) -> dict[Spot, tuple[Folded, ...] | None]:
+def narrowed(survey: Survey, ways: Ways, regular: Regular) -> Regular:
     """The layouts that fit spots, without those that only seem to.
 
     Where few places have a cotangent, as those of class tokens, several layouts of one dimension
@@ -79,12 +75,7 @@ def _stride(layout: Folded, shape: Shape) -> int:
     return layout.after * prod(shape[layout.dim + 1 :])
 
 
-def may_shift(
-    survey: Survey,
-    spot: Spot,
-    ways: Sequence[Onward],
-    regular: Mapping[Spot, tuple[Folded, ...] | None],
-) -> bool:
+def may_shift(survey: Survey, spot: Spot, ways: Sequence[Onward], regular: Regular) -> bool:
     """Whether a node moves samples of its result by numbers that may be any, as that of a slice.
 
     Regular places become other ones then, or irregular ones, if more than samples are in a

@@ -10,7 +10,7 @@ Where owners arrive at regular places, they are compared with the samples there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from autogram._capture.samples.proofs.moves import (
     owners_of_input,
     owners_of_sum,
 )
-from autogram._capture.samples.proofs.spots import Onward, Spot, results_of_node
+from autogram._capture.samples.proofs.spots import Layouts, Regular, Spot, Ways, results_of_node
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -102,24 +102,16 @@ class Routes:
             x for x in spots if not ((x.node, x.position) in inputs if x.is_input else x in targets)
         ]
 
-    def others(
-        self, survey: Survey, found: Mapping[Use, tuple[Placement, ...]]
-    ) -> dict[Use, tuple[Placement, ...]]:
+    def others(self, survey: Survey, found: Layouts) -> Layouts:
         """The layouts of all uses in regular places."""
         numbers = survey.uses
         return {use: layouts for use, layouts in found.items() if numbers[use] not in self.taps}
 
 
-def find_routes(
-    survey: Survey,
-    ways: Mapping[int, Sequence[Onward]],
-    regular: Mapping[Spot, tuple[Folded, ...] | None],
-    uses: Mapping[Use, tuple[Placement, ...]],
-) -> Routes | None:
+def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> Routes | None:
     """The routes to all results in which a search has found samples in irregular places.
 
-    ``None`` where there are none, or a node in front of one moves samples in an unknown way. The
-    arguments are as for :meth:`.Prover.proof`.
+    ``None`` where there are none, or a node in front of one moves samples in an unknown way.
     """
     irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
     if not irregular or survey.may_hide_taps:
@@ -163,7 +155,7 @@ def find_routes(
     return routes if _agree(routes, survey, uses) else None
 
 
-def _agree(routes: Routes, survey: Survey, uses: Mapping[Use, tuple[Placement, ...]]) -> bool:
+def _agree(routes: Routes, survey: Survey, uses: Layouts) -> bool:
     """Whether routes lead to where a search has found the samples."""
     found = routes.owners(survey)
     if found is None or any(map(bool, found[1])):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
+from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import in_dense
 from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.samples.proofs.carrying import Shape
 from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Use
 
 
 class Spot(NamedTuple):
@@ -37,6 +39,16 @@ class Onward(NamedTuple):
     target: Spot
     """The result of the other node, whose cotangent is the sum of all that arrive there."""
     moves_nothing: bool
+
+
+Ways = Mapping[int, Sequence[Onward]]
+"""Those of each tap, and of each node that leads to one, behind all that lead to it."""
+
+Regular = Mapping[Spot, tuple[Folded, ...] | None]
+"""The layouts that fit each spot that was reached, or ``None`` if it was zero."""
+
+Layouts = dict[Use, tuple[Placement, ...]]
+"""The layouts that fit uses."""
 
 
 def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
