@@ -136,7 +136,7 @@ def _groups(function: Any, args: Sequence[Any]) -> int:
 
 def _search_by_sizes(self: search.Search, *_: object) -> None:
     """Takes the first dimension that fits the samples, as no values show where they lie."""
-    samples, channel = self._objectives.samples, self._channel
+    samples, channel = self._objectives.samples, self._survey.channel
     shapes: dict[Any, torch.Size] = {}
     search.show_uses(
         channel,

@@ -78,19 +78,16 @@ def visit(
             return receiver
         receiver = start()
     tensors: dict[Any, tuple[Tensor, ...]] = {}
+    parts: list[dict[Any, Tensor]] = []  # for each pass
 
-    def collect(cotangent: Tensor) -> dict[Any, Tensor]:
-        found: dict[Any, Tensor] = {}
+    def receive(use: Any, saved: tuple[Tensor, ...], shown: Tensor) -> None:
+        tensors.setdefault(use, saved)
+        parts[-1][use] = shown[0]
 
-        def receive(use: Any, saved: tuple[Tensor, ...], shown: Tensor) -> None:
-            tensors.setdefault(use, saved)
-            found[use] = shown[0]
-
-        Pass(channel, receive, is_step=is_step).differentiate(losses, anchors, cotangent)
-        return found
-
-    # Copies, as in `_one_by_one`.
-    parts = [collect(cotangent.clone()) for cotangent in cotangents[:-1]]
+    for cotangent in cotangents[:-1]:
+        parts.append({})
+        current = Pass(channel, receive, is_step=is_step)
+        current.differentiate(losses, anchors, cotangent.clone())  # a copy, as in `_one_by_one`
 
     def receive_all(use: Any, saved: tuple[Tensor, ...], shown: Tensor) -> None:
         none = torch.zeros_like(shown[0])
@@ -100,9 +97,8 @@ def visit(
     last = Pass(channel, receive_all, is_step=is_step)
     last.differentiate(losses, anchors, cotangents[-1].clone())
     for use in dict.fromkeys(use for part in parts for use in part):
-        none = torch.zeros_like(next(part[use] for part in parts if use in part))
-        shown = torch.stack([*[part.get(use, none) for part in parts], none])
-        receiver(use, tensors[use], shown)
+        some = next(part[use] for part in parts if use in part)
+        receive_all(use, tensors[use], torch.zeros_like(some).unsqueeze(0))
     return receiver
 
 

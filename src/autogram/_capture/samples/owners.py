@@ -63,7 +63,6 @@ def are_none(owners: Owners) -> bool:
 
 
 def owners_by_zeros(
-    channel: Channel,
     objectives: Objectives,
     survey: Survey,
     spots: Sequence[Spot] = (),
@@ -78,7 +77,7 @@ def owners_by_zeros(
     Together, what the objectives of a sample contribute to a place may cancel. If they
     ``are_apart``, other passes are made as well, in which each objective is alone.
     """
-    zeros = _Zeros(objectives)
+    zeros, channel = _Zeros(objectives), survey.channel
     with shown(survey, spots, zeros.hear):
         for is_apart in [False, True] if are_apart else [False]:
             for chosen in zeros.choices():
@@ -91,7 +90,7 @@ def owners_by_zeros(
     mixed = [use for use in met if zeros.counts[use] > most[use]]
     if met and not mixed:
         channel.together.update({_name(use): count for use, count in finer.items()})
-        uses, of_spots = owners_by_zeros(channel, objectives, survey, spots, are_apart=are_apart)
+        uses, of_spots = owners_by_zeros(objectives, survey, spots, are_apart=are_apart)
         for use in [use for use in uses if not uses[use]]:
             channel.together.pop(_name(use), None)
         return uses, of_spots

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement
-from autogram._capture.recording import Channel
 from autogram._capture.samples.layouts import layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proofs.moves import SEVERAL
@@ -138,7 +137,6 @@ class Remembered:
     kept by a survey's key.
     """
 
-    channel: Channel
     structures: Latest[bytes, _Structure] = field(default_factory=Latest)
     layouts: Latest[bytes, Known] = field(default_factory=Latest)
     shown: Latest[bytes, Shown] = field(default_factory=Latest)

@@ -54,7 +54,6 @@ class Search:
         survey: Survey,
         replays: Replays | None,
     ) -> None:
-        self._channel = remembered.channel
         self.graph = RememberedGraph(remembered, survey, objectives)
         self._replays = replays
         self._objectives = objectives
@@ -211,7 +210,7 @@ class Search:
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
-        channel, objectives, proof = self._channel, self._objectives, self.graph.proof
+        channel, objectives, proof = self._survey.channel, self._objectives, self.graph.proof
         if proof is None or not objectives.are_finite or self.graph.wants_proof():
             return False
         try:
@@ -259,30 +258,31 @@ class Search:
         nothing, and the ``proof`` that is known may be about the layouts. A new one looks at all
         nodes, which takes many times as long.
         """
-        prover = Prover(self._survey) if proof is None else None
-        given = self._channel, self._objectives, self._survey, prover.spots if prover else ()
-        is_finite = self._objectives.is_finite
-        uses, spots = owners_by_zeros(*given, are_apart=self._are_apart)
+        objectives, survey = self._objectives, self._survey
+        prover = Prover(survey) if proof is None else None
+        looked_at = () if prover is None else prover.spots
+        uses, spots = owners_by_zeros(objectives, survey, looked_at, are_apart=self._are_apart)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             name = describe(wanted)
             self._search_apart(f"{name} has a cotangent for all samples, and none for some of them")
             self._search_by_zeros(wanted, proof)
             return
+        is_finite = objectives.is_finite
         found = self._found = {
             use: fitting_layouts(use, owners, is_finite) for use, owners in uses.items()
         }
         if proof is not None:
-            others = found if proof.routes is None else proof.routes.others(self._survey, found)
-            if proof.is_about(dims_of(self._survey, others)):
+            others = found if proof.routes is None else proof.routes.others(survey, found)
+            if proof.is_about(dims_of(survey, others)):
                 self._watched, self._is_proven = proof, True
             else:
                 self._search_by_zeros(wanted, None)
-        elif prover is not None and self._objectives.are_finite:  # else they are for this call
+        elif prover is not None and objectives.are_finite:  # else they are for this call
             fitting = {
                 spot: None if are_none(own) else regular_layouts(spot.shape, own, is_finite)
                 for spot, own in spots.items()
             }
-            regular = narrowed(self._survey, prover.ways, fitting)
+            regular = narrowed(survey, prover.ways, fitting)
             self.graph.keep_proof(prover.proof(regular, found))
             self.graph.keep_layouts(found)
 

@@ -22,7 +22,7 @@ WIDTH = 4
 def by_zeros(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
     """The owners of all uses, by passes for parts of the samples."""
     survey = Survey(channel, objectives.losses)
-    return owners_by_zeros(channel, objectives, survey, Prover(survey).spots)[0]
+    return owners_by_zeros(objectives, survey, Prover(survey).spots)[0]
 
 
 def by_scales(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
