@@ -72,7 +72,7 @@ class Plan:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
         order = order_of_rows(blocks[0], kernels)
-        scratch = kernels.scratch if len(blocks) == 1 and kernels.has_workspace else None
+        scratch = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
         for piece in [blocks] if self.pieces == 1 else self._cut(blocks):
             ordered = [block.reorder(order) for block in piece]

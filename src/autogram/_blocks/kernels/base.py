@@ -9,11 +9,10 @@ from math import prod
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from autogram._blocks.kernels.contraction import Hardware, carry_out
+from autogram._blocks.kernels.contraction import Contraction, find_contractions, form_of_view
 from autogram._blocks.kernels.paths import Prices, weighted
-from autogram._blocks.kernels.workspace import Memory
+from autogram._blocks.kernels.workspace import Memory, Purpose
 from autogram._blocks.programs.known import Programs
 
 
@@ -28,7 +27,7 @@ class Limit:
     elements: int
 
 
-class Kernels(Hardware):
+class Kernels:
     """Contractions by plain calls of PyTorch, right on any device.
 
     How contractions depend on a device, a library, or a constant of hardware is known here alone. A
@@ -44,6 +43,7 @@ class Kernels(Hardware):
     """
 
     tiny = 2**17
+    form_of_view = staticmethod(form_of_view)
 
     def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
         self.limit = limit
@@ -54,34 +54,19 @@ class Kernels(Hardware):
         del dtype
         return self.limit.elements
 
-    @override
+    def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
+        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
+        del purpose
+        return like.new_empty(shape)
+
+    def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
+        """A contiguous copy in scratch memory."""
+        return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
+
     def at_once(self, elements: int, like: Tensor) -> int:
+        """How many elements to write before they are read, of so many that are read once."""
         del like
         return min(elements, self.limit.elements)
-
-    @override
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        """The product of two tensors, summed in at least float32, in parts of the result."""
-        x, y = (x, y) if x.numel() > y.numel() else (y, x)
-        y = y.to(self.accumulating(x.dtype, y.dtype))  # no wider copy of the larger one
-        if not summed:
-            return x * y
-        shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
-        elements = prod(shape)
-        dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
-        at_once = self.at_once(elements, y)
-        if dim is None or elements <= at_once:
-            return (x * y).sum(summed)
-        step = max(1, shape[dim] * at_once // elements)
-
-        def part(start: int) -> Tensor:
-            n = min(step, shape[dim] - start)
-            some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
-            out = self.scratch([*shape[:dim], n, *shape[dim + 1 :]], y)
-            return torch.mul(*some, out=out).sum(summed)
-
-        parts = [part(start) for start in range(0, shape[dim], step)]
-        return torch.cat(parts, dim - sum(d < dim for d in summed))
 
     def prices(self, dtype: torch.dtype) -> Prices:
         """The prices of memory and of calls, in multiply-adds of tensors of a dtype."""
@@ -121,18 +106,117 @@ class Kernels(Hardware):
     ) -> Tensor:
         """An einsum in the dtype in which products accumulate, in memory if it is a matrix product.
 
-        The contractions of the einsum are found once for each set of shapes and strides.
+        ``torch.einsum`` reads its equation at each call, which takes longer than a small product.
         """
         dtypes = {x.dtype for x in operands}
         dtype = self.multiplied(*dtypes)
         if dtypes != {dtype}:
             operands = [x.to(dtype) for x in operands]
         wide = self.accumulating(dtype)
-        found = carry_out(self, equation, operands, memory if dtype == wide else None)
+        found = self.carry_out(equation, operands, memory if dtype == wide else None)
         return found if found.dtype == wide else found.to(wide)
 
     rows = einsum
     """Explicit rows from the equation and the factors of a block, as :meth:`einsum`."""
+
+    def carry_out(self, equation: str, operands: Sequence[Tensor], memory: Memory | None) -> Tensor:
+        """Carries out an einsum, in given memory if it is a matrix product."""
+        stack = list(operands)
+        for positions, of in find_contractions(equation, tuple([x.shape for x in operands])):
+            taken = [stack.pop(position) for position in positions]
+            if of.kind == "matrices":
+                found = self._matrices(of, taken, None if stack else memory)
+            elif of.kind == "elementwise":
+                views = zip(taken, of.views, strict=True)
+                x, y = [x.permute(order).view(shape) for x, (order, shape) in views]
+                found = self.product_sum(x, y, of.summed)
+            elif of.kind == "sum":
+                found = self.total(taken[0], of.summed) if of.summed else taken[0]
+            else:
+                found = self.other_product(of.equation, taken)
+            stack.append(found if of.order is None else found.permute(of.order))
+        return stack[0]
+
+    def _matrices(
+        self, of: Contraction, operands: Sequence[Tensor], memory: Memory | None
+    ) -> Tensor:
+        """A product of matrices, or a batch of them, in ranges where too much would be copied."""
+        both = operands[::-1] if of.is_swapped else operands
+        pairs = list(zip(both, of.views, strict=True))
+        forms = [self.form_of_view(x.shape, x.stride(), *view) for x, view in pairs]
+        copied = sum([x.numel() for x, form in zip(both, forms, strict=True) if form is None])
+        size = both[0].shape[of.ranges[0]] if of.ranges else 1
+        step = max(1, size * self.at_once(copied, operands[0]) // copied) if copied else size
+        if step < size:
+            found = self._in_ranges(of, both, step, memory)
+        else:
+            purposes: tuple[Purpose, Purpose] = "first", "second"
+            x, y = [
+                self.arranged(x, *view, purpose) if form is None else x.as_strided(*form)
+                for (x, view), form, purpose in zip(pairs, forms, purposes, strict=True)
+            ]
+            out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
+            found = self.matrix_product(x, y, out)
+        return found if of.unfolded is None else found.view(of.unfolded)
+
+    def _in_ranges(
+        self, of: Contraction, both: Sequence[Tensor], step: int, memory: Memory | None
+    ) -> Tensor:
+        """A batch of matrix products, each range of some steps in its part of the memory."""
+        (_, (n, rows, _)), (_, (_, _, columns)) = of.views
+        like, shape = both[0], (n, rows, columns)
+        if memory is None:
+            total = like.new_empty(shape, dtype=self.accumulating(like.dtype))
+        else:
+            total = memory(shape, like)
+        ranges = [x.split(step, dim) for x, dim in zip(both, of.ranges, strict=True)]
+        views = [(order, (-1, *sizes)) for order, (_, *sizes) in of.views]
+        part = Contraction("matrices", of.equation, views=tuple(views))
+        parts = total.split(step * n // like.shape[of.ranges[0]])
+        for x, y, out in zip(*ranges, parts, strict=True):
+            self._matrices(part, (x, y), lambda *_, out=out: out)
+        return total
+
+    def arranged(
+        self, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
+    ) -> Tensor:
+        """A copy of a tensor in another order and shape."""
+        return self.copy(tensor.permute(order), purpose).view(shape)
+
+    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """The product of two tensors, summed in at least float32, in parts of the result."""
+        x, y = (x, y) if x.numel() > y.numel() else (y, x)
+        y = y.to(self.accumulating(x.dtype, y.dtype))  # no wider copy of the larger one
+        if not summed:
+            return x * y
+        shape = [m if n == 1 else n for n, m in zip(x.shape, y.shape, strict=True)]
+        elements = prod(shape)
+        dim = next((d for d, n in enumerate(shape) if n > 1 and d not in summed), None)
+        at_once = self.at_once(elements, y)
+        if dim is None or elements <= at_once:
+            return (x * y).sum(summed)
+        step = max(1, shape[dim] * at_once // elements)
+
+        def part(start: int) -> Tensor:
+            n = min(step, shape[dim] - start)
+            some = [z if z.shape[dim] == 1 else z.narrow(dim, start, n) for z in (x, y)]
+            out = self.scratch([*shape[:dim], n, *shape[dim + 1 :]], y)
+            return torch.mul(*some, out=out).sum(summed)
+
+        parts = [part(start) for start in range(0, shape[dim], step)]
+        return torch.cat(parts, dim - sum(d < dim for d in summed))
+
+    def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
+        """A tensor summed over some dimensions."""
+        return x.sum(summed)
+
+    def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
+        """The product of two matrices, or of two batches of them, in some memory."""
+        return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
+
+    def other_product(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
+        """An einsum that is neither a sum, nor a product of matrices or of elements."""
+        return torch.einsum(equation, *operands)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
         """Whether rows of a convolution are faster by its gradient, with samples as groups.

@@ -46,7 +46,6 @@ class CpuKernels(Kernels):
     """
 
     tiny = 2**13
-    has_workspace = True
 
     def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
         super().__init__(limit, programs)
@@ -68,9 +67,13 @@ class CpuKernels(Kernels):
         # By a method of the workspace: a program that kept kernels would be kept by them.
         return as_one_call(self.workspace.scratch, shape, like, purpose)
 
-    def permuted_patches(self, patches: Tensor, order: tuple[int, ...], purpose: Purpose) -> Tensor:
-        """By two copies: the first reads long runs of channels, which takes most of the time."""
-        return self.copy(patches, purpose).permute(order).contiguous()
+    def arranged(
+        self, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
+    ) -> Tensor:
+        """Of patches, before they are permuted: to read long runs takes most of the time."""
+        if not repeats(tensor):
+            return super().arranged(tensor, order, shape, purpose)
+        return self.copy(tensor, purpose).permute(order).reshape(shape)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT``, long sums in parts."""

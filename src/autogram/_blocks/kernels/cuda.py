@@ -16,7 +16,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from autogram._blocks.kernels.base import Kernels, Limit, distinct_or_repeated
-from autogram._blocks.kernels.contraction import carry_out
 from autogram._blocks.kernels.paths import Prices, unused_labels
 from autogram._blocks.kernels.workspace import Memory
 from autogram._blocks.programs.known import Programs
@@ -117,7 +116,7 @@ class CudaKernels(Kernels):
     ) -> Tensor:
         if not _are_half(operands):
             return self.einsum(equation, operands, memory)
-        return carry_out(self, equation, operands, memory or self.scratch)
+        return self.carry_out(equation, operands, memory or self.scratch)
 
     @override
     def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:

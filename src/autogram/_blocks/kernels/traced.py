@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from autogram._blocks.kernels.base import Kernels, distinct_or_repeated
-from autogram._blocks.kernels.contraction import Hardware
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
-from autogram._blocks.kernels.workspace import Memory
+from autogram._blocks.kernels.workspace import Memory, Purpose
 
 
 class TracedKernels(Kernels):
@@ -21,13 +20,10 @@ class TracedKernels(Kernels):
     A compiler plans memory itself, and may give intermediate results other strides.
     """
 
-    is_traced = True
-    has_workspace = False
-
     room = Kernels.room
     most_elements = Kernels.most_elements
     with_copy = Kernels.with_copy
-    scratch = Hardware.scratch
+    scratch = Kernels.scratch
     weighed = Kernels.weighed
     weighted_sum = Kernels.weighted_sum
 
@@ -41,9 +37,28 @@ class TracedKernels(Kernels):
         return torch.einsum(equation, *[x.to(dtype) for x in operands])
 
     @override
+    def at_once(self, elements: int, like: Tensor) -> int:
+        del like
+        return elements
+
+    @staticmethod
+    @override
+    def form_of_view(*_: Hashable, **__: Hashable) -> None:
+        """Unknown."""
+
+    @override
+    def arranged(
+        self, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
+    ) -> Tensor:
+        """Only where it must be one."""
+        del purpose
+        return tensor.permute(order).reshape(shape)
+
+    @override
     def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
         dtype = self.accumulating(x.dtype, y.dtype)
-        return Hardware.product_sum(self, x.to(dtype), y.to(dtype), summed)
+        product = x.to(dtype) * y.to(dtype)
+        return product.sum(summed) if summed else product
 
     @override
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
