@@ -6,14 +6,3 @@ from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.devices import Devices
 from autogram._blocks.kernels.traced import TracedCudaKernels
 from autogram._blocks.kernels.workspace import Arena, Memory
-
-__all__ = [
-    "Arena",
-    "CpuKernels",
-    "CudaKernels",
-    "Devices",
-    "Kernels",
-    "Limit",
-    "Memory",
-    "TracedCudaKernels",
-]

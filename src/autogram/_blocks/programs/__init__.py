@@ -2,14 +2,3 @@
 
 from autogram._blocks.programs.known import Programs, are_plain, forms, settings_now
 from autogram._blocks.programs.program import QUESTIONS, Program, is_writing, written_down
-
-__all__ = [
-    "QUESTIONS",
-    "Program",
-    "Programs",
-    "are_plain",
-    "forms",
-    "is_writing",
-    "settings_now",
-    "written_down",
-]
