@@ -24,7 +24,7 @@ from autogram._blocks.lookup import (
 from autogram._blocks.plan import (
     Plan,
     ProductKind,
-    contracted_again,
+    cost_of_rows,
     forms_rows,
     mirrored,
     plans,
@@ -123,8 +123,11 @@ class Columns:
 
     def _may_keep(self, blocks: Sequence[Block], elements: int, room: Room, taken: int) -> bool:
         """Whether rows may be kept that have more elements than their factors."""
-        positions, first = -(-contracted_again(blocks) // max(1, elements)), blocks[0].operands[0]
-        is_worth_it = self.kernels.are_rows_worth_memory(positions, first.dtype)
+        first, again = (
+            blocks[0].operands[0],
+            sum(cost_of_rows(x.equation, x.shapes) for x in blocks),
+        )
+        is_worth_it = self.kernels.are_rows_worth_memory(again / max(1, elements), first.dtype)
         return is_worth_it and room(first.device, taken + elements)
 
     @property

@@ -72,30 +72,21 @@ class Plan:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
         order = order_of_rows(blocks[0], kernels)
-        scratch = kernels.scratch if len(blocks) == 1 else None
+        memory = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
         for piece in [blocks] if self.pieces == 1 else self._cut(blocks):
             ordered = [block.reorder(order) for block in piece]
-            sides = ordered[: len(first)], ordered[len(first) :]
-            found.append(self._of_piece(*sides, kernels, scratch))
+            total = rows(ordered[: len(first)], kernels, memory)
+            if self.kind == "cross":
+                other = rows(ordered[len(first) :], kernels)
+                dtype = torch.promote_types(total.dtype, other.dtype)
+                sides = flat_rows(total).to(dtype), flat_rows(other).to(dtype)
+                found.append(kernels.multiply(*sides).view(total.shape[:2] + other.shape[:2]))
+                del other, sides
+            else:
+                found.append(products_of_rows(self.kind, total, kernels))
+            del total  # before the rows of the next piece are formed
         return joined(found, 1) if self.kind == "norms" else reduce(torch.add, found)
-
-    def _of_piece(
-        self,
-        first: Sequence[Block],
-        second: Sequence[Block],
-        kernels: Kernels,
-        scratch: Memory | None,
-    ) -> Tensor:
-        """The products of one piece, whose rows are freed before those of the next are formed."""
-        total = rows(first, kernels, scratch)
-        if self.kind != "cross":
-            return products_of_rows(self.kind, total, kernels)
-        other = rows(second, kernels)
-        dtype = torch.promote_types(total.dtype, other.dtype)
-        left, right = flat_rows(total), flat_rows(other)
-        products = kernels.multiply(left.to(dtype), right.to(dtype))
-        return products.view(total.shape[:2] + other.shape[:2])
 
     def _of_sum(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products of the sum of some blocks with itself: each pair of two counts twice."""
@@ -218,11 +209,6 @@ def plans(
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
     return plans("gram", blocks, (), kernels)[0].method == "rows"
-
-
-def contracted_again(blocks: Sequence[Block]) -> int:
-    """Multiply-adds of contracting some blocks again, where their rows are not kept."""
-    return sum(find_path(block.equation, block.shapes).multiplications for block in blocks)
 
 
 def cost_of_rows(equation: str, shapes: OperandShapes) -> float:

@@ -34,9 +34,9 @@ def products(
 
     Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
     """
-    first, second = merge(first, kernels), merge(second, kernels) if second else ()
     if not second and len(first) == 1 and (there := rows_of_block(first[0], kernels)) is not None:
         return products_of_rows(kind, there, kernels)  # there is nothing to compare
+    first, second = merge(first, kernels), merge(second, kernels) if second else ()
     return plans(kind, first, second, kernels)[0](first, second, kernels)
 
 

@@ -51,12 +51,10 @@ class Kernels:
 
     def most_elements(self, dtype: torch.dtype) -> int:
         """How many elements one intermediate result should have."""
-        del dtype
         return self.limit.elements
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
         """A contiguous tensor, valid until memory for the same purpose is asked for again."""
-        del purpose
         return like.new_empty(shape)
 
     def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
@@ -65,27 +63,23 @@ class Kernels:
 
     def at_once(self, elements: int, like: Tensor) -> int:
         """How many elements to write before they are read, of so many that are read once."""
-        del like
         return min(elements, self.limit.elements)
 
     def prices(self, dtype: torch.dtype) -> Prices:
         """The prices of memory and of calls, in multiply-adds of tensors of a dtype."""
-        del dtype
         return Prices(memory=16)
 
     def room(self, device: torch.device) -> int:
         """How many elements of rows may be kept from the Gramian to the gradients of a step."""
-        del device
         return self.limit.elements
 
-    def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
+    def are_rows_worth_memory(self, positions: float, dtype: torch.dtype) -> bool:
         """Whether reading kept rows is faster than contracting factors over some positions again.
 
         Args:
             positions: Multiply-adds for each element of the rows.
             dtype: The dtype of the factors.
         """
-        del positions, dtype
         return True
 
     @staticmethod
@@ -131,9 +125,11 @@ class Kernels:
                 x, y = [x.permute(order).view(shape) for x, (order, shape) in views]
                 found = self.product_sum(x, y, of.summed)
             elif of.kind == "sum":
-                found = self.total(taken[0], of.summed) if of.summed else taken[0]
+                (x,) = taken
+                found = x.sum(of.summed, dtype=self.accumulating(x.dtype)) if of.summed else x
             else:
-                found = self.other_product(of.equation, taken)
+                dtype = self.accumulating(*[x.dtype for x in taken])
+                found = torch.einsum(of.equation, *[x.to(dtype) for x in taken])
             stack.append(found if of.order is None else found.permute(of.order))
         return stack[0]
 
@@ -206,17 +202,9 @@ class Kernels:
         parts = [part(start) for start in range(0, shape[dim], step)]
         return torch.cat(parts, dim - sum(d < dim for d in summed))
 
-    def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
-        """A tensor summed over some dimensions."""
-        return x.sum(summed)
-
     def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
         """The product of two matrices, or of two batches of them, in some memory."""
         return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
-
-    def other_product(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
-        """An einsum that is neither a sum, nor a product of matrices or of elements."""
-        return torch.einsum(equation, *operands)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
         """Whether rows of a convolution are faster by its gradient, with samples as groups.
@@ -227,7 +215,6 @@ class Kernels:
             channels: Channels that the convolution's kernel reads.
             dtypes: Those of the factors.
         """
-        del patches, rows, channels, dtypes
         return False
 
     def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:
@@ -240,7 +227,6 @@ class Kernels:
 
     def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What sums of rows in a dtype compute from the weights once for all parameters."""
-        del weights, dtype
         return ()
 
     def square_norms(self, rows: Tensor) -> Tensor:
@@ -250,8 +236,16 @@ class Kernels:
         return norms.square()
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``."""
-        return torch.mm(left, right.mT)
+        """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``, long ones in parts of n."""
+        parts = self.parts(left)
+        if parts == 1:
+            return self.matrix_product(left, right.mT, None)
+        left, right = (x.reshape(x.shape[0], parts, -1).transpose(0, 1) for x in (left, right))
+        return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
+
+    def parts(self, rows: Tensor) -> int:
+        """Into how many parts to cut a product of rows ``(m, n)`` along n."""
+        return 1
 
     def gram(self, rows: Tensor) -> Tensor:
         """Rows ``(m, n)`` times themselves, ``(m, m)``."""
@@ -264,7 +258,6 @@ class Kernels:
             indices: Integers from 0 to ``size - 1``.
             size: How many values there are.
         """
-        del size
         found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
         return found
 
@@ -274,7 +267,6 @@ class Kernels:
 
         Half of such a product is the mirror of the other half. Products of parts are smaller.
         """
-        del cost, samples
         return 1
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

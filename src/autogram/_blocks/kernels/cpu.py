@@ -57,7 +57,6 @@ class CpuKernels(Kernels):
 
     def at_once(self, elements: int, like: Tensor) -> int:
         """What stays in a cache until it is read."""
-        del like
         return min(elements, self.limit.elements, _SHORT_LIVED)
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
@@ -75,12 +74,9 @@ class CpuKernels(Kernels):
             return super().arranged(tensor, order, shape, purpose)
         return self.copy(tensor, purpose).permute(order).reshape(shape)
 
-    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left @ right.mT``, long sums in parts."""
-        if left.numel() < _WORTH_SPLITTING or left.shape[1] % _PARTS:
-            return left @ right.mT
-        left, right = (x.reshape(x.shape[0], _PARTS, -1).transpose(0, 1) for x in (left, right))
-        return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
+    def parts(self, rows: Tensor) -> int:
+        """One, or a few parts of long sums."""
+        return 1 if rows.numel() < _WORTH_SPLITTING or rows.shape[1] % _PARTS else _PARTS
 
     def gram(self, rows: Tensor) -> Tensor:
         """Rows times themselves, of which one of two mixed quarters is the mirror of the other."""
@@ -94,7 +90,6 @@ class CpuKernels(Kernels):
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
         """Whether there are many patches, and a kernel that takes many groups at once."""
-        del channels
         has_kernel = torch.backends.mkldnn.is_available()
         is_fast = has_kernel and self.multiplied(*dtypes) == torch.float32
         return is_fast and patches > _PATCHES_PER_ROW * rows

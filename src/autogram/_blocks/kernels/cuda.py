@@ -86,7 +86,7 @@ class CudaKernels(Kernels):
         return super().at_once(elements, like)
 
     @override
-    def are_rows_worth_memory(self, positions: int, dtype: torch.dtype) -> bool:
+    def are_rows_worth_memory(self, positions: float, dtype: torch.dtype) -> bool:
         return positions > self.prices(dtype).memory
 
     @staticmethod
@@ -119,10 +119,6 @@ class CudaKernels(Kernels):
         return self.carry_out(equation, operands, memory or self.scratch)
 
     @override
-    def total(self, x: Tensor, summed: tuple[int, ...]) -> Tensor:
-        return x.sum(summed, dtype=self.accumulating(x.dtype))
-
-    @override
     def matrix_product(self, x: Tensor, y: Tensor, out: Tensor | None) -> Tensor:
         """In memory, in its dtype; else in at least float32."""
         if out is not None and x.dtype == y.dtype == out.dtype:
@@ -131,26 +127,12 @@ class CudaKernels(Kernels):
         return found if out is None else out.copy_(found)
 
     @override
-    def other_product(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
-        dtype = self.accumulating(*[x.dtype for x in operands])
-        return super().other_product(equation, [x.to(dtype) for x in operands])
-
-    @override
-    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        parts = self._parts(left)
-        if parts == 1:
-            return self._accumulated(left, right.mT)
-        left, right = (x.reshape(x.shape[0], parts, -1).transpose(0, 1) for x in (left, right))
-        return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
-
-    @override
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Without waiting for how many there are."""
         return distinct_or_repeated(indices, size)
 
     @override
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
-        del dtypes
         is_fast = channels == 1 or channels >= _FEWEST_CHANNELS
         return is_fast and patches > _PATCHES_PER_ROW * rows
 
@@ -215,8 +197,8 @@ class CudaKernels(Kernels):
             return (torch.mm if x.dim() == 2 else torch.bmm)(x, y)
         return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out_dtype=torch.float32)
 
-    def _parts(self, rows: Tensor) -> int:
-        """Into how many parts to cut a product of rows ``(m, n)`` along n."""
+    @override
+    def parts(self, rows: Tensor) -> int:
         columns = rows.shape[1]
         if rows.dtype != torch.float32 or columns < 2 * _FEWEST_COLUMNS or _is_tf32():
             return 1

@@ -38,7 +38,6 @@ class TracedKernels(Kernels):
 
     @override
     def at_once(self, elements: int, like: Tensor) -> int:
-        del like
         return elements
 
     @staticmethod
@@ -51,7 +50,6 @@ class TracedKernels(Kernels):
         self, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
     ) -> Tensor:
         """Only where it must be one."""
-        del purpose
         return tensor.permute(order).reshape(shape)
 
     @override
