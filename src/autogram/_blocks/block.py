@@ -144,7 +144,6 @@ class Block(Kept):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The indices of each operand."""
         return parsed(self.equation).inputs
 
     @property
@@ -159,7 +158,6 @@ class Block(Kept):
 
     @property
     def shapes(self) -> OperandShapes:
-        """The shape of each operand."""
         return tuple([operand.shape for operand in self.operands])
 
     @property
@@ -174,12 +172,10 @@ class Block(Kept):
 
     @property
     def elements(self) -> int:
-        """How many elements the operands have."""
         return sum([operand.numel() for operand in self.operands])
 
     @property
     def elements_of_rows(self) -> int:
-        """How many elements explicit rows have."""
         sizes = self.sizes
         return prod([sizes[label] for label in "kb" + self.parameter])
 
@@ -204,7 +200,6 @@ class Block(Kept):
         return Block(self.equation, tuple(operands))
 
     def narrow(self, label: str, start: int, length: int) -> Block:
-        """The block with a range of one index."""
         return self.map(label, lambda x, dim: x.narrow(dim, start, length))
 
     def chunks(self, label: str, count: int) -> Iterator[Block]:
@@ -218,7 +213,6 @@ class Block(Kept):
             yield self.narrow(label, start, min(step, size - start))
 
     def at(self, samples: Tensor) -> Block:
-        """The block of some samples."""
         return self.map("b", lambda x, dim: x.index_select(dim, samples))
 
     def reorder(self, order: tuple[int, ...]) -> Block:

@@ -70,7 +70,6 @@ class Bundles:
         return self._open.pop(form) if is_full else None
 
     def rest(self) -> Iterator[list[Columns]]:
-        """The bundles that still wait."""
         while self._open:
             yield self._open.popitem()[1]
 
@@ -81,7 +80,6 @@ def form_in_bundle(columns: Columns, block: Block) -> tuple[Hashable, int]:
 
 
 def bundled(found: Iterable[Columns]) -> Iterator[list[Columns]]:
-    """The columns of some parameters, in bundles."""
     bundles = Bundles()
     for columns in found:
         yield from bundles.add(columns)
@@ -130,7 +128,6 @@ def _in_bundles(
 
 
 def _one_by_one(each: Sequence[Columns], weights: Tensor) -> list[Tensor | None]:
-    """The weighted sums of some columns."""
     return [columns.weighted_sum(weights) for columns in each]
 
 

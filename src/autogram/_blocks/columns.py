@@ -122,7 +122,6 @@ class Columns:
         return taken
 
     def _may_keep(self, blocks: Sequence[Block], elements: int, room: Room, taken: int) -> bool:
-        """Whether rows may be kept that have more elements than their factors."""
         first, again = (
             blocks[0].operands[0],
             sum(cost_of_rows(x.equation, x.shapes) for x in blocks),
@@ -152,7 +151,6 @@ class Columns:
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether the Gramian is computed from explicit rows."""
         self._complete()
         each = [x[0].is_rows or forms_rows(x, self.kernels) for x in self._blocks.values()]
         return not self._lookups and all(each)
@@ -242,7 +240,6 @@ class Columns:
         return found.view(*dense.shape[:2], *self.parameter.shape)
 
     def at(self, samples: Tensor) -> Columns:
-        """The columns of some samples."""
         some = Columns(self.parameter, self.kernels)
         for region, block in self.found():
             some.add(region, block.at(samples))
@@ -347,5 +344,4 @@ class Columns:
 
 
 def _sum(totals: Sequence[Tensor]) -> Tensor | None:
-    """The sum of some tensors, or ``None`` if there are none."""
     return reduce(torch.add, totals) if totals else None

@@ -35,7 +35,6 @@ class Gathering:
         """Keys: region, samples, equation, and 0 for explicit rows or else a number of its own."""
 
     def check(self) -> None:
-        """Raises ``ChangedTensorError`` if a tensor was changed in place since it was added."""
         for block in self._blocks.values():
             block.check()
         for _, lookup in self._lookups:

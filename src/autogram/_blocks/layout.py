@@ -110,7 +110,6 @@ class Routed:
         return torch.where(is_place, found.unflatten(dim, places.shape), 0)
 
     def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         behind = like.dim() - self.dim - self.depth
         return self.samples.to(like.device).view((*self.samples.shape, *(1,) * behind))
 
@@ -169,7 +168,6 @@ class Partial:
     """Where these samples lie, by their number in the subset; ``None`` if there is one sample."""
 
     def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         samples = torch.tensor((*self.subset.samples, -1), device=like.device)  # the last for none
         if self.layout is None:
             return samples[0]
@@ -231,7 +229,6 @@ class Scattered:
         return Partial(subset, Routed(dim, len(samples), owners))
 
     def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
         return self.samples.to(like.device)
 
     def __str__(self) -> str:

@@ -34,7 +34,6 @@ class Lookup(Kept):
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
-        """Both tensors."""
         return self.indices, self.cotangents
 
     tensors = operands
@@ -45,7 +44,6 @@ class Lookup(Kept):
         return rows_block(dense.view(*dense.shape[:2], *shape))
 
     def at(self, samples: Tensor) -> Lookup:
-        """The lookup of some samples."""
         return Lookup(self.indices[samples], self.cotangents[:, samples])
 
     def within(self, start: int, stop: int) -> Lookup:
@@ -97,7 +95,6 @@ def block_of(equation: str, operands: tuple[Tensor, ...]) -> Block | Lookup:
 
 
 def concatenate_lookups(lookups: Sequence[Lookup]) -> Lookup:
-    """Several lookups in one table as one."""
     indices = torch.cat([lookup.indices for lookup in lookups], 1)
     return Lookup(indices, torch.cat([lookup.cotangents for lookup in lookups], 2))
 

@@ -102,7 +102,6 @@ class Plan:
         return reduce(torch.add, products)
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
-        """Pieces of some blocks."""
         position = blocks[0].parameter.find(self.label)
         labels = [self.label if position < 0 else x.parameter[position] for x in blocks]
         cut = [x.chunks(label, self.pieces) for x, label in zip(blocks, labels, strict=True)]
@@ -137,7 +136,6 @@ def rows(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None
 
 
 def _rows_of(block: Block, kernels: Kernels, memory: Memory | None) -> Tensor:
-    """The explicit rows of one block."""
     if block.adjoint is not None and block.has_fast_adjoint(kernels):
         return block.adjoint.rows(block.parameter, kernels)
     dtype = block.operands[0].dtype
@@ -243,7 +241,6 @@ def _find_plans(
 def _plan_rows(
     kind: ProductKind, first: Signature, second: Signature, prices: Prices, limit: int
 ) -> Plan:
-    """The plan that forms rows."""
     blocks = (*first, *second)
     equation, shapes, _ = blocks[0]
     sizes, labels = sizes_of(equation, shapes), parsed(equation).parameter
@@ -292,7 +289,6 @@ def _plan_factors(
     limit: int,
     mirror: Mirror,
 ) -> Plan:
-    """The plan that contracts pairs of blocks without rows."""
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
     paths = [
         find_path(cross_equation(p, q, is_diagonal=kind == "norms"), of_p + of_q)

@@ -125,7 +125,6 @@ _known = lru_cache(maxsize=4096)(Region)
 
 @lru_cache(maxsize=4096)
 def overlap(first: Region, second: Region) -> bool:
-    """Whether two regions share an element."""
     (start, end), (other_start, other_end) = first.bounds, second.bounds
     if end < other_start or other_end < start:
         return False

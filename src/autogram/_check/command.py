@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
     parser = argparse.ArgumentParser(
         prog="python -m autogram", description="Exact Gramians of Jacobians for PyTorch."
     )

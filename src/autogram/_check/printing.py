@@ -63,7 +63,6 @@ def text_of(found: Found) -> str:
 
 
 def _verdict(found: Found) -> str:
-    """The last line."""
     if found.status == "fine":
         return "Fine: the Gramian agrees with an ordinary backward pass, parameter by parameter."
     # The engine's other errors are also of losses that are not finite, or have no graph.
@@ -72,7 +71,6 @@ def _verdict(found: Found) -> str:
 
 
 def _of_times(times: Times) -> str:
-    """Times, and how they compare."""
     lines = [
         f"Medians of {times.count} {times.what} each, with weights that cost nothing:",
         f"  SGD on the mean of the losses  {times.sgd:10.2f} ms",
@@ -86,5 +84,4 @@ def _of_times(times: Times) -> str:
 
 
 def _line(name: str, milliseconds: float, times: Times) -> str:
-    """One kind of step."""
     return f"  {name:<29}  {milliseconds:10.2f} ms, {milliseconds / times.sgd:.2f} times"

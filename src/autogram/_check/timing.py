@@ -102,6 +102,5 @@ def _two_passes(subject: Subject) -> None:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Waits until a device has nothing left to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

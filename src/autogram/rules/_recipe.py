@@ -14,7 +14,7 @@ from autogram._blocks import Block, Layout, Lookup, block_of_equation
 from autogram._errors import RuleError
 from autogram.rules._complex import in_real_numbers
 
-_POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
+POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"
 
 _NUMBERS = {int, float, type(None)}
 
@@ -211,7 +211,7 @@ def read_rows(
 
 def positions(count: int) -> str:
     """Letters for ``count`` dimensions that are summed over."""
-    return _POSITIONS[:count]
+    return POSITIONS[:count]
 
 
 def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> list[Recipe] | None:

@@ -89,7 +89,6 @@ def unregister_rule(*functions: Callable[..., Any]) -> None:
 
 
 def _check(function: Callable[..., Any], rule: Rule) -> None:
-    """Refuses a function that cannot have this rule."""
     if isinstance(as_seen(function), type) or not callable(function):
         raise RuleError(
             f"`{function}` cannot have a rule: its calls are not seen. Register the torch "
@@ -104,7 +103,6 @@ def _check(function: Callable[..., Any], rule: Rule) -> None:
 
 
 def _name(rule: Rule) -> tuple[Any, Any]:
-    """The module of a rule and its name there."""
     return getattr(rule, "__module__", None), getattr(rule, "__qualname__", rule)
 
 

@@ -78,7 +78,7 @@ def in_layers(function: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
     Returns:
         The output, and the final states of all layers: what the call returns, bit for bit.
     """
-    given, hx, params, options = _arguments(args)
+    given, hx, params, options = parts_of_call(args)
     has_biases, count, dropout, train, is_bidirectional, *rest = options
     (input, *sizes), is_single = given, isinstance(hx, Tensor)
     is_batch_first = rest == [True]  # packed sequences have no such option
@@ -98,7 +98,7 @@ def in_layers(function: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
     return output, *[torch.cat(of_layers) for of_layers in zip(*finals, strict=True)]
 
 
-def _arguments(args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+def parts_of_call(args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
     """The input, with batch sizes if it is packed; initial states; weights; and options."""
     inputs = 2 if isinstance(args[3], (list, tuple)) else 1
     return args[:inputs], args[inputs], args[inputs + 1], args[inputs + 2 :]
@@ -114,7 +114,7 @@ def of_layers(function: Callable[..., Any], args: Sequence[Any]) -> Callable[...
     """The layers, or ``None`` without dropout between them, or where there is a kernel for all."""
     if len(args) != 9:
         return None
-    _, count, dropout, train, *_ = _arguments(args)[3]
+    _, count, dropout, train, *_ = parts_of_call(args)[3]
     has_dropout = count > 1 and bool(dropout) and train
     return partial(in_layers, function) if has_dropout and not _has_kernel(args[0]) else None
 

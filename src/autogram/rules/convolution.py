@@ -72,10 +72,8 @@ def _recipes(
     """Recipes of a kernel and a bias. An input without batch dimension is one sample."""
     space = weight.dim() - 2
     dims, batch = ("n", "n") if input.dim() == space + 2 else ("-", "")
-    recipes = []
-    if weight.requires_grad:
-        recipes.append(Recipe((weight,), Formula(dims, blocks, groups), (input,)))
-    if bias is not None and bias.requires_grad:
+    recipes = [Recipe((weight,), Formula(dims, blocks, groups), (input,))]
+    if bias is not None:
         recipes.append(product(bias, f"{batch}o{positions(space)}->o", dims=dims))
     return recipes
 
@@ -198,6 +196,5 @@ class Convolution(NamedTuple):
 
 
 def _per_dimension(sizes: PerDimension, n: int) -> tuple[int, ...]:
-    """One size for each spatial dimension."""
     values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     return values * n if len(values) == 1 else values

@@ -23,7 +23,7 @@ def add(input: Any, other: Any, *, alpha: float = 1) -> list[Recipe]:
     """``input + alpha * other``."""
     terms = [(x, scale) for x, scale in ((input, 1), (other, alpha)) if isinstance(x, Tensor)]
     shapes = [x.shape for x, _ in terms]
-    return [addend(x, *shapes, scale=scale) for x, scale in terms if x.requires_grad]
+    return [addend(x, *shapes, scale=scale) for x, scale in terms]
 
 
 @register_rule(*variants("sub", "sub_", "subtract", "subtract_"), holds_for_complex=True)
@@ -55,13 +55,10 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
     """``input / other``, not rounded."""
     if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return None
-    recipes = []
-    if input.requires_grad:
-        recipes.append(addend(input, other.shape, saved=(other,), prepare=_by_numerator))
-    if other.requires_grad:
-        saved = (input, other)
-        recipes.append(addend(other, input.shape, saved=saved, prepare=_by_denominator))
-    return recipes
+    return [
+        addend(input, other.shape, saved=(other,), prepare=_by_numerator),
+        addend(other, input.shape, saved=(input, other), prepare=_by_denominator),
+    ]
 
 
 @register_rule(torch.where, holds_for_complex=True)
@@ -72,7 +69,6 @@ def where(condition: Tensor, input: Any, other: Any) -> list[Recipe]:
     return [
         addend(x, *shapes, saved=(condition,), prepare=partial(_masked, kept))
         for x, kept in branches
-        if x.requires_grad
     ]
 
 
@@ -129,5 +125,4 @@ def _masked(kept: bool, cotangent: Tensor, condition: Tensor) -> tuple[Tensor]:
 
 
 def _negative_part(cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
-    """The cotangent, and the input where it is negative."""
     return cotangent, input.clamp(max=0)

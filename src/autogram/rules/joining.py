@@ -22,8 +22,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> 
         if tensor.dim() != tensors[0].dim():  # torch also joins empty 1-d tensors to any others
             return None
         part = partial(_part, dim + 1, start, tensor.shape[dim])
-        if tensor.requires_grad:
-            recipes.append(product(tensor, f"{output}->{output}", prepare=part, dims=dims))
+        recipes.append(product(tensor, f"{output}->{output}", prepare=part, dims=dims))
         start += tensor.shape[dim]
     return recipes
 
@@ -37,7 +36,6 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> list[Recipe]:
     return [
         product(tensor, f"{output}->{output}", prepare=partial(_slice, dim + 1, i), dims=dims)
         for i, tensor in enumerate(tensors)
-        if tensor.requires_grad
     ]
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from autogram._blocks import Block, Layout, Routed
 from autogram.rules._recipe import (
+    POSITIONS,
     Formula,
     Recipe,
     addend,
@@ -41,18 +42,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Re
     """Weight and bias of ``F.linear``."""
     if weight.dim() != 2:
         return None
-    of_weight, of_bias = _linear_formulas(input.dim(), weight.is_complex())
+    t, is_complex = POSITIONS[: input.dim() - 1], weight.is_complex()
+    of_weight = formula_of(f"{t}o,{t}i->oi", is_complex=is_complex)
     recipes = [Recipe((weight,), of_weight, (input,))]
-    return recipes if bias is None else [*recipes, Recipe((bias,), of_bias)]
-
-
-@lru_cache
-def _linear_formulas(dims: int, is_complex: bool) -> tuple[Formula, Formula]:
-    """The formulas of weight and bias, by the number of dimensions of the input."""
-    t = positions(dims - 1)
-    equations = f"{t}o,{t}i->oi", f"{t}o->o"
-    of_weight, of_bias = [formula_of(x, is_complex=is_complex) for x in equations]
-    return of_weight, of_bias
+    if bias is not None:
+        recipes.append(Recipe((bias,), formula_of(f"{t}o->o", is_complex=is_complex)))
+    return recipes
 
 
 @register_rule(torch.bilinear, holds_for_complex=True)
@@ -186,18 +181,11 @@ def _of_product(left: Tensor, right: Tensor, scale: float = 1) -> list[Recipe] |
     """Recipes of both sides of a matrix product, times a number."""
     dims = left.dim(), right.dim()
     if dims == (2, 2) and are_numbers(scale):  # nothing is broadcast
-        of_left, of_right = _formulas_of_matrices(scale, left.is_complex())
+        options = {"scale": scale, "is_complex": left.is_complex()}
+        of_left, of_right = formula_of("op,ip->oi", **options), formula_of("op,oi->ip", **options)
         return [Recipe((left,), of_left, (right,)), Recipe((right,), of_right, (left,))]
     output, *labels = _matmul_labels(*dims)
     return multilinear(output, *zip((left, right), labels, strict=True), scale=scale)
-
-
-@lru_cache
-def _formulas_of_matrices(scale: float, is_complex: bool) -> tuple[Formula, Formula]:
-    """The formulas of both sides of a product of two matrices, times a number."""
-    equations = "op,ip->oi", "op,oi->ip"
-    of_left, of_right = [formula_of(x, scale=scale, is_complex=is_complex) for x in equations]
-    return of_left, of_right
 
 
 @lru_cache

@@ -123,12 +123,6 @@ def _of_weight(
     return formula_of.__wrapped__(f"{output},{output}->{target}", prepare=prepare)
 
 
-@lru_cache
-def _of_bias(dims: int, target: str) -> Formula:
-    """The formula of a bias: the cotangent."""
-    return formula_of(f"{positions(dims)}->{target}")
-
-
 def _affine(
     input: Tensor,
     weight: Tensor | None,
@@ -147,7 +141,7 @@ def _affine(
         formula = make(dims, target, normalize, (*shape, ("eps", eps)))
         recipes.append(Recipe((weight,), formula, (input, *statistics)))
     if bias is not None:
-        recipes.append(Recipe((bias,), _of_bias(dims, target)))
+        recipes.append(Recipe((bias,), formula_of(f"{positions(dims)}->{target}")))
     return recipes
 
 

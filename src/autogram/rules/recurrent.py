@@ -66,13 +66,13 @@ _register(recurrence.gru_cell, torch.gru, torch.gru_cell, composed.gru_step)
 
 def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
     """All layers at all steps, of sequences of one length or of packed ones."""
-    if isinstance(args[3], (list, tuple)):
-        input, batch_sizes, hx, params, _, layers, dropout, train, is_bidirectional = args
-        dims, sizes = "S-", tuple(batch_sizes.tolist())
+    (input, *packed), hx, params, options = composed.parts_of_call(args)
+    _, layers, dropout, train, is_bidirectional, *batch_first = options
+    if packed:
+        dims, sizes = "S-", tuple(packed[0].tolist())
     else:
-        input, hx, params, _, layers, dropout, train, is_bidirectional, batch_first = args
-        dims = "S--" if batch_first else "-S-"
-        input = input.transpose(0, 1) if batch_first else input
+        dims = "S--" if batch_first[0] else "-S-"
+        input = input.transpose(0, 1) if batch_first[0] else input
         sizes = (input.shape[1],) * input.shape[0]
     if dropout and train and layers > 1:
         return None  # no replay has the random mask, which only the kernel's own node has saved
@@ -99,7 +99,6 @@ def _states(hx: States) -> tuple[Tensor, ...]:
 def _recipes(
     replays: Sequence[Replay], input: Tensor, operands: tuple[Tensor, ...]
 ) -> list[Recipe]:
-    """A recipe for each result of a call, of its initial states and weights."""
     formulas = [Formula(replay.dims, replay.blocks) for replay in replays]
     return [Recipe(operands, of, (input, *operands), i) for i, of in enumerate(formulas)]
 

@@ -82,7 +82,7 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, **options: Any) -> list[Recipe
         return None
     recipes = []
     for own, other, index in ((x1, x2, "p"), (x2, x1, "r")):
-        if own.requires_grad and all(n == 1 for n in own.shape[:-2]):
+        if all(n == 1 for n in own.shape[:-2]):
             t, (_, of_other) = broadcast(max(own.dim(), other.dim()) - 2, other.dim() - 2)
             opposite = "r" if index == "p" else "p"
             factors = f"s{index}m,s{of_other}{opposite}m"

@@ -60,7 +60,6 @@ def find_contractions(
 
 
 def _contraction(equation: str, sizes: Mapping[str, int]) -> Contraction:
-    """The contraction of an equation."""
     kind, (inputs, output) = kind_of_path(equation, sizes), equation.split("->")
     if kind == "matrices":
         return _matrices(equation, sizes)

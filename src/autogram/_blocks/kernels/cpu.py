@@ -96,7 +96,6 @@ class CpuKernels(Kernels):
 
     @staticmethod
     def parts_to_mirror(cost: int, samples: int) -> int:
-        """Into how many ranges of samples to cut a product of a block with itself."""
         return min(4, samples // _FEWEST_SAMPLES) if cost > _WORTH_MIRRORING else 1
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

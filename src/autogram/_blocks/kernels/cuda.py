@@ -210,7 +210,6 @@ class CudaKernels(Kernels):
 
 
 def _are_half(operands: Sequence[Tensor]) -> bool:
-    """Whether all operands have the same dtype in half precision."""
     first = operands[0].dtype
     return first in _HALVES and all(x.dtype == first for x in operands)
 
@@ -233,7 +232,6 @@ def _bytes(device: torch.device) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _processors(device: torch.device) -> int:
-    """How many processors a device has, each of which computes a part of a product."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

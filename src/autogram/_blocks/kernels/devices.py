@@ -35,7 +35,6 @@ class Devices:
         self._other = (TracedKernels if is_traced else Kernels)(*own)
 
     def on(self, device: torch.device | str) -> Kernels:
-        """The kernels for a device."""
         kind = device if isinstance(device, str) else device.type
         if kind == "cpu":
             return self._cpu

@@ -49,8 +49,6 @@ class Workspace:
 
 
 class _OfThread(threading.local):
-    """The memory of one thread."""
-
     def __init__(self) -> None:
         self.arena = Arena()
         self.scratch: dict[tuple[Purpose, torch.dtype], Tensor] = {}
