@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -91,6 +91,7 @@ class Routed:
     batch: int
     samples: Tensor
     """The sample of each place, -1 for none, with as many dimensions. On the CPU."""
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     has_before = False
     has_after = True
@@ -127,11 +128,6 @@ class Routed:
     def _is_in_order(self) -> bool:
         """Whether the places are those of each sample in turn, and as many of each."""
         return self._places.flatten().tolist() == list(range(self.samples.numel()))
-
-    @cached_property
-    def _copies(self) -> dict[torch.device, Tensor]:
-        """The places on each device that asked for them."""
-        return {}
 
     def _places_on(self, device: torch.device) -> Tensor:
         """The places of each sample on a device, which is given them once."""

@@ -104,7 +104,6 @@ class Subject:
     def __init__(self, function: Callable[[], Any], batch_dim: BatchDim) -> None:
         self.modules, losses = _both(_asked(function))
         self.is_repeatable = callable(losses)
-        self._losses: Losses | None = None
         if callable(losses):
             self._compute: Callable[[], Any] = losses
             self.engine = Engine(*self.modules, batch_dim=batch_dim)
@@ -112,13 +111,13 @@ class Subject:
         # No call behind these losses was recorded, as there was no engine: the function runs again.
         del losses
         with _engine_at_first_call(type(self.modules[0]), batch_dim) as made:
-            self.modules, self._losses = _both(_asked(function))
+            self.modules, found = _both(_asked(function))
         if len(self.modules) > 1 or not made or made[0][0] is not self.modules[0]:
             raise UsageError(
                 "The losses were not computed by calling the model that the function returned. "
                 "Return `(model, function)` instead, with a function that computes the losses."
             )
-        self.engine = made[0][1]
+        self.engine, self._compute = made[0][1], lambda: found
 
     def losses(self) -> Losses:
         """The losses, with a graph.
@@ -126,7 +125,7 @@ class Subject:
         Raises:
             UsageError: The user's function returned something else.
         """
-        losses = _asked(self._compute) if self._losses is None else self._losses
+        losses: Losses = _asked(self._compute)
         try:
             parts_of(losses)
         except InvalidLossesError as error:

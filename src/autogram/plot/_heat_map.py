@@ -51,12 +51,7 @@ def plot_cosines(
             raise InvalidOperandError(f'`sort` is {sort!r}. Pass classes, "cluster" or `None`.')
         order = by_cluster(gramian)
     elif sort is not None:
-        classes = list(sort.tolist() if isinstance(sort, Tensor) else sort)
-        if len(classes) != len(gramian):
-            raise InvalidOperandError(
-                f"There are {len(classes)} classes and {len(gramian)} objectives. Pass one class "
-                "for each, in the row-major order of the losses."
-            )
+        classes = classes_of(sort, len(gramian))
         order = sorted(range(len(classes)), key=lambda i: rank(classes[i]))
     else:
         order = list(range(len(gramian)))
@@ -69,6 +64,17 @@ def plot_cosines(
     axes.set_ylabel("class of objective i" if classes else "objective i")
     axes.figure.colorbar(image, ax=axes, label="cosine of the gradients of i and j")
     return axes
+
+
+def classes_of(given: Tensor | Sequence[object], count: int) -> list[object]:
+    """The classes of some objectives, in a list."""
+    classes: list[object] = given.tolist() if isinstance(given, Tensor) else list(given)
+    if len(classes) != count:
+        raise InvalidOperandError(
+            f"There are {len(classes)} classes and {count} objectives. Pass one class for each, in "
+            "the row-major order of the losses."
+        )
+    return classes
 
 
 def rank(label: Any) -> tuple[str, Any]:

@@ -12,17 +12,12 @@ from autogram._arguments import check_square
 from autogram._errors import InvalidOperandError
 from autogram.monitor import ConflictMonitor, Numbers
 from autogram.monitor._numbers import NAMES
-from autogram.plot._heat_map import new_axes, rank
+from autogram.plot._heat_map import classes_of, new_axes, rank
 
-_LABELS = {
+_LABELS = {  # where the name with spaces says too little
     "conflicting": "share of conflicting pairs",
-    "mean_cosine": "mean cosine",
     "least_cosine": "smallest cosine",
-    "mean_norm": "mean norm",
-    "largest_norm": "largest norm",
-    "effective_rank": "effective rank",
     "entropy": "entropy of the weights",
-    "noise_scale": "noise scale",
 }
 
 
@@ -55,7 +50,7 @@ def plot_history(
     steps = [step for step, _ in history]
     for name in names:
         values = [getattr(numbers, name) for _, numbers in history]
-        axes.plot(steps, values, label=_LABELS.get(name, name))
+        axes.plot(steps, values, label=_LABELS.get(name, name.replace("_", " ")))
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -81,12 +76,7 @@ def plot_norms(
     """
     check_square(gramian)
     norms = gramian.detach().diagonal().cpu().clamp(min=0).sqrt()
-    found = classes.tolist() if isinstance(classes, Tensor) else classes
-    labels = [None] * len(norms) if found is None else list(found)
-    if len(labels) != len(norms):
-        raise InvalidOperandError(
-            f"There are {len(labels)} classes and {len(norms)} objectives. Pass one for each."
-        )
+    labels = [None] * len(norms) if classes is None else classes_of(classes, len(norms))
     axes = axes or new_axes()
     for label in sorted(set(labels), key=rank):
         own = norms[[i for i, other in enumerate(labels) if other == label]].sort().values
@@ -97,6 +87,6 @@ def plot_norms(
     axes.set_xlabel("share of the objectives")
     axes.set_ylabel("norm of the gradient")
     axes.grid(alpha=0.3)
-    if found is not None:
+    if classes is not None:
         axes.legend(frameon=False)
     return axes

@@ -11,12 +11,7 @@ from autogram.weightings.projection import Certificate, Projector
 
 
 class _DualCone:
-    """A weighting by projections, with preferences and a projector.
-
-    Args:
-        pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
-        projector: How to project, with the normalisation, the regularisation and the tolerance.
-    """
+    """A weighting by projections, with preferences and a projector."""
 
     def __init__(
         self, pref_vector: Tensor | None = None, projector: Projector | None = None

@@ -90,7 +90,7 @@ def written_down(
     before, _HERE.writer = _HERE.writer, writer
     try:
         with writer, writer.watching:
-            found = function(memory and partial(as_one_call, _taken, memory), tensors)
+            found = function(memory and partial(as_one_call, operator.call, memory), tensors)
     finally:
         _HERE.writer = before
     return found, writer.program(results(found))
@@ -105,11 +105,6 @@ def as_one_call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Calls a function that gives a tensor, and is one call of the program that is written."""
     writer = _HERE.writer
     return function(*arguments) if writer is None else writer.call(function, arguments)
-
-
-def _taken(memory: Memory, shape: Sequence[int], like: Tensor) -> Tensor:
-    """A piece of memory."""
-    return memory(shape, like)
 
 
 class _Here(threading.local):
@@ -158,14 +153,14 @@ class _Writer(TorchFunctionMode):
         self._is_whole = True
         self.watching = _Watching()  # type: ignore[no-untyped-call]  # as typed in torch
         for number, tensor in enumerate(tensors):
-            self._note(tensor, self._graph.placeholder(f"x{number}"))
+            self._nodes[tensor] = self._graph.placeholder(f"x{number}")
 
     def call(self, function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
         """Calls a function, and writes this down as one call, whatever is called inside."""
         with torch._C.DisableTorchFunction():
             found = function(*arguments)
         try:
-            self._note(found, self._graph.call_function(function, self._written(arguments)))
+            self._nodes[found] = self._graph.call_function(function, self._written(arguments))
         except _UnwrittenError:
             self._is_whole = False
         return found
@@ -216,11 +211,11 @@ class _Writer(TorchFunctionMode):
         else:
             raise _UnwrittenError
         if isinstance(found, Tensor):
-            self._note(found, node)
+            self._nodes[found] = node
         elif isinstance(found, (list, tuple)) and results:
             for number, each in enumerate(found):
                 if isinstance(each, Tensor):
-                    self._note(each, self._graph.call_function(operator.getitem, (node, number)))
+                    self._nodes[each] = self._graph.call_function(operator.getitem, (node, number))
         elif not (changes and found is None):
             raise _UnwrittenError
 
@@ -237,10 +232,6 @@ class _Writer(TorchFunctionMode):
         if found is not viewed:
             self._owners[found] = owner
         return True
-
-    def _note(self, tensor: Tensor, node: fx.Node) -> None:
-        """Notes what computes a tensor."""
-        self._nodes[tensor] = node
 
     def _written(self, value: Any) -> Any:
         """A value as an argument of the program's calls."""
