@@ -263,9 +263,6 @@ def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
     """The columns of one parameter for several sets of samples, as those of all samples.
 
     Factors are copied. All sets have the same number of objectives per sample.
-
-    Args:
-        parts: Columns, and which of all samples they have rows of.
     """
     first = parts[0][0]
     total = Columns(first.parameter, first.kernels)

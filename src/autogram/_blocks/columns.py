@@ -42,10 +42,6 @@ class Columns:
 
     Blocks are kept by the region of the parameter that they cover. Regions that share no element
     have no cross term; blocks of equal regions add up.
-
-    Args:
-        parameter: All elements of the parameter.
-        kernels: How to contract blocks on the parameter's device.
     """
 
     def __init__(self, parameter: Region, kernels: Kernels) -> None:

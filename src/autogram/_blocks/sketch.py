@@ -29,12 +29,7 @@ class Projection:
     """A random linear map from the elements of a parameter to d numbers.
 
     E[P(x) . P(y)] = x . y over random seeds, for all x and y. It does not depend on the strides.
-
-    Args:
-        parameter: All elements of the parameter.
-        dimensions: d.
-        seed: What the random numbers are drawn from. Equal seeds give equal maps on every device.
-        device: Where the map is needed.
+    Equal seeds give equal maps on every device.
     """
 
     def __init__(self, parameter: Region, dimensions: int, seed: int, device: torch.device) -> None:

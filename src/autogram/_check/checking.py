@@ -24,43 +24,28 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Fallback:
-    """A parameter that costs explicit rows of J.
-
-    Attributes:
-        parameter: The name of the parameter.
-        functions: The calls without a rule that read the parameter.
-        elements: How many numbers the rows have.
-        advice: How to avoid the rows.
-    """
+    """A parameter that costs explicit rows of J."""
 
     parameter: str
     functions: tuple[str, ...]
+    """The calls without a rule that read the parameter."""
     elements: int
+    """How many numbers the rows have."""
     advice: str
 
 
 @dataclass
 class Found:
-    """The findings of a check.
-
-    Attributes:
-        status: ``"wrong"`` if a result does not agree with an ordinary backward pass, and
-            ``"unsupported"`` if the engine raised another error.
-        error: The message of the engine's error.
-        kind: The class of this error.
-        warnings: The messages of the engine's warnings.
-        shapes: The shapes of the losses.
-        device: The device of the losses.
-        report: The engine's report.
-        fallbacks: Parameters that cost explicit rows.
-        times: The times of training steps.
-    """
+    """The findings of a check."""
 
     status: Verdict = "fine"
+    """``"unsupported"`` if the engine raised another error than that a result is wrong."""
     error: str | None = None
     kind: str | None = None
+    """The class of this error."""
     warnings: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    """Those of the losses."""
     device: str = ""
     report: Report | None = None
     fallbacks: list[Fallback] = field(default_factory=list)
@@ -81,10 +66,7 @@ def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
         place: Where the function is, as ``module:function``.
         batch_dim: As for the engine.
         seconds: How long to time steps. For 0, no step is timed.
-        tell: A function that is called with the progress.
-
-    Raises:
-        UsageError: There is no such function, or it returns something else.
+        tell: Is called with the progress.
     """
     tell("loading", 0)
     function = find_function(place)

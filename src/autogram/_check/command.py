@@ -20,11 +20,7 @@ _EXIT_CODES = "Exit codes: 0 fine, 1 wrong or failed, 2 a wrong command, or a fu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carries out a command, and returns the exit code.
-
-    Args:
-        arguments: The arguments; those of the command line if ``None``.
-    """
+    """Carries out a command, by default that of the command line, and returns the exit code."""
     given = _parser().parse_args(arguments)
     bar = Bar(None if given.quiet else sys.stderr)
     try:

@@ -11,11 +11,7 @@ _WIDTH = 24
 
 
 class Bar:
-    """Shows progress on a stream: a bar on a terminal, and else a line for each phase.
-
-    Args:
-        stream: The stream, or ``None`` to show nothing.
-    """
+    """Shows progress on a stream, if any: a bar on a terminal, and else a line for each phase."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

@@ -41,11 +41,7 @@ def _asked(function: Callable[[], Any]) -> Any:
 
 
 def find_function(place: str) -> Callable[[], Any]:
-    """The function at ``module:function`` or ``file.py:function``.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """The function at ``module:function`` or ``file.py:function``."""
     source, _, name = place.rpartition(":")
     if not source or not name:
         raise UsageError(f"`{place}` names no function. Pass `module:function`.")
@@ -85,20 +81,10 @@ def _load(path: Path) -> Any:
 
 
 class Subject:
-    """Modules with an engine on them, and losses.
-
-    Args:
-        function: The user's function.
-        batch_dim: As for the engine.
+    """The modules that a user's function returns, with an engine on them, and losses.
 
     Attributes:
-        engine: The engine on the modules.
-        modules: The modules that the function returned.
         is_repeatable: Whether losses can be computed anew.
-
-    Raises:
-        UsageError: The function returns something else.
-        AutogramError: As for an engine.
     """
 
     def __init__(self, function: Callable[[], Any], batch_dim: BatchDim) -> None:
@@ -120,11 +106,7 @@ class Subject:
         self.engine, self._compute = made[0][1], lambda: found
 
     def losses(self) -> Losses:
-        """The losses, with a graph.
-
-        Raises:
-            UsageError: The user's function returned something else.
-        """
+        """The losses, with a graph."""
         losses: Losses = _asked(self._compute)
         try:
             parts_of(losses)

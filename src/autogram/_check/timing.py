@@ -19,19 +19,13 @@ _FEWEST, _MOST, _WARM_UP = 3, 200, 3
 
 @dataclass(frozen=True)
 class Times:
-    """Medians in milliseconds.
-
-    Attributes:
-        what: ``"steps"``, or ``"backward passes"`` where the losses cannot be computed anew.
-        sgd: A step of SGD on the mean of the losses.
-        fused: A step by ``engine.backward``, or ``None`` where losses cannot be computed anew.
-        two_passes: A step by ``engine.weights`` and a backward pass.
-        count: How many steps of each kind were timed.
-    """
+    """Medians in milliseconds, over a count of steps of each kind."""
 
     what: str
+    """``"steps"``, or ``"backward passes"`` where the losses cannot be computed anew."""
     sgd: float
     fused: float | None
+    """By ``engine.backward``, or ``None`` where losses cannot be computed anew."""
     two_passes: float
     count: int
 
@@ -44,10 +38,7 @@ def mean_weights(gramian: Tensor) -> Tensor:
 def time_steps(subject: Subject, seconds: float, tell: Callable[[float], None]) -> Times:
     """Times the kinds of steps in turns, so that all are measured under the same load.
 
-    Args:
-        subject: The modules and the losses.
-        seconds: How long to time. At least a few turns are made.
-        tell: A function that is called with the share of the time that has passed.
+    At least a few turns are made. ``tell`` is called with the share of the time that has passed.
     """
     parameters = [p for module in subject.modules for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.0)

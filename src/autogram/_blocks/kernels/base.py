@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Contraction, find_contractions, form_of_view
-from autogram._blocks.kernels.paths import Prices, weighted
+from autogram._blocks.kernels.contraction import Contraction, form_of_view
+from autogram._blocks.kernels.paths import Prices, find_path, weighted
 from autogram._blocks.kernels.workspace import Memory, Purpose
 from autogram._blocks.programs.known import Programs
 
@@ -32,17 +32,10 @@ class Kernels:
 
     How contractions depend on a device, a library, or a constant of hardware is known here alone. A
     subclass for one kind of device overrides the methods for which that device has a faster way.
-
-    Args:
-        limit: The number of elements that one intermediate result may have.
-        programs: Calls that were chosen before.
-
-    Attributes:
-        tiny: Blocks with at most this many elements are bundled: copying them costs less than the
-            calls of a contraction.
     """
 
     tiny = 2**17
+    """Blocks of at most so many elements are bundled: copies take less time than calls."""
     form_of_view = staticmethod(form_of_view)
 
     def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
@@ -76,9 +69,7 @@ class Kernels:
     def are_rows_worth_memory(self, positions: float, dtype: torch.dtype) -> bool:
         """Whether reading kept rows is faster than contracting factors over some positions again.
 
-        Args:
-            positions: Multiply-adds for each element of the rows.
-            dtype: The dtype of the factors.
+        There are so many multiply-adds for each element of the rows.
         """
         return True
 
@@ -116,7 +107,7 @@ class Kernels:
     def carry_out(self, equation: str, operands: Sequence[Tensor], memory: Memory | None) -> Tensor:
         """Carries out an einsum, in given memory if it is a matrix product."""
         stack = list(operands)
-        for positions, of in find_contractions(equation, tuple([x.shape for x in operands])):
+        for positions, of in find_path(equation, tuple([x.shape for x in operands])).steps:
             taken = [stack.pop(position) for position in positions]
             if of.kind == "matrices":
                 found = self._matrices(of, taken, None if stack else memory)
@@ -130,7 +121,7 @@ class Kernels:
             else:
                 dtype = self.accumulating(*[x.dtype for x in taken])
                 found = torch.einsum(of.equation, *[x.to(dtype) for x in taken])
-            stack.append(found if of.order is None else found.permute(of.order))
+            stack.append(found.permute(of.order))
         return stack[0]
 
     def _matrices(
@@ -153,7 +144,7 @@ class Kernels:
             ]
             out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
             found = self.matrix_product(x, y, out)
-        return found if of.unfolded is None else found.view(of.unfolded)
+        return found.view(of.unfolded)
 
     def _in_ranges(
         self, of: Contraction, both: Sequence[Tensor], step: int, memory: Memory | None
@@ -166,8 +157,8 @@ class Kernels:
         else:
             total = memory(shape, like)
         ranges = [x.split(step, dim) for x, dim in zip(both, of.ranges, strict=True)]
-        views = [(order, (-1, *sizes)) for order, (_, *sizes) in of.views]
-        part = Contraction("matrices", of.equation, views=tuple(views))
+        views = tuple([(order, (-1, *sizes)) for order, (_, *sizes) in of.views])
+        part = of._replace(views=views, is_swapped=False, unfolded=(-1, rows, columns), ranges=())
         parts = total.split(step * n // like.shape[of.ranges[0]])
         for x, y, out in zip(*ranges, parts, strict=True):
             self._matrices(part, (x, y), lambda *_, out=out: out)
@@ -209,11 +200,7 @@ class Kernels:
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
         """Whether rows of a convolution are faster by its gradient, with samples as groups.
 
-        Args:
-            patches: Elements of the patches, which the other way copies.
-            rows: Elements of the rows.
-            channels: Channels that the convolution's kernel reads.
-            dtypes: Those of the factors.
+        The other way copies so many elements of patches. The kernel reads so many channels.
         """
         return False
 
@@ -252,12 +239,7 @@ class Kernels:
         return self.multiply(rows, rows)
 
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The values that occur in some indices, ascending, and where in these each index is.
-
-        Args:
-            indices: Integers from 0 to ``size - 1``.
-            size: How many values there are.
-        """
+        """Values below ``size`` that occur in indices, ascending, and the place of each index."""
         found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
         return found
 

@@ -1,22 +1,16 @@
-"""Contractions: einsums as lists of products of one or two tensors, found once for some shapes."""
+"""Contractions: what it takes to carry out an einsum of one or two tensors, from shapes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.paths import (
-    OperandShapes,
-    PathKind,
-    find_path,
-    kind_of_path,
-    sizes_of,
-)
+Kind = Literal["sum", "elementwise", "matrices", "other"]
 
 View = tuple[tuple[int, ...], tuple[int, ...]]
 """An order of a tensor's dimensions, and the shape of the tensor in that order."""
@@ -28,67 +22,74 @@ class Contraction(NamedTuple):
     Attributes:
         kind: How it is carried out.
         equation: The einsum that it is.
-        order: The order of the result's dimensions, or ``None`` if they are in order.
+        order: The order of the result's dimensions.
         summed: Which dimensions of a tensor or of an elementwise product are summed over.
         views: What both tensors are brought to, for a product.
         is_swapped: Whether the second tensor is the left one of the matrices.
-        unfolded: The shape of the result before its dimensions are put in order, if the product of
-            matrices has another.
+        unfolded: The shape of a product of matrices before its dimensions are put in order.
         ranges: The dimension of the left and of the right tensor that is outermost in the memory of
             the result, if it counts products of a batch.
     """
 
-    kind: PathKind
+    kind: Kind
     equation: str
-    order: tuple[int, ...] | None = None
+    order: tuple[int, ...]
     summed: tuple[int, ...] = ()
     views: tuple[View, ...] = ()
     is_swapped: bool = False
-    unfolded: tuple[int, ...] | None = None
+    unfolded: tuple[int, ...] = ()
     ranges: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, equation: str, sizes: Mapping[str, int]) -> Contraction:
+        """The contraction of an equation, for indices of some sizes."""
+        kind, (inputs, output) = _kind(equation, sizes), equation.split("->")
+        if kind == "matrices":
+            return _matrices(equation, sizes)
+        if kind == "other":
+            return cls(kind, equation, tuple(range(len(output))))
+        terms = inputs.split(",")
+        # Of a product, in the order of the larger tensor.
+        by_size = sorted(terms, key=lambda labels: -prod(sizes[label] for label in labels))
+        product = "".join(dict.fromkeys("".join(by_size)))
+        views = [
+            (
+                _order(labels, "".join(label for label in product if label in labels)),
+                tuple([sizes[label] if label in labels else 1 for label in product]),
+            )
+            for labels in terms
+        ]
+        summed = tuple([dim for dim, label in enumerate(product) if label not in output])
+        order = _order("".join(label for label in product if label in output), output)
+        return cls(kind, equation, order, summed, tuple(views))
 
-@lru_cache(maxsize=4096)
-def find_contractions(
-    equation: str, shapes: OperandShapes
-) -> tuple[tuple[tuple[int, ...], Contraction], ...]:
-    """The contractions of an einsum, with the positions of the tensors that each takes."""
-    sizes = sizes_of(equation, shapes)
-    return tuple(
-        [(taken, _contraction(of, sizes)) for taken, of in find_path(equation, shapes).steps]
-    )
 
+def _kind(equation: str, sizes: Mapping[str, int]) -> Kind:
+    """How to carry out one contraction.
 
-def _contraction(equation: str, sizes: Mapping[str, int]) -> Contraction:
-    kind, (inputs, output) = kind_of_path(equation, sizes), equation.split("->")
-    if kind == "matrices":
-        return _matrices(equation, sizes)
-    if kind == "other":
-        return Contraction(kind, equation)
+    Where one operand has no index of its own, a matrix product would have a single column. A
+    product followed by a sum reads each operand once, and ``torch.einsum`` would permute both.
+    """
+    inputs, output = equation.split("->")
     terms = inputs.split(",")
-    # Of a product, in the order of the larger tensor.
-    by_size = sorted(terms, key=lambda labels: -prod(sizes[label] for label in labels))
-    product = "".join(dict.fromkeys("".join(by_size)))
-    views = [
-        (
-            _order(labels, "".join(label for label in product if label in labels)),
-            tuple([sizes[label] if label in labels else 1 for label in product]),
-        )
-        for labels in terms
-    ]
-    summed = tuple([dim for dim, label in enumerate(product) if label not in output])
-    order = _unless_in_order("".join(label for label in product if label in output), output)
-    return Contraction(kind, equation, order, summed, tuple(views))
+    if len(terms) == 1 and len(set(inputs)) == len(inputs):
+        return "sum"
+    if len(terms) == 2:
+        own = [
+            {x for x in labels if x not in others and sizes[x] != 1}
+            for labels, others in (terms, terms[::-1])
+        ]
+        shared = set(terms[0]) & set(terms[1]) & set(output)
+        if not all(own) and any(sizes[label] > 1 for label in shared):
+            return "elementwise"
+        if own[0] | own[1] <= set(output):
+            return "matrices"
+    return "other"
 
 
 def _order(labels: str, wanted: str) -> tuple[int, ...]:
     """The permutation of ``labels`` that gives ``wanted``."""
     return tuple([labels.index(label) for label in wanted])
-
-
-def _unless_in_order(labels: str, wanted: str) -> tuple[int, ...] | None:
-    """The permutation of ``labels`` that gives ``wanted``, or ``None`` if they are equal."""
-    return None if labels == wanted else _order(labels, wanted)
 
 
 def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
@@ -112,15 +113,14 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
     left = _order(first, batch + rows + summed), (*stack, r, t)
     right = _order(second, batch + summed + columns), (*stack, t, c)
     kept = "".join(label for label in batch + rows + columns if label in output)
-    unfolded = tuple([sizes[label] for label in kept])
     outer = next((label for label in kept if sizes[label] > 1), "-")
     return Contraction(
         "matrices",
         equation,
-        _unless_in_order(kept, output),
+        _order(kept, output),
         views=(left, right),
         is_swapped=is_swapped,
-        unfolded=None if unfolded == (*stack, r, c) else unfolded,
+        unfolded=tuple([sizes[label] for label in kept]),
         ranges=(first.index(outer), second.index(outer)) if outer in batch else (),
     )
 

@@ -39,11 +39,7 @@ _PATCHES_PER_ROW = 8
 
 
 class CpuKernels(Kernels):
-    """Contractions on a CPU.
-
-    Attributes:
-        workspace: Memory that is used again.
-    """
+    """Contractions on a CPU."""
 
     tiny = 2**13
 

@@ -15,16 +15,7 @@ from autogram._blocks.programs.known import Programs
 
 
 class Devices:
-    """Gives the kernels for a device.
-
-    Args:
-        limit: The number of elements that one intermediate result may have.
-        is_traced: Whether a compiler takes their calls.
-
-    Attributes:
-        limit: The same object.
-        programs: Calls that were chosen before.
-    """
+    """Gives the kernels for a device. Those that are traced are for a compiler."""
 
     def __init__(self, limit: Limit, *, is_traced: bool = False) -> None:
         self.limit = limit

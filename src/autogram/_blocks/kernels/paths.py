@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from string import ascii_letters
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import opt_einsum
 
+from autogram._blocks.kernels.contraction import Contraction
+
 OperandShapes = tuple[tuple[int, ...], ...]
-PathKind = Literal["sum", "elementwise", "matrices", "other"]
 
 
 class Prices(NamedTuple):
@@ -33,13 +34,13 @@ class Path:
 
     Attributes:
         steps: Each step takes the tensors at some positions out of a list, which begins as the
-            operands, and appends their contraction by an equation.
+            operands, and appends their contraction.
         multiplications: Multiply-adds.
         moved: Elements of all intermediate results.
         largest: Elements of the largest intermediate result.
     """
 
-    steps: tuple[tuple[tuple[int, ...], str], ...]
+    steps: tuple[tuple[tuple[int, ...], Contraction], ...]
     multiplications: int
     moved: int
     largest: int
@@ -53,18 +54,19 @@ class Path:
 def find_path(equation: str, shapes: OperandShapes) -> Path:
     """The cheapest path of an einsum, by number of operations."""
     sizes = sizes_of(equation, shapes)
-    steps: list[tuple[tuple[int, ...], str]] = [((0,) * len(shapes), equation)]
+    pairs: Iterable[tuple[tuple[int, ...], str]] = [((0,) * len(shapes), equation)]
     if len(shapes) > 2:
         _, info = opt_einsum.contract_path(equation, *shapes, shapes=True, optimize="auto")
-        steps = list(_in_order(equation, [tuple(found[0]) for found in info.contraction_list]))
-    work = [prod(sizes[label] for label in set(of) - {*",->"}) for _, of in steps]
+        pairs = _in_order(equation, [tuple(found[0]) for found in info.contraction_list])
+    steps = tuple([(positions, Contraction.of(text, sizes)) for positions, text in pairs])
+    work = [prod(sizes[label] for label in set(of.equation) - {*",->"}) for _, of in steps]
     moved = [
         volume
-        if kind_of_path(of, sizes) == "elementwise"
-        else prod(sizes[label] for label in of.split("->")[1])
+        if of.kind == "elementwise"
+        else prod(sizes[label] for label in of.equation.split("->")[1])
         for (_, of), volume in zip(steps, work, strict=True)
     ]
-    return Path(tuple(steps), sum(work), sum(moved), max(moved))
+    return Path(steps, sum(work), sum(moved), max(moved))
 
 
 def _in_order(
@@ -89,29 +91,6 @@ def sizes_of(equation: str, shapes: OperandShapes) -> Mapping[str, int]:
     """The size of every index of an einsum."""
     pairs = zip(equation.split("->")[0].split(","), shapes, strict=True)
     return {label: n for labels, shape in pairs for label, n in zip(labels, shape, strict=True)}
-
-
-def kind_of_path(equation: str, sizes: Mapping[str, int]) -> PathKind:
-    """How to carry out one contraction.
-
-    Where one operand has no index of its own, a matrix product would have a single column. A
-    product followed by a sum reads each operand once, and ``torch.einsum`` would permute both.
-    """
-    inputs, output = equation.split("->")
-    terms = inputs.split(",")
-    if len(terms) == 1 and len(set(inputs)) == len(inputs):
-        return "sum"
-    if len(terms) == 2:
-        own = [
-            {x for x in labels if x not in others and sizes[x] != 1}
-            for labels, others in (terms, terms[::-1])
-        ]
-        shared = set(terms[0]) & set(terms[1]) & set(output)
-        if not all(own) and any(sizes[label] > 1 for label in shared):
-            return "elementwise"
-        if own[0] | own[1] <= set(output):
-            return "matrices"
-    return "other"
 
 
 def unused_labels(*equations: str) -> Iterator[str]:

@@ -49,9 +49,6 @@ class Program:
     It is right for tensors that the function would make the same calls with: equal in whatever
     decides about its calls. No call may decide by values, so that sizes, strides and dtypes are
     enough where the function reads nothing else.
-
-    Args:
-        graph: The calls, in the language of `torch.fx`.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
