@@ -91,18 +91,13 @@ _ELEMENTWISE = (
 # Those that change a part of a tensor in place, which shows no use of its own.
 _CHANGES = "add_ sub_ mul_ div_ true_divide_ copy_ addcmul_ addcdiv_"
 _NAMES = [name + end for name in _ELEMENTWISE.split() for end in ("", "_")] + _CHANGES.split()
-_EXPANSIONS: dict[Callable[..., Any], Callable[..., Shapes]] = {
+EXPANSIONS: dict[Callable[..., Any], Callable[..., Shapes]] = {
     F.scaled_dot_product_attention: attention,
     **dict.fromkeys((*variants(*_NAMES), torch.linalg.cross, torch.special.xlog1py), elementwise),
     **dict.fromkeys(variants("float_power", "float_power_"), in_float64),
     Tensor.__setitem__: assigned,
 }
-
-
-def find_expansion(function: Callable[..., Any]) -> Callable[..., Shapes] | None:
-    """What gives the shapes for calls of a function, or ``None``."""
-    return _EXPANSIONS.get(function)
-
+"""What gives the shapes for calls of a function."""
 
 SPREADS = {Tensor.expand, Tensor.expand_as, Tensor.repeat, *variants("broadcast_to", "tile")}
 """Functions that may do nothing else than to expand a tensor."""

@@ -193,12 +193,8 @@ class Projector:
         )
         start = coarse.to(torch.float64)
         start = start._replace(point=torch.maximum(start.point, bounds))
-        count = 0
-        if not is_done(start):
-            self._last, count = split(bounds, gramian, start, is_done, self.most)
-            is_done(self._last)
-        else:
-            self._last = start
+        self._last, count = split(bounds, gramian, start, is_done, self.most)
+        is_done(self._last)
         return best, Certificate("splitting", first + count, residual, self.tolerance)
 
     def _start(self, bounds: Tensor, gramian: Tensor) -> State:

@@ -64,7 +64,7 @@ def split(
         bounds: ``(s, m)``.
         gramian: G, positive definite.
         state: Where to start.
-        is_done: Asked between chunks of iterations; without it, all iterations are made.
+        is_done: Asked before each chunk of iterations; without it, all iterations are made.
         most: The number of iterations after which to stop.
 
     Returns:
@@ -72,7 +72,7 @@ def split(
     """
     eye = torch.eye(len(gramian), dtype=gramian.dtype, device=gramian.device)
     count = 0
-    while count < most and not (is_done is not None and count and is_done(state)):
+    while count < most and not (is_done is not None and is_done(state)):
         z, y, penalty = state
         factor = torch.linalg.cholesky_ex(gramian + penalty * eye).L
         inverse = penalty * torch.cholesky_inverse(factor)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["sum", "elementwise", "matrices", "other"]
+ContractionKind = Literal["sum", "elementwise", "matrices", "other"]
 
 View = tuple[tuple[int, ...], tuple[int, ...]]
 """An order of a tensor's dimensions, and the shape of the tensor in that order."""
@@ -31,7 +31,7 @@ class Contraction(NamedTuple):
             the result, if it counts products of a batch.
     """
 
-    kind: Kind
+    kind: ContractionKind
     equation: str
     order: tuple[int, ...]
     summed: tuple[int, ...] = ()
@@ -64,7 +64,7 @@ class Contraction(NamedTuple):
         return cls(kind, equation, order, summed, tuple(views))
 
 
-def _kind(equation: str, sizes: Mapping[str, int]) -> Kind:
+def _kind(equation: str, sizes: Mapping[str, int]) -> ContractionKind:
     """How to carry out one contraction.
 
     Where one operand has no index of its own, a matrix product would have a single column. A

@@ -21,12 +21,7 @@ from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
 from autogram.rules import Rule, find_rule, holds_for_complex
 from autogram.rules.composed import COMPOSED
-from autogram.rules.expansion import (
-    SPREADS,
-    find_expansion,
-    formula_of_expansion,
-    spread_shape,
-)
+from autogram.rules.expansion import EXPANSIONS, SPREADS, formula_of_expansion, spread_shape
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -273,7 +268,7 @@ def _expansions(
     twice PyTorch adds two sums up, and autocast rounds a leaf once for all calls, so that these are
     not expanded.
     """
-    find = find_expansion(kind.function)
+    find = EXPANSIONS.get(kind.function)
     if find is None or len({id(tensor) for tensor, _ in reads}) < len(reads):
         return []
     try:
