@@ -1,15 +1,17 @@
-"""The registry: which rule belongs to which function."""
+"""The registry: which rule belongs to which function, which recordings can see from then on."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import overrides
+from torch.autograd import Function
 
 from autogram._errors import RuleError
 from autogram.rules._recipe import Recipe
-from autogram.rules._visible import as_seen, hide, show
 
 Rule = Callable[..., Sequence[Recipe] | None]
 R = TypeVar("R", bound=Rule)
@@ -59,10 +61,10 @@ def register_rule(
         for function in functions:
             _check(function, rule)
         for function in functions:
-            show(function)
-            _RULES[as_seen(function)] = rule
+            _show(function)
+            _RULES[_as_seen(function)] = rule
             if holds_for_complex:
-                _OF_COMPLEX.add(as_seen(function))
+                _OF_COMPLEX.add(_as_seen(function))
         return rule
 
     return register
@@ -83,13 +85,13 @@ def unregister_rule(*functions: Callable[..., Any]) -> None:
                 f"`{function}` has no rule that could be forgotten. Pass a function that "
                 "`register_rule` was given."
             )
-        del _RULES[as_seen(function)]
-        _OF_COMPLEX.discard(as_seen(function))
-        hide(function)
+        del _RULES[_as_seen(function)]
+        _OF_COMPLEX.discard(_as_seen(function))
+        _hide(function)
 
 
 def _check(function: Callable[..., Any], rule: Rule) -> None:
-    if isinstance(as_seen(function), type) or not callable(function):
+    if isinstance(_as_seen(function), type) or not callable(function):
         raise RuleError(
             f"`{function}` cannot have a rule: its calls are not seen. Register the torch "
             "functions that it calls, or write it as a `torch.autograd.Function`."
@@ -114,14 +116,77 @@ def variants(*names: str) -> list[Callable[..., Any]]:
 
 def find_rule(function: Callable[..., Any]) -> Rule | None:
     """The rule of a function, if there is one."""
-    return _RULES.get(function) or _RULES.get(as_seen(function))
+    return _RULES.get(function) or _RULES.get(_as_seen(function))
 
 
 def holds_for_complex(function: Callable[..., Any]) -> bool:
     """Whether the rule of a function holds for complex tensors, too."""
-    return function in _OF_COMPLEX or as_seen(function) in _OF_COMPLEX
+    return function in _OF_COMPLEX or _as_seen(function) in _OF_COMPLEX
 
 
 def registered_functions() -> list[Callable[..., Any]]:
     """All functions that have a rule, as a `TorchFunctionMode` sees them."""
     return list(_RULES)
+
+
+# Of custom autograd Functions, `apply` is replaced by one that torch-function modes see.
+
+
+def _as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as modes see it: of a custom autograd Function, its ``apply``."""
+    owner = _owner(function)
+    return function if owner is None else owner.apply
+
+
+def _show(function: Callable[..., Any]) -> None:
+    """Makes modes see the calls of a custom autograd Function; leaves other functions alone.
+
+    Subclasses of the Function keep their ``apply``: their forward may be another.
+    """
+    owner = _owner(function)
+    if owner is not None and not isinstance(vars(owner).get("apply"), _ShownFunction):
+        owner.apply = _ShownFunction(owner)
+
+
+def _hide(function: Callable[..., Any]) -> None:
+    """Gives a custom autograd Function back the ``apply`` that it had."""
+    owner = _owner(function)
+    shown = None if owner is None else vars(owner).get("apply")
+    if isinstance(shown, _ShownFunction):
+        del owner.apply
+        if shown.is_own:
+            owner.apply = shown.before
+
+
+class _ShownFunction:
+    """The attribute ``apply`` of one autograd Function, which shows the call to active modes."""
+
+    def __init__(self, owner: type[Function]) -> None:
+        self.owner = owner
+        self.is_own = "apply" in vars(owner)
+        self.before = inspect.getattr_static(owner, "apply")
+        before: Callable[..., Any] = owner.apply
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            # Modes only: calls with tensor subclasses are as they were.
+            if overrides.has_torch_function((None,)):
+                return overrides.handle_torch_function(apply, (), *args, **kwargs)
+            return before(*args, **kwargs)
+
+        # With the attributes of a method of the class, by which `pickle` finds the function.
+        apply.__self__ = owner  # type: ignore[attr-defined]  # functions take attributes
+        apply.__name__ = f"{owner.__name__}.apply"
+        apply.__qualname__, apply.__module__ = f"{owner.__qualname__}.apply", owner.__module__
+        self.apply = apply
+
+    def __get__(self, instance: object, owner: type[Function]) -> Callable[..., Any]:
+        if owner is self.owner:
+            return self.apply
+        inherited: Callable[..., Any] = self.before.__get__(instance, owner)
+        return inherited
+
+
+def _owner(function: Callable[..., Any]) -> Any:
+    """The custom autograd Function of a class or of an ``apply``, or ``None``."""
+    owner = function if isinstance(function, type) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
