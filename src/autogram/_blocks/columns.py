@@ -90,10 +90,9 @@ class Columns:
 
     def check(self) -> None:
         """Raises ``ChangedTensorError`` if a tensor was changed in place since it was added."""
-        for block in chain(*self._blocks.values(), self._lookups):
+        partial = self._partial.kept if self._partial else ()
+        for block in chain(*self._blocks.values(), self._lookups, partial):
             block.check()
-        if self._partial:
-            self._partial.check()
 
     def keep(self, form: Keep, room: Room, memory: Memory | None = None) -> int:
         """Replaces factors by rows for products to come; returns how many elements of these count.

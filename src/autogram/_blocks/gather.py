@@ -34,11 +34,10 @@ class Gathering:
         self._blocks: dict[tuple[Region, Subset, str, int], Block] = {}
         """Keys: region, samples, equation, and 0 for explicit rows or else a number of its own."""
 
-    def check(self) -> None:
-        for block in self._blocks.values():
-            block.check()
-        for _, lookup in self._lookups:
-            lookup.check()
+    @property
+    def kept(self) -> list[Block | Lookup]:
+        """All of them."""
+        return [*self._blocks.values(), *[lookup for _, lookup in self._lookups]]
 
     @property
     def together(self) -> Subset:

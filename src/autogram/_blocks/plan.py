@@ -125,7 +125,9 @@ def products_of_rows(kind: ProductKind, total: Tensor, kernels: Kernels) -> Tens
     """The Gramian ``(k, b, k, b)`` or the squared norms ``(k, b)`` of rows ``(k, b, *tensor)``."""
     (k, b, *_), flat = total.shape, flat_rows(total)
     if kind == "norms":
-        return kernels.square_norms(flat).view(k, b)
+        dtype = kernels.accumulating(flat.dtype)
+        norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=dtype)  # in one read
+        return norms.square().view(k, b)
     return kernels.gram(flat).view(k, b, k, b)
 
 

@@ -147,8 +147,7 @@ def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
     The result is ``(n, places)``, from the first to the last place of the parameter. The result
     may share its memory with the only part.
     """
-    first, last = parameter.bounds
-    places = last - first + 1
+    first, places = parameter.offset, parameter.places
     region, part = parts[0]
     n = len(part)
     if len(parts) == 1 and region.bounds == parameter.bounds and region.is_gapless:

@@ -216,12 +216,6 @@ class Kernels:
         """What sums of rows in a dtype compute from the weights once for all parameters."""
         return ()
 
-    def square_norms(self, rows: Tensor) -> Tensor:
-        """The squared norm of each of some rows ``(m, n)``, in one read."""
-        dtype = self.accumulating(rows.dtype)
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
-        return norms.square()
-
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """``left @ right.mT`` for rows ``(m, n)`` and ``(m', n)``, long ones in parts of n."""
         parts = self.parts(left)
