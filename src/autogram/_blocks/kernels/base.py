@@ -128,40 +128,38 @@ class Kernels:
         self, of: Contraction, operands: Sequence[Tensor], memory: Memory | None
     ) -> Tensor:
         """A product of matrices, or a batch of them, in ranges where too much would be copied."""
-        both = operands[::-1] if of.is_swapped else operands
-        pairs = list(zip(both, of.views, strict=True))
-        forms = [self.form_of_view(x.shape, x.stride(), *view) for x, view in pairs]
-        copied = sum([x.numel() for x, form in zip(both, forms, strict=True) if form is None])
-        size = both[0].shape[of.ranges[0]] if of.ranges else 1
-        step = max(1, size * self.at_once(copied, operands[0]) // copied) if copied else size
-        if step < size:
-            found = self._in_ranges(of, both, step, memory)
-        else:
-            purposes: tuple[Purpose, Purpose] = "first", "second"
-            x, y = [
-                self.arranged(x, *view, purpose) if form is None else x.as_strided(*form)
-                for (x, view), form, purpose in zip(pairs, forms, purposes, strict=True)
-            ]
-            out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
-            found = self.matrix_product(x, y, out)
-        return found.view(of.unfolded)
+        x, y = operands[::-1] if of.is_swapped else operands
+        left, right = of.views
+        at_left = self.form_of_view(x.shape, x.stride(), *left)
+        at_right = self.form_of_view(y.shape, y.stride(), *right)
+        copied = (at_left is None) * x.numel() + (at_right is None) * y.numel()
+        if copied and of.ranges:
+            size = x.shape[of.ranges[0]]
+            step = max(1, size * self.at_once(copied, operands[0]) // copied)
+            if step < size:
+                return self._in_ranges(of, x, y, step, memory).view(of.unfolded)
+        x = self.arranged(x, *left, "first") if at_left is None else x.as_strided(*at_left)
+        y = self.arranged(y, *right, "second") if at_right is None else y.as_strided(*at_right)
+        out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
+        return self.matrix_product(x, y, out).view(of.unfolded)
 
     def _in_ranges(
-        self, of: Contraction, both: Sequence[Tensor], step: int, memory: Memory | None
+        self, of: Contraction, x: Tensor, y: Tensor, step: int, memory: Memory | None
     ) -> Tensor:
         """A batch of matrix products, each range of some steps in its part of the memory."""
         (_, (n, rows, _)), (_, (_, _, columns)) = of.views
-        like, shape = both[0], (n, rows, columns)
+        shape = (n, rows, columns)
         if memory is None:
-            total = like.new_empty(shape, dtype=self.accumulating(like.dtype))
+            total = x.new_empty(shape, dtype=self.accumulating(x.dtype))
         else:
-            total = memory(shape, like)
-        ranges = [x.split(step, dim) for x, dim in zip(both, of.ranges, strict=True)]
+            total = memory(shape, x)
         views = tuple([(order, (-1, *sizes)) for order, (_, *sizes) in of.views])
         part = of._replace(views=views, is_swapped=False, unfolded=(-1, rows, columns), ranges=())
-        parts = total.split(step * n // like.shape[of.ranges[0]])
-        for x, y, out in zip(*ranges, parts, strict=True):
-            self._matrices(part, (x, y), lambda *_, out=out: out)
+        first, second = of.ranges
+        parts = total.split(step * n // x.shape[first])
+        ranges = zip(x.split(step, first), y.split(step, second), parts, strict=True)
+        for of_x, of_y, out in ranges:
+            self._matrices(part, (of_x, of_y), lambda *_, out=out: out)
         return total
 
     def arranged(
