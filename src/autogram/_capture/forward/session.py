@@ -85,40 +85,9 @@ class Parameters:
         """The parameters of the modules as they are now, with their qualified names."""
         names: dict[Tensor, str] = {}
         for prefix, module in _roots(self._modules).items():
-            for name, parameter in _named_parameters(module, prefix):
+            for name, parameter in module.named_parameters(prefix=prefix):
                 names.setdefault(parameter, name)
         return names
-
-
-def _named_parameters(root: nn.Module, prefix: str) -> Iterable[tuple[str, Tensor]]:
-    """Those of `named_parameters`, which passes each on from module to module up to the root."""
-    found: list[tuple[str, Tensor]] = []
-    seen: set[nn.Module] = set()
-    pending = [(prefix, root)]
-    while pending:
-        at, module = pending.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        if not _is_walked(module):
-            return root.named_parameters(prefix=prefix)
-        start = f"{at}." if at else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.append((start + name, parameter))
-        inner = [(start + name, x) for name, x in module._modules.items() if x is not None]
-        pending.extend(reversed(inner))
-    return found
-
-
-def _is_walked(module: nn.Module) -> bool:
-    """Whether a module names the parameters and modules that are registered in it."""
-    kind, own = type(module), vars(module)
-    is_usual = kind.named_modules is _MODULES and kind.named_parameters is _PARAMETERS
-    return is_usual and "named_modules" not in own and "named_parameters" not in own
-
-
-_MODULES, _PARAMETERS = nn.Module.named_modules, nn.Module.named_parameters
 
 
 def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:
