@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import CoupledObjectivesWarning, Engine
-from autogram._capture.counting import Counting
+from autogram._capture.recording import Counting
 from tests.unit._capture.seen import seen_uses
 from tests.unit.engines import assert_exact, batch, per_sample
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from autogram._arguments import Weighting, check_weighting
-from autogram._capture.backward.overflow import expecting_overflow
+from autogram._capture.backward.driver import expecting_overflow
 from autogram._errors import InvalidOperandError, InvalidOptionError
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 from torch import Tensor
@@ -13,8 +15,7 @@ from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.ordinary import are_rows_cheaper, assemble_rows
-from autogram._capture.backward.overflow import fill_with_nan, is_overflow_expected
-from autogram._capture.backward.run import Run
+from autogram._capture.backward.run import Run, fill_with_nan
 from autogram._capture.backward.summary import Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
@@ -39,6 +40,19 @@ BatchDim = int | Literal["auto"] | None
 
 # Of so many graphs, the summaries are kept: of as many sizes of batches, for instance.
 _MOST_SUMMARIES = 16
+
+# Whether the caller looks for gradients that are not finite, as a gradient scaler does.
+_IS_OVERFLOW_EXPECTED = ContextVar("_IS_OVERFLOW_EXPECTED", default=False)
+
+
+@contextmanager
+def expecting_overflow(is_expected: bool) -> Iterator[None]:
+    """Says whether calls in a block, in this thread, may overflow without an error or a warning."""
+    token = _IS_OVERFLOW_EXPECTED.set(is_expected)
+    try:
+        yield
+    finally:
+        _IS_OVERFLOW_EXPECTED.reset(token)
 
 
 class Driver:
@@ -90,7 +104,7 @@ class Driver:
             try:
                 self._make_passes(run)
             except NonFiniteError:
-                if not is_overflow_expected():
+                if not _IS_OVERFLOW_EXPECTED.get():
                     raise
                 self._is_repeatable = False
                 fill_with_nan(run)
@@ -246,7 +260,7 @@ class Driver:
         except NonFiniteError as error:
             if run.must_verify:
                 raise
-            if not is_overflow_expected():
+            if not _IS_OVERFLOW_EXPECTED.get():
                 warn_user(str(error), UnverifiedWarning)
             is_confirmed = False
         self._schedule.note_checked(is_confirmed=is_confirmed)

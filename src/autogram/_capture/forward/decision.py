@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.exact import autocast_dtype
-from autogram._capture.forward.calls import Kind, first_of, inlined
-from autogram._capture.forward.changes import changed_part
+from autogram._capture.forward.calls import Kind, changed_part, first_of, inlined
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
 from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError

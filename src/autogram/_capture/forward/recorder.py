@@ -12,8 +12,7 @@ from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from autogram._capture.forward.calls import Kind, first_of, kind_of, results_of
-from autogram._capture.forward.changes import run_and_note
+from autogram._capture.forward.calls import Kind, first_of, kind_of, results_of, run_and_note
 from autogram._capture.forward.checkpoints import (
     Checkpoints,
     ModuleCall,

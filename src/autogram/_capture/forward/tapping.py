@@ -13,8 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
-from autogram._capture.forward.calls import Kind, first_of, results_of
-from autogram._capture.forward.changes import run_and_note
+from autogram._capture.forward.calls import Kind, first_of, results_of, run_and_note
 from autogram._capture.forward.checkpoints import hooks_now
 from autogram._capture.forward.decision import Answer, Reads, UseExpanded, UseRule
 from autogram._capture.recording import Recording

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from autogram._blocks import Folded, candidates
 from autogram._capture.autograd.graph import kind_of_node, nodes_behind
 from autogram._capture.autograd.slices import CHANGE
-from autogram._capture.forward.calls import kind_of
-from autogram._capture.forward.changes import run_and_note
+from autogram._capture.forward.calls import kind_of, run_and_note
 from autogram._capture.samples.proofs.carrying import (
     Edge,
     carried,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram._capture.forward.calls import kind_of
-from autogram._capture.forward.changes import run_and_note
+from autogram._capture.forward.calls import kind_of, run_and_note
 from autogram._capture.samples.proofs.carrying import Edge
 from autogram._capture.samples.proofs.moves import (
     SEVERAL,
