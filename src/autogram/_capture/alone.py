@@ -24,6 +24,7 @@ from autogram._blocks import (
     Devices,
     Folded,
     Keep,
+    Lookup,
     Memory,
     Program,
     Region,
@@ -39,51 +40,40 @@ from autogram._capture.uses import RuleUse
 
 
 class Conditions(NamedTuple):
-    """How a pass contracts.
-
-    Attributes:
-        devices: How to contract blocks.
-        form: Whether to keep factors or rows, or ``None`` to keep nothing.
-        memory: Gives memory for kept rows, if anything does.
-        options: All of the above and of PyTorch's settings that decides about calls, but the limit.
-    """
+    """How a pass contracts."""
 
     devices: Devices
     form: Keep | None
+    """Whether to keep factors or rows, or ``None`` to keep nothing."""
     memory: Memory | None
+    """Gives memory for kept rows, if anything does."""
     options: Hashable
-
-
-class BlockForm(NamedTuple):
-    """A block of a parameter, without its tensors: its ``operands`` are among some results."""
-
-    region: Region
-    equation: str
-    operands: slice
+    """All of the above and of PyTorch's settings that decides about calls, but the limit."""
 
 
 class Addition(NamedTuple):
-    """What a use adds to a pass, contracted by itself.
-
-    Attributes:
-        parts: Parts of the Gramian, ``(k b, k b)``.
-        columns: The columns of each parameter, as far as they are kept, or wait for a bundle.
-        waiting: The numbers of those that wait, with their forms and numbers of elements there.
-        taken: How many elements of rows are kept that are larger than their factors.
-        is_short: Whether there was no room for others that were to be kept.
-    """
+    """What a use adds to a pass, contracted by itself."""
 
     parts: Sequence[Tensor]
+    """Parts of the Gramian, ``(k b, k b)``."""
     columns: dict[int, Columns]
+    """The columns of each parameter, as far as they are kept, or wait for a bundle."""
     waiting: list[tuple[int, Hashable, int]]
+    """The numbers of those that wait, with their forms and numbers of elements there."""
     taken: int
+    """How many elements of rows are kept that are larger than their factors."""
     is_short: bool = False
+    """Whether there was no room for others that were to be kept."""
+
+    @property
+    def blocks(self) -> list[Block | Lookup]:
+        """What the columns are made of."""
+        return [of for columns in self.columns.values() for _, of in columns.found()]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The parts, and then what the columns are made of."""
-        found = [of for columns in self.columns.values() for _, of in columns.found()]
-        return [*self.parts, *[x for of in found for x in of.operands]]
+        """The parts, and then the operands of the blocks."""
+        return [*self.parts, *[x for of in self.blocks for x in of.operands]]
 
 
 class _Known(NamedTuple):
@@ -91,7 +81,8 @@ class _Known(NamedTuple):
 
     program: Program
     parts: int
-    columns: list[tuple[int, Region, list[BlockForm]]]
+    columns: list[tuple[int, Region, list[tuple[Region, str, slice]]]]
+    """By parameter: the region, the equation and the results of each block."""
     waiting: list[tuple[int, Hashable, int]]
     taken: int
 
@@ -103,7 +94,7 @@ class _Known(NamedTuple):
             blocks = []
             for region, block in of.found():
                 stop = start + len(block.operands)
-                blocks.append(BlockForm(region, block.equation, slice(start, stop)))
+                blocks.append((region, block.equation, slice(start, stop)))
                 start = stop
             columns.append((i, of.parameter, blocks))
         return cls(program, len(found.parts), columns, found.waiting, found.taken)
@@ -115,7 +106,7 @@ class _Known(NamedTuple):
         found, columns = self.program(conditions.memory, tensors), {}
         for number, whole, blocks in self.columns:
             kernels = conditions.devices.on(parameters[number].device)
-            factors = [(of.region, block_of(of.equation, found[of.operands])) for of in blocks]
+            factors = [(region, block_of(equation, found[own])) for region, equation, own in blocks]
             columns[number] = Columns.of(whole, kernels, factors)
         return Addition(found[: self.parts], columns, self.waiting, self.taken)
 
@@ -130,15 +121,9 @@ def contract_alone(
 ) -> Addition | None:
     """Contracts a use by the program for its form, if there is one or it is time to write it.
 
-    Where calls may depend on more than the form of a use, there is none.
-
-    Args:
-        use: The use.
-        parameters: What it reads, in the order of its reads, without repetitions.
-        layout: Where the samples lie.
-        tensors: Its cotangent ``(k, *output)``, and what its rule has saved.
-        conditions: How the pass contracts.
-        room: Whether a device has room for so many elements of rows that are larger than factors.
+    Where calls may depend on more than the form of a use, there is none. The ``parameters`` are in
+    the order of its reads, without repetitions, and the ``tensors`` are its cotangent
+    ``(k, *output)`` and what its rule has saved.
     """
     key = _key(use, parameters, layout, tensors, conditions)
     programs = conditions.devices.programs
@@ -157,10 +142,11 @@ def contract_alone(
     found, program = written_down(contract, lambda x: x.tensors, conditions.memory, tensors)
     if found.is_short:
         programs.put_off(key)
-    elif program is not None and not any(map(_has_adjoint, found.columns.values())):
-        programs.keep(key, _Known.of(program, found))
-    else:
+    # A faster way to the weighted sums of a block is no tensor.
+    elif program is None or any(isinstance(x, Block) and x.adjoint for x in found.blocks):
         programs.keep(key, False)
+    else:
+        programs.keep(key, _Known.of(program, found))
     return found
 
 
@@ -207,11 +193,6 @@ def _contract(
     )
 
 
-def _has_adjoint(columns: Columns) -> bool:
-    """Whether some block has a faster way to its weighted sums, which is no tensor."""
-    return any(isinstance(x, Block) and x.adjoint is not None for _, x in columns.found())
-
-
 def _key(
     use: RuleUse,
     parameters: Sequence[Tensor],
@@ -226,12 +207,14 @@ def _key(
     try:
         for operands, (dims, blocks, groups, _), saved in use.recipes:
             are_tracked = None not in operands or tuple([x is not None for x in operands])
-            key += are_tracked, dims, _MADE.get(blocks) or _pure(blocks), groups, saved.stop
+            if (made := _MADE.get(blocks)) is None:
+                made = _MADE[blocks] = _made_of(blocks)
+            key += are_tracked, dims, made, groups, saved.stop
     except _ImpureError:
         return None
     for of in use.reads:
-        assert of.region is not None
-        assert of.place is not None
+        if of.region is None or of.place is None:  # of a compiled part
+            return None
         key += of.region.numbers, of.place.numbers, of.sources[0].device
     if len(use.reads) > len(parameters):  # some are read twice
         numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -247,19 +230,11 @@ _MADE: WeakKeyDictionary[Callable[..., Any], Any] = WeakKeyDictionary()
 """What functions are made of. Many rules make one for each call, which is gone with its graph."""
 
 
-def _pure(function: Callable[..., Any]) -> Hashable:
-    """What the function of a formula is made of, equal for functions that make equal calls.
-
-    Raises:
-        _ImpureError: The function may be the user's, or may read what is no argument.
-    """
-    made: Hashable = _made_of(function)
-    _MADE[function] = made
-    return made
-
-
 def _made_of(value: Any) -> Any:
-    """What a function or an argument is made of."""
+    """What a function or an argument is made of, equal for functions that make equal calls.
+
+    Raises ``_ImpureError`` if it may be the user's, or may read what is no argument.
+    """
     if isinstance(value, partial):
         named = [(name, _made_of(x)) for name, x in value.keywords.items()]
         return (_made_of(value.func), _made_of(value.args), *named)

@@ -346,5 +346,5 @@ class Engine(Hooked):
         sketching = Sketching(self._channel, dimensions, seed)
         if not losses.numel():
             return Sketch(sketching.rows(Objectives(losses, None)), seed)
-        run = self._drivers.run(losses, sink=sketching, is_summed=False)
+        run = self._drivers.run(losses, sinks=[sketching], is_summed=False)
         return Sketch(sketching.rows(run.objectives), seed)

@@ -1,12 +1,11 @@
-"""Accounts: what has arrived, for each parameter, each derived tensor, and the Gramian."""
+"""Accounts: the blocks that have arrived for each parameter and each derived tensor."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, Region
@@ -14,9 +13,6 @@ from autogram._capture.backward.run import Run
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use
 from autogram._errors import UnsupportedError
-
-# Small parts of the Gramian are added up together, and larger ones as they come.
-_MOST_IN_PARTS = 2**17
 
 
 @dataclass(eq=False, slots=True)
@@ -58,21 +54,26 @@ class Accounts(dict["Tensor | Tracked", Account]):
             for parameter in tracked.sources:
                 self._readers.setdefault(id(parameter), []).append(tracked)
 
-    def read_by(self, use: Use) -> list[Tensor] | None:
-        """The parameters that a use reads, if nothing else does, and each is where it was then."""
+    def read_by(self, use: Use, uses: AbstractSet[Use]) -> list[Tensor] | None:
+        """The parameters of a use, if only some uses read them, and each is where it was then."""
         found: dict[int, Tensor] = {}
         for tracked in use.reads:
             place, parameter = tracked.place, tracked.sources[0]
             readers = self._readers.get(id(parameter))
-            if readers is None or readers.count(use) < len(readers):
-                return None
-            if tracked.region is None or place is None:
+            if readers is None or tracked.region is None or not uses >= set(readers):
                 return None
             now = parameter.storage_offset(), parameter.shape, parameter.stride()
-            if (place.offset, place.shape, place.strides) != now:
+            if place is not None and (place.offset, place.shape, place.strides) != now:
                 return None
             found[id(parameter)] = parameter
         return list(found.values())
+
+    def closed(self, uses: Iterable[Use]) -> set[Use]:
+        """Those of some uses that read nothing which other uses read, too."""
+        found = set(uses)
+        while others := {use for use in found if self.read_by(use, found) is None}:
+            found -= others
+        return found
 
     def __missing__(self, owner: Tensor | Tracked) -> Account:
         if isinstance(owner, Tracked) and owner.region is not None:
@@ -95,51 +96,3 @@ class Accounts(dict["Tensor | Tracked", Account]):
         expected = len(self._readers.pop(id(owner), ()))
         account = self[owner] = Account(owner, columns, expected)
         return account
-
-
-class Sum:
-    """The sum of parts of the Gramian.
-
-    Args:
-        m: How many rows the Gramian has.
-    """
-
-    def __init__(self, m: int) -> None:
-        self._m = m
-        self._parts: list[Tensor] = []
-
-    def add(self, part: Tensor | None) -> None:
-        """Adds a part, ``(m, m)`` or ``(k, b, k, b)``; ``None`` where it is zero."""
-        if part is None:
-            return
-        parts, flat = self._parts, part if part.dim() == 2 else part.reshape(self._m, self._m)
-        parts.append(flat.to(parts[0].device) if parts else flat)
-        if len(parts) * flat.numel() > _MOST_IN_PARTS:
-            self._parts = [_together(parts)]
-
-    def total(self) -> Tensor | None:
-        """The sum, ``(m, m)``, or ``None`` if there are no parts."""
-        return _together(self._parts) if self._parts else None
-
-
-def _together(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of some tensors of one shape."""
-    if len(parts) > 2:
-        return torch.stack(tuple(parts)).sum(0)
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
-def closed(reads: Mapping[Use, Sequence[Account]]) -> list[Use]:
-    """Those of some uses that read nothing which other uses read, too, by accounts of each."""
-    found = dict(reads)
-    while True:
-        counts = Counter(account for accounts in found.values() for account in accounts)
-        others = [
-            use
-            for use, accounts in found.items()
-            if any(x.is_reached or counts[x] != x.expected for x in accounts)
-        ]
-        if not others:
-            return list(found)
-        for use in others:
-            del found[use]

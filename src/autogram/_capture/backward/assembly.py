@@ -21,7 +21,7 @@ from autogram._blocks import (
 )
 from autogram._capture.alone import Conditions, contract_alone
 from autogram._capture.autograd.cotangents import visit
-from autogram._capture.backward.accounts import Account, Accounts, Sum, closed
+from autogram._capture.backward.accounts import Account, Accounts
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.derived import pull_back_factors
@@ -30,6 +30,9 @@ from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import RuleUse, Use, pull_back
 from autogram._errors import NotConnectedError
+
+# Small parts of the Gramian are added up together, and larger ones as they come.
+_MOST_IN_PARTS = 2**17
 
 # Parameters, with all of their columns.
 Complete = list[tuple[Tensor, Columns]]
@@ -74,17 +77,15 @@ class Assembly:
         self._taken = 0  # elements of rows that are larger than factors
         self._rooms: dict[torch.device, int] = {}  # for such rows, when the pass began to keep any
         self._bundles = Bundles()
-        self._gramian = Sum(run.objectives.losses.numel())
+        self._parts: list[Tensor] = []  # of the Gramian, ``(m, m)``
         self._is_complete = not run.survey.may_hide_taps
-        listener = None if run.form is None else run.channel.listener
-        others = (run.summary, run.sink, listener)
         # Whether nothing but the Gramian and what a fused step keeps is asked for.
-        self._is_bare = run.is_summed and self._is_complete and search is not None
-        self._is_bare &= all(other is None for other in others)
+        is_bare = run.is_summed and run.summary is None and not run.sinks
+        self._is_bare = is_bare and self._is_complete and search is not None
         run.unseen.clear()
-        for listener in (run.check, run.summary, run.sink, run.channel.listener):
-            if listener is not None:
-                listener.restart(run.objectives)
+        for each in (run.check, run.summary, *run.sinks):
+            if each is not None:
+                each.restart(run.objectives)
         memory = None
         if run.arena is not None:
             run.arena.restart()
@@ -118,13 +119,8 @@ class Assembly:
         """
         if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
-        layouts = {use: self._search.known(use) for use in uses}
-        reads = {
-            use: [self._accounts[tracked] for tracked in use.reads]
-            for use, layout in layouts.items()
-            if layout is not None and all(tracked.region is not None for tracked in use.reads)
-        }
-        return {use: layout for use in closed(reads) if (layout := layouts[use]) is not None}
+        layouts = {use: known for use in uses if (known := self._search.known(use)) is not None}
+        return {use: layouts[use] for use in self._accounts.closed(layouts)}
 
     def has_room(self, device: torch.device, elements: int) -> bool:
         """Whether so many more elements of rows that are larger than factors may be kept.
@@ -151,10 +147,6 @@ class Assembly:
             taken: How many elements of rows are kept that are larger than their factors.
         """
         self._has_arrivals = True
-        for use in uses:
-            for tracked in use.reads:
-                account = self._accounts[tracked]
-                account.expected, account.is_reached, account.columns = 0, True, None
         columns = {
             p: Columns.of(Region.of_parameter(p), self._run.devices.on(p.device), factors)
             for p, factors in kept.items()
@@ -162,7 +154,7 @@ class Assembly:
         self._columns.update(columns)
         self._see(uses, [gramian], columns, gramian)
         self._taken += taken
-        self._gramian.add(gramian)
+        self._sum(gramian)
 
     def take_rows(self, parameter: Tensor, rows: Block) -> None:
         """Takes all rows of a parameter, of a pass that shows no use."""
@@ -191,10 +183,11 @@ class Assembly:
         if not run.is_summed:
             return
         for bundle in self._bundles.rest():
-            self._gramian.add(retried(self.limit, gram_of_bundle, bundle))
+            self._sum(retried(self.limit, gram_of_bundle, bundle))
         losses = run.objectives.losses
-        total = self._gramian.total()
-        if total is None:
+        if self._parts:
+            total = _together(self._parts)
+        else:
             dtype = torch.promote_types(losses.dtype, torch.float32)
             total = losses.new_zeros(losses.numel(), losses.numel(), dtype=dtype)
         run.gramian = run.objectives.in_order(total, 0, 1)
@@ -228,7 +221,7 @@ class Assembly:
         run = self._run
         if not self._is_bare or not isinstance(use, RuleUse) or run.channel.before_pass is not None:
             return False
-        parameters = self._accounts.read_by(use)
+        parameters = self._accounts.read_by(use, {use})
         if parameters is None:
             return False
         given = use, parameters, layout, (cotangent, *saved), self._conditions, self.has_room
@@ -242,10 +235,10 @@ class Assembly:
         self._taken += found.taken
         self._columns.update(kept)
         for part in found.parts:
-            self._gramian.add(part)
+            self._sum(part)
         for i, form, elements in found.waiting:
             if bundle := self._bundles.put(found.columns[i], form, elements):
-                self._gramian.add(retried(self.limit, gram_of_bundle, bundle))
+                self._sum(retried(self.limit, gram_of_bundle, bundle))
         return True
 
     def _see(
@@ -331,13 +324,26 @@ class Assembly:
             if run.check is not None:
                 see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None
                 parts[columns] = retried(self.limit, see, parameter, columns, are_kept=are_kept)
-            if run.sink is not None:
-                retried(self.limit, run.sink.take, parameter, columns)
-            if run.form is not None and run.channel.listener is not None:
-                run.channel.listener.take(parameter, columns)
+            for sink in run.sinks:
+                sink.take(parameter, columns)
         if run.is_summed:
             for bundle in self._bundles.add(*[columns for _, columns in complete]):
                 part = parts.get(bundle[0]) if len(bundle) == 1 else None
-                self._gramian.add(
-                    retried(self.limit, gram_of_bundle, bundle) if part is None else part
-                )
+                self._sum(retried(self.limit, gram_of_bundle, bundle) if part is None else part)
+
+    def _sum(self, part: Tensor | None) -> None:
+        """Adds a part of the Gramian, ``(m, m)`` or ``(k, b, k, b)``; ``None`` where it is zero."""
+        if part is None:
+            return
+        parts, m = self._parts, self._run.objectives.losses.numel()
+        flat = part if part.dim() == 2 else part.reshape(m, m)
+        parts.append(flat.to(parts[0].device) if parts else flat)
+        if len(parts) * flat.numel() > _MOST_IN_PARTS:
+            self._parts = [_together(parts)]
+
+
+def _together(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of some tensors of one shape."""
+    if len(parts) > 2:
+        return torch.stack(tuple(parts)).sum(0)
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -15,6 +15,7 @@ from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
+from autogram._capture.samples.tail import showing
 from autogram._errors import (
     AutogramError,
     CoupledObjectivesWarning,
@@ -77,7 +78,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
     of_total = Run(run.channel, run.devices, survey, Objectives(total, None), whole)
-    with of_total.showing_tail():
+    with showing(survey.tail):
         assemble(of_total)
     return whole.differing(whole.compare())
 

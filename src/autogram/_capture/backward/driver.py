@@ -26,6 +26,7 @@ from autogram._capture.samples.remembered import Remembered
 from autogram._capture.samples.replays import Replays, is_captured
 from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
+from autogram._capture.samples.tail import showing
 from autogram._containers import Latest
 from autogram._errors import (
     MixedSamplesError,
@@ -131,8 +132,9 @@ class Driver:
                 )
         else:
             check = self._schedule.next(survey, must=must_verify)
-        if self._channel.listener is not None:
-            self._channel.listener.begin(survey.key, losses.device)
+        if (listener := self._channel.listener) is not None:
+            listener.begin(survey.key, losses.device)
+            asked.setdefault("sinks", [listener])
         return Run(
             self._channel,
             self._devices,
@@ -172,7 +174,7 @@ class Driver:
         known = self._summaries.get(run.survey.parameters)
         is_by_use = self._on_unseen == "error" or self._is_short_of_memory
         if is_by_use or not are_rows_cheaper(run, known):
-            with run.showing_tail():
+            with showing(run.survey.tail):
                 assemble(run)
             return
         try:
@@ -228,7 +230,7 @@ class Driver:
         A check verifies the step with the layouts that are remembered. Only the next call searches
         for the samples again.
         """
-        with run.showing_tail():
+        with showing(run.survey.tail):
             search.begin()
             while True:
                 try:

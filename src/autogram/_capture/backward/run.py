@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from string import ascii_uppercase
@@ -18,12 +18,11 @@ from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
 from autogram._capture.samples.survey import Survey
-from autogram._capture.samples.tail import showing
 from autogram._capture.uses import Use
 
 
 class Sink(Protocol):
-    """Takes the columns of parameters one after the other. They are dropped after that."""
+    """Takes the columns of parameters one after the other, as soon as they are complete."""
 
     def restart(self, objectives: Objectives) -> None:
         """Begins a pass, and forgets what was taken in another."""
@@ -50,8 +49,8 @@ class Run:
     """Where to put kept rows."""
     is_summed: bool = True
     """Whether to add up the Gramian."""
-    sink: Sink | None = None
-    """An object that takes the columns of each parameter, if any does."""
+    sinks: Sequence[Sink] = ()
+    """What takes the columns of each parameter."""
     summary: Summary | None = None
     """The summary to which each block is added; ``None`` if an earlier call has a summary of this
     graph."""
@@ -71,10 +70,6 @@ class Run:
     """The columns of each parameter that the losses reach, if they are kept."""
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
-
-    def showing_tail(self) -> AbstractContextManager[None]:
-        """A block in which passes of this run, and of no other, are shown the uses in its tail."""
-        return showing(self.survey.tail) if self.survey.tail else nullcontext()
 
     @cached_property
     def outside(self) -> list[Tensor]:
@@ -105,8 +100,8 @@ def fill_with_nan(run: Run) -> None:
     run.objectives = Objectives(survey.losses, None)
     m = survey.losses.numel()
     run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in run.inside}
-    if run.channel.listener is not None:  # what it has taken is not what there is
-        run.channel.listener.restart(run.objectives)
+    for sink in run.sinks:  # what it has taken is not what there is
+        sink.restart(run.objectives)
     if run.is_summed:
         dtype = torch.promote_types(survey.losses.dtype, torch.float32)
         run.gramian = survey.losses.new_full((m, m), torch.nan, dtype=dtype)
