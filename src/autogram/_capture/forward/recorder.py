@@ -63,7 +63,8 @@ class Recorder(TorchFunctionMode):
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
         recording, tensors = self.recording, list(tensors_in(inputs))
-        sizes = [_sizes(tensor) for tensor in tensors if not self.statuses.is_parameter(tensor)]
+        are_parameters = [self.statuses.parameter(x) is not None for x in tensors]
+        sizes = [_sizes(x) for x, is_so in zip(tensors, are_parameters, strict=True) if not is_so]
         recording.counted = recording.channel.counting.count(id(module), sizes)
         size, unspread = recording.counted.samples, recording.channel.unspread
         names = recording.names.items() if unspread else ()
@@ -72,8 +73,7 @@ class Recorder(TorchFunctionMode):
         call = _call(module, tensors)
         before = self._checkpoints.recall(call) or [None] * len(tensors)
         are_batched = []
-        for tensor, was_batched in zip(tensors, before, strict=True):
-            is_parameter = self.statuses.is_parameter(tensor)
+        for tensor, is_parameter, was_batched in zip(tensors, are_parameters, before, strict=True):
             # Masks and position indices without a batch dimension are constants. An input that is
             # wrongly taken for a constant costs time, and results stay exact.
             is_batched = False if is_parameter else was_batched

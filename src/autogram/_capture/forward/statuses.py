@@ -59,31 +59,23 @@ class Statuses:
         names = self._tapping.recording.names
         return {id(p): track_parameter(p) for p in names if p.requires_grad and not is_lazy(p)}
 
-    @cached_property
-    def _lazy_parameters(self) -> set[int]:
-        """Those that a call of their module will initialise, by ``id``."""
-        return {id(p) for p in self._tapping.recording.names if p.requires_grad and is_lazy(p)}
-
-    def _parameter(self, tensor: Tensor) -> Tracked | None:
+    def parameter(self, tensor: Tensor) -> Tracked | None:
         """The status of a trainable parameter, or ``None`` for any other tensor."""
-        if id(tensor) in self._lazy_parameters and not is_lazy(tensor):
-            self.add_parameter(tensor)
         self._note_new([tensor])
         return self._parameters.get(id(tensor))
 
     def _note_new(self, tensors: Iterable[Tensor]) -> None:
-        """Notes parameters that are new, if some tensors may be among them: by one walk for all."""
+        """Notes parameters that are new, or initialised, if some tensors are: by one walk for all.
+
+        Without gradients, the parameters of a module are initialised, before it has them.
+        """
         unknown = [x for x in tensors if id(x) not in self._parameters and x.requires_grad]
-        new = [x for x in unknown if self._is_any_parameter(x) and x not in self._others]
-        # Without gradients, the parameters of a module are initialised, before it has them.
-        if not new or not torch.is_grad_enabled():
-            return
-        for parameter in self._tapping.recording.note_new():
-            if is_lazy(parameter):
-                self._lazy_parameters.add(id(parameter))
-            else:
+        unknown = [x for x in unknown if self._is_any_parameter(x) and not is_lazy(x)]
+        new = [x for x in unknown if x not in self._others]
+        if new and torch.is_grad_enabled():
+            for parameter in self._tapping.recording.note_new():
                 self.add_parameter(parameter)
-        self._others.update([x for x in new if id(x) not in self._parameters])
+            self._others.update([x for x in new if id(x) not in self._parameters])
 
     def _is_any_parameter(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter of any model, or is in the place of one."""
@@ -97,7 +89,8 @@ class Statuses:
 
     def add_parameter(self, parameter: Tensor) -> None:
         """Adds a tensor that is a parameter from now on."""
-        if parameter.requires_grad and id(parameter) not in self._parameters:
+        is_known = id(parameter) in self._parameters
+        if parameter.requires_grad and not is_known and not is_lazy(parameter):
             self._parameters[id(parameter)] = track_parameter(parameter)
 
     def set(self, tensor: Tensor, status: Status) -> None:
@@ -175,13 +168,11 @@ class Statuses:
             is_frozen = not tensor.requires_grad and self._is_any_parameter(tensor)
             return None if is_frozen else parameter
         reference, status, version = self._marks.get(id(tensor), _NO_MARK)
-        is_marked = reference() is tensor
-        if not is_marked:
+        if reference() is not tensor:
             status = version = None
         if tensor.is_leaf:
-            may_be_new = tensor.requires_grad and not is_marked
-            if may_be_new or id(tensor) in self._lazy_parameters:
-                return self._parameter(tensor)
+            if tensor.requires_grad and (parameter := self.parameter(tensor)) is not None:
+                return parameter  # is new, and a call may have marked it before
             return None if isinstance(status, Tracked) else status
         return status if version == tensor._version else self._adopt(tensor)
 
@@ -197,10 +188,6 @@ class Statuses:
             sources, are_samples_behind = self.untapped_parameters(tensor)
             return are_samples_behind or not sources
         return status is BATCHED
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the trainable parameters."""
-        return self._parameter(tensor) is not None
 
     def untapped_parameters(self, tensor: Tensor) -> tuple[dict[Tensor, Tracked], bool]:
         """The parameters behind a tensor on paths without a tap, and whether samples are behind it.
@@ -226,7 +213,7 @@ class Statuses:
             if variable is not None:
                 variables.append(variable)
         self._note_new(variables)
-        sources = {x: tracked for x in variables if (tracked := self._parameter(x))}
+        sources = {x: tracked for x in variables if (tracked := self.parameter(x))}
         return sources, are_samples_behind
 
     def _join(self, earlier: Recording) -> None:
@@ -236,8 +223,7 @@ class Statuses:
             return
         recording.join(earlier)
         for parameter in earlier.names:
-            if not is_lazy(parameter):
-                self.add_parameter(parameter)
+            self.add_parameter(parameter)
 
     def _adopt(self, tensor: Tensor) -> Status:
         """The status of a tensor that comes from a call which the recorder could not see.

@@ -264,7 +264,7 @@ def record(
     derived_outputs: dict[int, dict[int, Tracked]] = {}  # by what they are views of
     for position, tensor in enumerate(outputs):
         status = recorder.statuses.tapped(tensor)[1] if isinstance(tensor, Tensor) else None
-        if isinstance(status, Tracked) and not recorder.statuses.is_parameter(tensor):
+        if isinstance(status, Tracked) and recorder.statuses.parameter(tensor) is None:
             derived_outputs.setdefault(id(base_of(tensor)), {})[position] = status
     for statuses in derived_outputs.values():
         way = history.of(*[outputs[i] for i in statuses])
