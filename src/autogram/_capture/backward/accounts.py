@@ -31,11 +31,7 @@ class Account:
 class Accounts(dict["Tensor | Tracked", Account]):
     """The accounts of parameters and derived tensors, opened when first asked for.
 
-    A region of a parameter has the account of the parameter.
-
-    Args:
-        run: The run.
-        uses: The uses that are expected to arrive.
+    A region of a parameter has the account of the parameter. The ``uses`` are expected to arrive.
     """
 
     def __init__(self, run: Run, uses: Iterable[Use]) -> None:

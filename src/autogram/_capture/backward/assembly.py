@@ -63,10 +63,6 @@ class Assembly:
 
     In a pass that is verified, columns in a bundle are contracted twice: in the bundle, as in any
     pass, and one by one, to compare each parameter.
-
-    Attributes:
-        limit: How large one intermediate result may be.
-        form: Whether to keep factors or rows, or ``None`` to keep nothing.
     """
 
     def __init__(self, run: Run, search: Search | None, *, is_by_use: bool = True) -> None:
@@ -86,10 +82,9 @@ class Assembly:
         for each in (run.check, run.summary, *run.sinks):
             if each is not None:
                 each.restart(run.objectives)
-        memory = None
         if run.arena is not None:
             run.arena.restart()
-            memory = run.arena.take
+        memory = None if run.arena is None else run.arena.take
         options = run.form, memory is None, settings_now()
         self._conditions = Conditions(run.devices, run.form, memory, options)
         has_tail = is_by_use and run.survey.leaves_of_tail
@@ -138,13 +133,10 @@ class Assembly:
         kept: Mapping[Tensor, Iterable[Factors]],
         taken: int,
     ) -> None:
-        """Takes what a compiled part has contracted itself.
+        """Takes what a compiled part has contracted itself: the Gramian of what some uses read.
 
-        Args:
-            gramian: The Gramian ``(k, b, k, b)`` of all columns of what some uses read.
-            uses: These uses.
-            kept: What is kept for the gradients of each parameter.
-            taken: How many elements of rows are kept that are larger than their factors.
+        For gradients, factors of each parameter may be ``kept``, among which are ``taken`` elements
+        of rows that are larger than factors.
         """
         self._has_arrivals = True
         columns = {
@@ -249,13 +241,12 @@ class Assembly:
         cotangent: Tensor,
     ) -> None:
         """Shows the check, if there is one, what was contracted without an account."""
-        if (check := self._run.check) is None:
-            return
-        for use in uses:
-            check.see_use(use, cotangent)
-        check.see_contracted(uses, parts)
-        for parameter, columns in kept.items():
-            retried(self.limit, check.see_columns, parameter, columns, are_kept=True)
+        if (check := self._run.check) is not None:
+            for use in uses:
+                check.see_use(use, cotangent)
+            check.see_contracted(uses, parts)
+            for parameter, columns in kept.items():
+                retried(self.limit, check.see_columns, parameter, columns, are_kept=True)
 
     def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
         """Counts an arrival for each owner, and finishes accounts where no other is expected."""
@@ -299,9 +290,8 @@ class Assembly:
         """Adds what a derived tensor has, pulled back, to the columns of its parameters."""
         subset = columns.narrow()
         if any(columns.found()):  # else nothing was added, or blocks of no element
-            channel = self._run.channel
-            found = None
-            if channel.before_pass is None and all(x.is_batchable for x in channel.recordings):
+            channel, found = self._run.channel, None
+            if channel.is_batchable:
                 found = retried(self.limit, pull_back_factors, channel, owner, columns)
             if found is None:
                 found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
@@ -318,8 +308,8 @@ class Assembly:
             if run.summary is not None and columns.is_of_rows:
                 run.summary.elements_of_rows += parameter.numel()
             if run.form is not None:
-                memory = None if run.arena is None else run.arena.take
-                self._taken += retried(self.limit, columns.keep, run.form, self.has_room, memory)
+                given = run.form, self.has_room, self._conditions.memory
+                self._taken += retried(self.limit, columns.keep, *given)
                 self._columns[parameter] = columns
             if run.check is not None:
                 see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None

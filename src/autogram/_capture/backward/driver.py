@@ -59,17 +59,7 @@ def expecting_overflow(is_expected: bool) -> Iterator[None]:
 class Driver:
     """Runs backward passes for one engine, and remembers the layouts that it found.
 
-    Args:
-        channel: The channel of the engine's taps.
-        batch_dim: As for the engine.
-        devices: How to contract blocks, and the limit that the engine and its Jacobians share.
-        verify: As for the engine.
-        unseen: As for the engine.
-        replays: Where calls that are captured into CUDA graphs leave their comparisons.
-
-    Attributes:
-        limit: How large one intermediate result may be.
-        summary: What the last call did.
+    Calls that are captured into CUDA graphs leave their comparisons in the ``replays``.
     """
 
     def __init__(
@@ -83,7 +73,7 @@ class Driver:
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
-        self.limit = devices.limit
+        self.limit = devices.limit  # which the engine and its Jacobians share
         self._devices = devices
         self._on_unseen: Unseen = unseen
         self._replays = replays
@@ -92,7 +82,7 @@ class Driver:
         self._is_short_of_memory = False  # rows of all objectives were too large once
         self._remembered = Remembered()
         self._schedule = Schedule(verify)
-        self.summary = Summary(self.limit)
+        self.summary = Summary(self.limit)  # of the last call
         self._summaries = Latest[Hashable, Summary](_MOST_SUMMARIES)  # by graph and parameters
 
     def run(self, losses: Tensor, **asked: Any) -> Run:
@@ -274,17 +264,11 @@ class Drivers:
     Calls one after the other share one driver, whichever thread they come from. Calls at the same
     time, in several threads or inside of one another, have different drivers, which share nothing
     that is remembered.
-
-    Args:
-        make: Makes a driver.
-
-    Attributes:
-        last: The driver of the last call that has ended.
     """
 
     def __init__(self, make: Callable[[], Driver]) -> None:
         self._make = make
-        self.last = make()
+        self.last = make()  # that of the last call that has ended
         self._idle = [self.last]
 
     def run(self, losses: Tensor, **asked: Any) -> Run:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autogram._blocks import Arena, Block, Columns, Devices, Keep, Region
 from autogram._capture.backward.summary import Summary
-from autogram._capture.backward.verification import Check
+from autogram._capture.backward.verification import Check, leaves_outside
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
@@ -74,9 +74,7 @@ class Run:
     @cached_property
     def outside(self) -> list[Tensor]:
         """The leaves behind the losses that are no part of J."""
-        leaves, left_out = self.survey.leaves, self.survey.left_out
-        inside = self.survey.names
-        return [x for x in leaves if x not in inside or (left_out and x in left_out)]
+        return leaves_outside(self.survey)
 
     @cached_property
     def inside(self) -> list[Tensor]:

@@ -47,10 +47,8 @@ class Comparison:
     gradient: float = 0.0
     """The squared norm of Jᵀ u, by autograd."""
     elements: int = 0
-    is_seen: bool = False
-    """Whether columns of the parameter itself were seen."""
     uses: dict[str, Use] = field(default_factory=dict)
-    """The uses of the parameter that were seen, by function."""
+    """The uses that were seen, by function."""
 
     @property
     def gap(self) -> float:
@@ -60,26 +58,18 @@ class Comparison:
 
 
 class Check:
-    """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u.
+    """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u, of the objectives' shape.
 
     An assembly shows each use, and the columns of each parameter, to the check.
-
-    Args:
-        survey: The graph behind the objectives.
-        vector: u, of the shape of the objectives.
-
-    Attributes:
-        survey: The same object.
-        vector: The same object.
-        comparisons: Both sides for each parameter, as far as they are known.
     """
 
     def __init__(self, survey: Survey, vector: Tensor) -> None:
         self.survey = survey
         self.vector = vector
-        self.comparisons: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
+        self._alone: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
         # Of parameters that were contracted together.
-        self._together: list[tuple[Sequence[Tensor], Comparison]] = []
+        self._together: defaultdict[tuple[Tensor, ...], Comparison] = defaultdict(Comparison)
+        self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
         self._by_sample = vector
@@ -87,15 +77,15 @@ class Check:
     def restart(self, objectives: Objectives) -> None:
         """Forgets an earlier pass."""
         self._by_sample = objectives.by_sample(self.vector)
-        self.comparisons.clear()
-        self._together.clear()
+        for each in (self._alone, self._together, self._uses):
+            each.clear()
 
     def see_use(self, use: Use, cotangent: Tensor) -> None:
         """Notes which calls a parameter is used in, and their precision."""
         self._dtypes |= {cotangent.dtype, *use.recording.dtypes}
         for tracked in use.reads:
             for parameter in tracked.sources:
-                self.comparisons[parameter].uses[use.function] = use
+                self._uses[parameter][use.function] = use
 
     def see_columns(self, parameter: Tensor, columns: Columns, *, are_kept: bool) -> Tensor | None:
         """Takes in the columns of one parameter. Kept columns are checked by their weighted sum.
@@ -117,10 +107,9 @@ class Check:
                 return None
             gramian, scale = _form_of(u, part)
         # Both are added last: if memory runs out before, the columns are shown again.
-        comparison = self.comparisons[parameter]
+        comparison = self._alone[parameter]
         comparison.gramian += gramian
         comparison.scale += scale
-        comparison.is_seen = True
         return part
 
     def see_contracted(self, uses: Iterable[Use], parts: Iterable[Tensor | None]) -> None:
@@ -128,11 +117,13 @@ class Check:
 
         A program or a compiled part has contracted them together.
         """
-        each = [_form_of(self._by_sample, part) for part in parts if part is not None]
-        gramian, scale = (sum(values) for values in zip((0.0, 0.0), *each, strict=True))
         parameters = dict.fromkeys(p for use in uses for of in use.reads for p in of.sources)
-        together = Comparison("", gramian, scale, uses={use.function: use for use in uses})
-        self._together.append((tuple(parameters), together))
+        comparison = self._together[tuple(parameters)]
+        for part in parts:
+            if part is not None:
+                gramian, scale = _form_of(self._by_sample, part)
+                comparison.gramian += gramian
+                comparison.scale += scale
 
     def compare(self) -> list[Comparison]:
         """Makes the ordinary backward pass. Returns a comparison for each trainable parameter.
@@ -140,31 +131,27 @@ class Check:
         Those that were contracted together are compared together, and alone too if columns of each
         are kept.
         """
-        survey = self.survey
-        names = survey.names
+        survey, names = self.survey, self.survey.names
         parameters = [p for p in names if p.requires_grad and p not in survey.left_out]
-        # Also of leaves that are not the engine's: a pass inside of this one may add to these.
-        others = [x for x in survey.leaves if x not in names or x in survey.left_out]
-        others = [x for x in others if x.requires_grad]  # not frozen since
-        leaves = parameters + others
+        # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
+        # this one may add to these.
+        leaves = parameters + [x for x in leaves_outside(survey) if x.requires_grad]
         with without_hooks(leaves):
             gradients = Pass(survey.channel).differentiate(survey.losses, leaves, self.vector)
+        norms: dict[Tensor, float] = {}
         for parameter, gradient in zip(parameters, gradients, strict=False):
-            comparison = self.comparisons[parameter]
-            comparison.name, comparison.elements = names[parameter], parameter.numel()
+            norms[parameter] = 0.0 if gradient is None else _squared_norm(gradient)
             if gradient is not None:
                 self._dtypes.add(parameter.dtype)
-                comparison.gradient = _squared_norm(gradient)
-        compared = {parameter: self.comparisons[parameter] for parameter in parameters}
-        for some, together in self._together:
-            own = {p: compared[p] for p in some if p in compared}
-            together.name = ", ".join(x.name for x in own.values())
-            together.elements = sum(x.elements for x in own.values())
-            together.gradient = sum(x.gradient for x in own.values())
-            for parameter, comparison in own.items():
-                if not comparison.is_seen:
-                    del compared[parameter]
-        return [*compared.values(), *[together for _, together in self._together]]
+        hidden = {p for of in self._together for p in of} - self._alone.keys()
+        each = [((p,), self._alone[p]) for p in parameters if p not in hidden]
+        for of, comparison in (*each, *self._together.items()):
+            own = [p for p in of if p in norms]
+            comparison.name = ", ".join(names[p] for p in own)
+            comparison.elements = sum(p.numel() for p in own)
+            comparison.gradient = sum(norms[p] for p in own)
+            comparison.uses = {name: use for p in own for name, use in self._uses[p].items()}
+        return [*[comparison for _, comparison in each], *self._together.values()]
 
     def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
         """The parameters for which rounding cannot explain how far both sides are apart.
@@ -192,18 +179,13 @@ class Check:
 class Schedule:
     """When to verify, and with which vector.
 
-    Args:
-        mode: ``"first"`` for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph
-            behind the losses is new in more than sizes.
-
-    Attributes:
-        calls: The number of calls so far.
-        confirmed: The number of the last call whose check has found nothing wrong.
+    ``"first"`` is for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph behind the
+    losses is new in more than sizes.
     """
 
     def __init__(self, mode: Verify) -> None:
         self.calls = 0
-        self.confirmed = 0
+        self.confirmed = 0  # the number of the last call whose check has found nothing wrong
         self._mode = mode
         self._due = 1
         self._seen = Latest[bytes, None]()
@@ -242,6 +224,12 @@ class Schedule:
             self.confirmed = self.calls
         if self.calls >= self._due:
             self._due = self.calls + min(self.calls, _LONGEST)
+
+
+def leaves_outside(survey: Survey) -> list[Tensor]:
+    """The leaves behind the losses that are no part of J."""
+    leaves, inside, left_out = survey.leaves, survey.names, survey.left_out
+    return [x for x in leaves if x not in inside or (left_out and x in left_out)]
 
 
 _SILENCING = threading.Lock()
