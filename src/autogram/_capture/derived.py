@@ -8,7 +8,7 @@ kept so, and no row is formed for autograd to pull it back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._blocks import Adjoint, Block, Columns, Kernels, Region
+from autogram._blocks import Block, Columns, Kernels, Region
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._capture.autograd.cotangents import many_vjps
 from autogram._capture.autograd.graph import (
@@ -33,31 +33,12 @@ _MOST = 16  # paths from a derived tensor to its parameters
 Pulled = list[tuple[Tensor, Block]]
 
 
-class _Rows(NamedTuple):
-    """Rows for the tensor that a node gave or was given, as an einsum."""
-
-    inputs: tuple[str, ...]
-    operands: tuple[Tensor, ...]
-    labels: tuple[str, ...]
-    """The index of each dimension of the tensor, ``1`` where its size is one."""
-    adjoint: Adjoint | None = None
-
-    @property
-    def equation(self) -> str:
-        """The equation, with a ``1`` for each dimension of size one."""
-        return f"{','.join(self.inputs)}->kb{''.join(self.labels)}"
-
-
 def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> Pulled | None:
     """Blocks of the parameters of a derived tensor, or ``None`` where its rows are to be formed.
 
-    They are where a node has no formula, and where the Gramian of the tensor's own columns would be
-    computed from rows: these are small then, and several blocks in their place would cost more.
-
-    Args:
-        channel: The channel of the taps.
-        derived: The tensor. It must have been recorded, so that no hook changes a cotangent.
-        columns: All blocks of the tensor.
+    They are where a node has no formula, where a call was not seen, so that a hook may change a
+    cotangent, and where the Gramian of the tensor's own ``columns`` would be computed from rows:
+    these are small then, and several blocks in their place would cost more.
     """
     sources = derived.sources
     is_plain = all(x.is_leaf and x.device == derived.device for x in sources)
@@ -75,10 +56,10 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
         labels = ["1"] * len(whole.shape)
         for dim, label in zip(whole.order, block.parameter, strict=True):
             labels[dim] = label
-        rows = _Rows(block.inputs, block.operands, tuple(labels), block.adjoint)
+        block = _relabelled(block, labels)
         try:
             with torch.no_grad(), explaining_freed_graphs():
-                pulled += _pull_back(channel, derived.edge, rows, columns.kernels)
+                pulled += _pull_back(channel, derived.edge, block, columns.kernels)
         except _UnknownError:
             return None
     known = {id(x) for x in sources}
@@ -105,14 +86,14 @@ def _keeps_few(node: Any) -> bool:
     return operation == "Mul" and first is None and node._saved_self.numel() == 1
 
 
-def _pull_back(channel: Channel, edge: GradientEdge, rows: _Rows, kernels: Kernels) -> Pulled:
+def _pull_back(channel: Channel, edge: GradientEdge, rows: Block, kernels: Kernels) -> Pulled:
     """Follows all paths from an edge to leaves."""
     pulled: Pulled = []
-    pending: list[tuple[Any, int, _Rows]] = [(edge.node, edge.output_nr, rows)]
+    pending: list[tuple[Any, int, Block]] = [(edge.node, edge.output_nr, rows)]
     while pending:
         node, result, rows = pending.pop()
         if hasattr(node, "variable"):
-            pulled.append((node.variable, Block(rows.equation, rows.operands, rows.adjoint)))
+            pulled.append((node.variable, rows))
             continue
         operation = kind_of_node(node.__class__).operation
         is_complex = operation != "ViewAsComplex" and node._input_metadata[0].dtype.is_complex
@@ -131,43 +112,47 @@ def _pull_back(channel: Channel, edge: GradientEdge, rows: _Rows, kernels: Kerne
     return pulled
 
 
-def _narrowed(rows: _Rows, given: tuple[int, ...], kernels: Kernels) -> _Rows:
+def _relabelled(rows: Block, labels: Iterable[str]) -> Block:
+    """The same factors, with other indices of a tensor's dimensions, ``1`` for a size of one."""
+    return replace(rows, equation=f"{','.join(rows.inputs)}->kb{''.join(labels)}")
+
+
+def _narrowed(rows: Block, given: tuple[int, ...], kernels: Kernels) -> Block:
     """Rows for a tensor of another shape, summed over dimensions in which it was broadcast.
 
     Their sums are computed here, as they are small.
     """
-    kept = rows.labels[len(rows.labels) - len(given) :]
-    labels = tuple(["1" if n == 1 else x for x, n in zip(kept, given, strict=True)])
-    if not set(rows.labels) - set(labels) - {"1"}:
-        return rows._replace(labels=labels)
-    return _summed(rows._replace(labels=labels), kernels)
+    kept = rows.parameter[len(rows.parameter) - len(given) :]
+    narrowed = _relabelled(rows, ["1" if n == 1 else x for x, n in zip(kept, given, strict=True)])
+    is_sum = set(rows.parameter) - set(narrowed.parameter) - {"1"}
+    return _summed(narrowed, kernels) if is_sum else narrowed
 
 
-def _summed(rows: _Rows, kernels: Kernels) -> _Rows:
+def _summed(rows: Block, kernels: Kernels) -> Block:
     """The same rows, computed."""
-    own = "kb" + "".join(rows.labels).replace("1", "")
+    own = "kb" + rows.parameter.replace("1", "")
     found = kernels.einsum(f"{','.join(rows.inputs)}->{own}", rows.operands)
-    return _Rows((own,), (found,), rows.labels)
+    return Block(f"{own}->kb{rows.parameter}", (found,))
 
 
-def _times(rows: _Rows, factor: Tensor) -> _Rows:
+def _times(rows: Block, factor: Tensor) -> Block:
     """Rows multiplied by a tensor that is broadcast to the one that they are for."""
     _check(factor)
     if factor.numel() == 1:
         return _scaled(rows, factor.view(()))
-    aligned = rows.labels[len(rows.labels) - factor.dim() :]
+    aligned = rows.parameter[len(rows.parameter) - factor.dim() :]
     dims = [dim for dim, n in enumerate(factor.shape) if n > 1]
     labels, factor = [aligned[dim] for dim in dims], factor.squeeze()
     fitting = [i for i, of in enumerate(rows.inputs) if set(labels) <= set(of)]
     if not fitting:
-        return _joined(rows, "".join(labels), factor, rows.labels)
+        return _joined(rows, "".join(labels), factor, rows.parameter)
     chosen = min(fitting, key=lambda i: rows.operands[i].numel())
     of = rows.inputs[chosen]
     order = sorted(range(len(labels)), key=lambda i: of.index(labels[i]))
     sizes = [n if x in labels else 1 for x, n in zip(of, rows.operands[chosen].shape, strict=True)]
     operands = list(rows.operands)
     operands[chosen] = operands[chosen] * factor.permute(order).reshape(sizes)
-    return _Rows(rows.inputs, tuple(operands), rows.labels)
+    return Block(rows.equation, tuple(operands))
 
 
 def _check(factor: Tensor) -> None:
@@ -176,18 +161,18 @@ def _check(factor: Tensor) -> None:
         raise _UnknownError
 
 
-def _scaled(rows: _Rows, factor: Tensor | float) -> _Rows:
+def _scaled(rows: Block, factor: Tensor | float) -> Block:
     """Rows times a number: their cotangent is. In float16, small products would be zero."""
     adjoint, first = rows.adjoint, rows.operands[0]
     first = (first.float() if first.dtype == torch.float16 else first) * factor
     adjoint = adjoint and replace(adjoint, cotangent=adjoint.cotangent * factor)
-    return _Rows(rows.inputs, (first, *rows.operands[1:]), rows.labels, adjoint)
+    return Block(rows.equation, (first, *rows.operands[1:]), adjoint)
 
 
-def _joined(rows: _Rows, term: str, factor: Tensor, labels: tuple[str, ...]) -> _Rows:
+def _joined(rows: Block, term: str, factor: Tensor, labels: str) -> Block:
     """Rows with one more factor, for a tensor with other indices."""
     _check(factor)
-    return _Rows((*rows.inputs, term), (*rows.operands, factor), labels)
+    return Block(f"{','.join(rows.inputs)},{term}->kb{labels}", (*rows.operands, factor))
 
 
 class _Step(NamedTuple):
@@ -198,21 +183,21 @@ class _Step(NamedTuple):
     """The number of the input."""
     given: tuple[int, ...]
     """The shape of the input."""
-    rows: _Rows
+    rows: Block
     """Those for the result."""
     kernels: Kernels
     channel: Channel
 
 
 # Gives the rows for an input of a node from those for its result.
-_Formula = Callable[[_Step], Iterator[_Rows]]
+_Formula = Callable[[_Step], Iterator[Block]]
 
 
-def _mul(at: _Step) -> Iterator[_Rows]:
+def _mul(at: _Step) -> Iterator[Block]:
     yield _times(at.rows, at.node._saved_self if at.position else at.node._saved_other)
 
 
-def _div(at: _Step) -> Iterator[_Rows]:
+def _div(at: _Step) -> Iterator[Block]:
     if getattr(at.node, "_saved_rounding_mode", None) is not None:
         raise _UnknownError
     other = at.node._saved_other
@@ -220,7 +205,7 @@ def _div(at: _Step) -> Iterator[_Rows]:
     yield _times(at.rows, factor)
 
 
-def _plus(at: _Step) -> Iterator[_Rows]:
+def _plus(at: _Step) -> Iterator[Block]:
     """A sum or a difference, of which one part has a coefficient."""
     alpha = float(getattr(at.node, "_saved_alpha", 1))
     each = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0), "Neg": (-1.0,)}
@@ -228,14 +213,14 @@ def _plus(at: _Step) -> Iterator[_Rows]:
     yield at.rows if factor == 1 else _scaled(at.rows, factor)
 
 
-def _elementwise(at: _Step) -> Iterator[_Rows]:
+def _elementwise(at: _Step) -> Iterator[Block]:
     """A function of one element: its derivative is what comes back for a one."""
     yield _times(at.rows, _of_ones(at))
 
 
-def _reduction(at: _Step) -> Iterator[_Rows]:
+def _reduction(at: _Step) -> Iterator[Block]:
     """A sum, mean, norm or variance: each element of a result leads to elements of its own."""
-    labels, rank = list(at.rows.labels), len(at.given)
+    labels, rank = list(at.rows.parameter), len(at.given)
     if len(labels) < rank:
         saved = getattr(at.node, "_saved_dim", None) if labels else None
         dims = [saved] if isinstance(saved, int) else saved
@@ -244,7 +229,7 @@ def _reduction(at: _Step) -> Iterator[_Rows]:
     if len(labels) != rank:
         raise _UnknownError
     unused, pairs = unused_labels(at.rows.equation), zip(labels, at.given, strict=True)
-    own = tuple([next(unused) if x == "1" and n > 1 else x for x, n in pairs])
+    own = "".join([next(unused) if x == "1" and n > 1 else x for x, n in pairs])
     # A sum gives equal numbers to all elements. Only what is summed over needs a factor then.
     is_equal = kind_of_node(at.node.__class__).operation in ("Sum", "Mean")
     kept = [d for d, x in enumerate(own) if x != "1" and not (is_equal and x == labels[d])]
@@ -253,7 +238,7 @@ def _reduction(at: _Step) -> Iterator[_Rows]:
     if kept:
         yield _joined(at.rows, "".join([own[d] for d in kept]), factor, own)
     else:
-        yield _scaled(at.rows._replace(labels=own), factor)
+        yield _scaled(_relabelled(at.rows, own), factor)
 
 
 def _of_ones(at: _Step) -> Tensor:
@@ -269,66 +254,66 @@ def _of_ones(at: _Step) -> Tensor:
     return found[0]
 
 
-def _t(at: _Step) -> Iterator[_Rows]:
-    yield at.rows._replace(labels=at.rows.labels[::-1])  # of at most two dimensions
+def _t(at: _Step) -> Iterator[Block]:
+    yield _relabelled(at.rows, at.rows.parameter[::-1])  # of at most two dimensions
 
 
-def _transpose(at: _Step) -> Iterator[_Rows]:
-    labels = list(at.rows.labels)
+def _transpose(at: _Step) -> Iterator[Block]:
+    labels = list(at.rows.parameter)
     i, j = wrapped(at.node._saved_dim0, len(at.given)), wrapped(at.node._saved_dim1, len(at.given))
     labels[i], labels[j] = labels[j], labels[i]
-    yield at.rows._replace(labels=tuple(labels))
+    yield _relabelled(at.rows, labels)
 
 
-def _view(at: _Step) -> Iterator[_Rows]:
+def _view(at: _Step) -> Iterator[Block]:
     """A view that gains or loses dimensions of size one alone."""
     result = tuple(at.node._input_metadata[0].shape)
     if [n for n in result if n > 1] != [n for n in at.given if n > 1]:
         raise _UnknownError
-    others = iter([x for x in at.rows.labels if x != "1"])
-    yield at.rows._replace(labels=tuple(["1" if n == 1 else next(others) for n in at.given]))
+    others = iter(at.rows.parameter.replace("1", ""))
+    yield _relabelled(at.rows, ["1" if n == 1 else next(others) for n in at.given])
 
 
-def _mm(at: _Step) -> Iterator[_Rows]:
+def _mm(at: _Step) -> Iterator[Block]:
     """A product of two matrices, each of which may have parameters behind it."""
     other = at.node._saved_self if at.position else at.node._saved_mat2
     label = next(unused_labels(at.rows.equation))
-    outer, inner = at.rows.labels
+    outer, inner = list(at.rows.parameter)
     # The gradient of one matrix is that of the product times the other, along what is summed.
-    known, own = (outer, (label, inner)) if at.position else (inner, (outer, label))
+    known, own = (outer, label + inner) if at.position else (inner, outer + label)
     if known == "1" or 1 in at.given:
         raise _UnknownError
     yield _joined(at.rows, known + label if at.position else label + known, other, own)
 
 
-def _mv(at: _Step) -> Iterator[_Rows]:
+def _mv(at: _Step) -> Iterator[Block]:
     """A matrix times a constant vector."""
     if at.position or 1 in at.given:
         raise _UnknownError
     label = next(unused_labels(at.rows.equation))
-    yield _joined(at.rows, label, at.node._saved_vec, (*at.rows.labels, label))
+    yield _joined(at.rows, label, at.node._saved_vec, at.rows.parameter + label)
 
 
-def _dot(at: _Step) -> Iterator[_Rows]:
+def _dot(at: _Step) -> Iterator[Block]:
     """The inner product of two vectors."""
     label = next(unused_labels(at.rows.equation))
     other = at.node._saved_self if at.position else at.node._saved_other
     if 1 in at.given:
         raise _UnknownError
-    yield _joined(at.rows, label, other, (label,))
+    yield _joined(at.rows, label, other, label)
 
 
-def _weight_norm(at: _Step) -> Iterator[_Rows]:
+def _weight_norm(at: _Step) -> Iterator[Block]:
     """W = g v / n, with n the norms of v: dg = (dW . v) / n, dv = (g dW - (dg g / n) v) / n."""
     g, v, norms = at.node._saved_g, at.node._saved_v, at.node._saved_result1
     dim = wrapped(at.node._saved_dim, v.dim())
-    labels = tuple(["1" if i != dim else x for i, x in enumerate(at.rows.labels)])
-    of_g = _times(_summed(_times(at.rows, v)._replace(labels=labels), at.kernels), 1 / norms)
+    labels = ["1" if i != dim else x for i, x in enumerate(at.rows.parameter)]
+    of_g = _times(_summed(_relabelled(_times(at.rows, v), labels), at.kernels), 1 / norms)
     if at.position:
         yield of_g
     else:
         yield _times(at.rows, g / norms)
-        yield _times(of_g._replace(labels=at.rows.labels), -v * g / norms.square())
+        yield _times(_relabelled(of_g, at.rows.parameter), -v * g / norms.square())
 
 
 _ELEMENTWISE = (
