@@ -46,7 +46,7 @@ class Recorder(TorchFunctionMode):
     """Records one forward pass, from the beginning of its outermost module to the end.
 
     For each call, the recorder asks what is to be done, does that, and notes the statuses of the
-    results in ``statuses``. What remains of the pass is its ``recording``.
+    results. What remains of the pass is its ``recording``.
     """
 
     def __init__(self, tapping: Tapping, checkpoints: Checkpoints | None = None) -> None:
@@ -78,7 +78,7 @@ class Recorder(TorchFunctionMode):
             # wrongly taken for a constant costs time, and results stay exact.
             is_batched = False if is_parameter else was_batched
             if is_batched is None:
-                is_batched = tensor.is_nested or not tensor.is_leaf or _may_have(size, tensor)
+                is_batched = tensor.is_nested or not tensor.is_leaf or size in _sizes(tensor)
                 if not is_batched and recording.channel.guesses_inputs:
                     is_batched = _may_have_parts(size, tensor)
                     recording.is_guess = recording.is_guess or is_batched
@@ -124,10 +124,9 @@ class Recorder(TorchFunctionMode):
     def end(self, output: Any) -> None:
         """Adopts what the outermost module returns, and no call has read yet.
 
-        What is computed from parameters alone stays what it is. It has no place for samples in
-        front of the calls by which the losses read it, and the graph shows these. As no tap keeps
-        the recording, it is noted there, and also at results that the modules keep if there is no
-        tap at all.
+        What is computed from parameters alone has no place for samples in front of the calls by
+        which the losses read it, and the graph shows these. As no tap keeps the recording, it is
+        noted there, and also at results that the modules keep if there is no tap at all.
         """
         found = [(tensor, self.statuses.of(tensor)) for tensor in tensors_in(output)]
         if not self.recording.count:
@@ -162,11 +161,8 @@ class Recorder(TorchFunctionMode):
         reads = statuses.read(arguments[:1] if kind.reads_first_only else arguments)
         has_untapped = statuses.has_untapped
         if has_untapped:
-            before, changed = reads, first_of(args, kwargs) if kind.is_in_place else None
-            reads = statuses.read_by_use(before, changed)
-            pairs = zip(before, reads, strict=True)
-            stand_ins = {id(x): found for (x, _), (found, _) in pairs if found is not x}
-            if stand_ins:
+            changed = first_of(args, kwargs) if kind.is_in_place else None
+            if stand_ins := statuses.tap_reads(reads, changed):
                 args, kwargs = replaced((args, kwargs), stand_ins)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
@@ -217,7 +213,7 @@ class Recorder(TorchFunctionMode):
     def _mark_unbatched(
         self, results: Iterable[Tensor], origins: Sequence[Tracked], kind: Kind, *, may_read: bool
     ) -> None:
-        """Marks the results of a call that reads tracked tensors and constants, or only constants.
+        """Marks results of tracked tensors and constants, or only constants.
 
         Some constants require a gradient, but not by the engine's parameters.
         """
@@ -253,11 +249,6 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
         return ()
     is_first_alone = tensor.dim() == 2 and (tensor.is_floating_point() or len(tensor) == 1)
     return tuple(tensor.shape[: 1 if is_first_alone else 2])
-
-
-def _may_have(samples: int, tensor: Tensor) -> bool:
-    """Whether an input may have a dimension of so many samples."""
-    return samples in _sizes(tensor)
 
 
 def _may_have_parts(samples: int, tensor: Tensor) -> bool:

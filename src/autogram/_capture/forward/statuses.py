@@ -38,10 +38,6 @@ class Statuses:
     """The status of tensors, by ``id`` and with weak references.
 
     A strong reference would keep activations alive that the network has dropped.
-
-    Attributes:
-        has_untapped: Whether any tensor was untapped. Few models have such tensors.
-        batch: What is known of the samples.
     """
 
     def __init__(self, tapping: Tapping) -> None:
@@ -49,7 +45,7 @@ class Statuses:
         self._marks: dict[int, _Mark] = {}
         self._stand_ins: dict[int, tuple[_Reference, int, Tensor]] = {}
         self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
-        self.has_untapped = False
+        self.has_untapped = False  # any tensor: few models have such
         self.batch = NO_BATCH
         self._others: set[Tensor] = set()  # parameters of other models, as far as they are known
 
@@ -120,22 +116,22 @@ class Statuses:
                 found.extend(self.read(argument))
         return found
 
-    def read_by_use(
-        self, reads: list[tuple[Tensor, Status]], changed: Any
-    ) -> list[tuple[Tensor, Status]]:
-        """The same, with taps on what has none if the call reads tracked tensors, too.
+    def tap_reads(self, reads: list[tuple[Tensor, Status]], changed: Any) -> dict[int, Tensor]:
+        """Puts taps on what a call reads that has none, if the call reads tracked tensors, too.
 
         The tap of a use hides what lies behind it from the search for the uses of single nodes.
-        What no use reads is left to that search, which finds the factors of these uses. Nothing
-        takes the place of the tensor that the call has ``changed`` in place.
+        What no use reads is left to that search, which finds the factors of these uses. Returns
+        what takes the place of others, by ``id``: nothing does of the tensor that is ``changed``.
         """
-        if not any(isinstance(status, Tracked) for _, status in reads):
-            return reads
-        tapped = [self.tapped(x) if status is UNTAPPED else (x, status) for x, status in reads]
-        return [
-            read if read[0] is changed and new[0] is not changed else new
-            for read, new in zip(reads, tapped, strict=True)
-        ]
+        stand_ins: dict[int, Tensor] = {}
+        if any(isinstance(status, Tracked) for _, status in reads):
+            for i, (x, status) in enumerate(reads):
+                tapped, own = self.tapped(x) if status is UNTAPPED else (x, status)
+                if tapped is x:
+                    reads[i] = x, own
+                elif x is not changed:
+                    reads[i], stand_ins[id(x)] = (tapped, own), tapped
+        return stand_ins
 
     def tapped(self, tensor: Tensor) -> tuple[Tensor, Status]:
         """A tensor that calls may read, and its status, with a tap if parameters are behind it.
