@@ -31,8 +31,6 @@ _TWO_PASSES = (
     "`engine.compute_gramian(losses)`, and then an ordinary backward pass of the losses with the "
     "weights"
 )
-
-
 _SHARDED = "FSDPModule", "FullyShardedDataParallel"
 
 
@@ -41,12 +39,13 @@ def wrapper_now() -> Any:
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
-def note_wrapper(recording: Recording, wrapper: Any) -> None:
-    """Notes a wrapper that runs a recorded forward pass, and what it has exchanged until now.
+def note_wrapper(recording: Recording) -> None:
+    """Notes the wrapper that runs a recorded forward pass, and what it has exchanged until now.
 
     It will exchange nothing inside of its ``no_sync``, nor in a group of one process.
     """
-    if (reference := weakref.ref(wrapper)) not in recording.wrappers:
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is not None and (reference := weakref.ref(wrapper)) not in recording.wrappers:
         will_exchange = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
         recording.wrappers[reference] = mark_of(wrapper) if will_exchange else 0
 
@@ -67,14 +66,18 @@ def learns(wrapper: Any) -> bool:
     return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
 
 
+def _recordings_behind(channel: Channel, losses: Tensor) -> dict[Recording, None]:
+    """Those of the taps behind some losses."""
+    shown = [of.recording for node in nodes_behind(losses) for of in shown_by(node)]
+    return {recording: None for recording in shown if recording.channel is channel}
+
+
 def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, set[int]]:
     """The wrappers that ran the forward passes behind some losses, with the marks of these."""
     found: dict[Any, set[int]] = {}
-    for node in nodes_behind(losses):
-        own = [x.recording for x in shown_by(node) if x.recording.channel is channel]
-        for reference, mark in [pair for of in own for pair in of.wrappers.items()]:
-            wrapper = reference()
-            if wrapper is not None:
+    for recording in _recordings_behind(channel, losses):
+        for reference, mark in recording.wrappers.items():
+            if (wrapper := reference()) is not None:
                 found.setdefault(wrapper, set()).add(mark)
     return found
 
@@ -89,10 +92,8 @@ def is_exchanged(channel: Channel, losses: Tensor) -> bool:
         return True
     if not is_distributed() or torch.distributed.get_world_size() == 1:
         return False
-    taps = [node for node in nodes_behind(losses) if is_tap_of(channel, node)]
-    return not taps or any(
-        any(shown.recording.wrappers.values()) for tap in taps for shown in shown_by(tap)
-    )
+    recordings = _recordings_behind(channel, losses)
+    return not recordings or any(any(of.wrappers.values()) for of in recordings)
 
 
 def refuse_gradients(call: str) -> None:
@@ -109,10 +110,7 @@ def refuse_gradients(call: str) -> None:
 def refuse_shards(modules: Iterable[nn.Module], *, with_others: bool) -> None:
     """Refuses modules whose parameters are spread over processes or devices.
 
-    Args:
-        modules: The modules of an engine.
-        with_others: Whether the engine works with engines of other processes, so that parameters
-            may be sharded by `fully_shard`.
+    They may be sharded by `fully_shard` if the engine works ``with_others`` of other processes.
     """
     modules = list(modules)
     for module in modules:

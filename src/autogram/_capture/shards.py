@@ -25,11 +25,7 @@ class Shards:
     """The sharded parameters of an engine's modules, by their qualified names.
 
     A hook on each module that was given to `fully_shard`, behind PyTorch's own, tells the recording
-    which whole tensors are parameters now.
-
-    Args:
-        roots: The modules of the engine, by the prefix of the names inside.
-        session: The session of the engine.
+    which whole tensors are parameters now. The roots are by the prefix of the names inside.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], session: Session) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autogram._capture.distribution import note_wrapper, wrapper_now
+from autogram._capture.distribution import note_wrapper
 from autogram._capture.forward.checkpoints import Checkpoints, run_now
 from autogram._capture.forward.recorder import Recorder
 from autogram._capture.forward.tapping import Tapping
@@ -152,15 +152,14 @@ class Session(threading.local):
         if recorder is not None:
             recorder.enter((args, kwargs), module)
         elif _can_record() and self._checkpoints.may_record():
-            recorder = Recorder(Tapping(self._channel.begin()), self._checkpoints)
+            recorder = self._new_recorder()
             recorder.begin((args, kwargs), module)
             recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
             self._recorder, self._outermost = recorder, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
         else:
             return None
-        if (wrapper := wrapper_now()) is not None:
-            note_wrapper(recorder.recording, wrapper)
+        note_wrapper(recorder.recording)
         if not module._backward_hooks:
             return None
         # A pass from a tap inside of the module to its inputs would be that of a full backward
@@ -203,10 +202,12 @@ class Session(threading.local):
         names = self._channel.parameters_now()
         if names.keys().isdisjoint(parameters):
             return None
-        recorder = Recorder(Tapping(self._channel.begin()), self._checkpoints)
-        if (wrapper := wrapper_now()) is not None:
-            note_wrapper(recorder.recording, wrapper)
+        recorder = self._new_recorder()
+        note_wrapper(recorder.recording)
         return recorder
+
+    def _new_recorder(self) -> Recorder:
+        return Recorder(Tapping(self._channel.begin()), self._checkpoints)
 
     @property
     def open_recorder(self) -> Recorder | None:

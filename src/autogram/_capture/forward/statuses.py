@@ -31,7 +31,6 @@ from autogram._errors import UnsupportedError
 _Reference = Callable[[], Tensor | None]
 _Mark = tuple[_Reference, Status, int | None]
 _NO_MARK: _Mark = (lambda: None, None, None)
-_NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
 
 
 class Statuses:
@@ -108,8 +107,6 @@ class Statuses:
         """The tensors among the arguments of a call, also in lists and tuples, with statuses."""
         found: list[tuple[Tensor, Status]] = []
         for argument in arguments:
-            if argument.__class__ in _NO_TENSORS:
-                continue
             if isinstance(argument, Tensor):
                 found.append((argument, self.of(argument)))
             elif isinstance(argument, (list, tuple)):
