@@ -1,7 +1,7 @@
 """Products with the Jacobian of a vector of losses, without forming it."""
 
 from autogram import _compiled as _compiled  # registers the backend
-from autogram._capture.backward.summary import UseReport
+from autogram._capture.backward.run import UseReport
 from autogram._engine import Engine
 from autogram._errors import (
     AutogramError,

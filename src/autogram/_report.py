@@ -13,7 +13,7 @@ import torch
 
 from autogram._blocks import Block, Columns, Devices, Lookup, Region, rows_block
 from autogram._blocks.kernels.paths import find_path
-from autogram._capture.backward.summary import BlockSummary, Summary, UseReport
+from autogram._capture.backward.run import BlockSummary, Summary, UseReport
 from autogram._errors import in_columns
 
 

@@ -157,9 +157,9 @@ def test_no_more_objects_live_than_did() -> None:
 # Functions of the library, and calls of them: what Python costs in each step, on every machine.
 MOST_VISITED = {
     "F.linear": (13, 16),
-    "one cotangent": (24, 93),
-    "compute_gramian": (107, 221),
-    "one large cotangent": (26, 78),
+    "one cotangent": (23, 90),
+    "compute_gramian": (103, 215),
+    "one large cotangent": (25, 75),
 }
 
 

@@ -99,17 +99,6 @@ class _Known(NamedTuple):
             columns.append((i, of.parameter, blocks))
         return cls(program, len(found.parts), columns, found.waiting, found.taken)
 
-    def __call__(
-        self, parameters: Sequence[Tensor], conditions: Conditions, tensors: Sequence[Tensor]
-    ) -> Addition:
-        """Contracts another use of the form."""
-        found, columns = self.program(conditions.memory, tensors), {}
-        for number, whole, blocks in self.columns:
-            kernels = conditions.devices.on(parameters[number].device)
-            factors = [(region, block_of(equation, found[own])) for region, equation, own in blocks]
-            columns[number] = Columns.of(whole, kernels, factors)
-        return Addition(found[: self.parts], columns, self.waiting, self.taken)
-
 
 def contract_alone(
     use: RuleUse,
@@ -130,14 +119,20 @@ def contract_alone(
     if key is None:
         return None
     known: _Known | Literal[False] | None = programs.get(key)
-    if known:
-        has_room = not known.taken or room(tensors[0].device, known.taken)
-        return known(parameters, conditions, tensors) if has_room else None
-    if known is False or not programs.is_due(key):
+    if known is False or (known and known.taken and not room(tensors[0].device, known.taken)):
         return None
-    columns = {
-        p: Columns(Region.of_parameter(p), conditions.devices.on(p.device)) for p in parameters
-    }
+    if known:
+        results = known.program(conditions.memory, tensors)
+        kept: dict[int, Columns] = {}
+        for i, whole, blocks in known.columns:
+            factors = [(of, block_of(equation, results[own])) for of, equation, own in blocks]
+            kept[i] = Columns.of(whole, conditions.devices.on(parameters[i].device), factors)
+        return Addition(results[: known.parts], kept, known.waiting, known.taken)
+    if not programs.is_due(key):
+        return None
+    devices = conditions.devices
+    # Made here: what is written down may read no other tensor than those given.
+    columns = {p: Columns(Region.of_parameter(p), devices.on(p.device)) for p in parameters}
     contract = partial(_contract, use, columns, layout, conditions, room)
     found, program = written_down(contract, lambda x: x.tensors, conditions.memory, tensors)
     if found.is_short:
@@ -178,19 +173,12 @@ def _contract(
     bundles = Bundles()
     found = [gram_of_bundle(bundle) for bundle in bundles.add(*columns.values())]
     tiny = {id(of) for bundle in bundles.rest() for of in bundle}
-    numbered = dict(enumerate(columns.values()))
-    waiting = [
-        (i, *form_in_bundle(of, of.single))
-        for i, of in numbered.items()
-        if id(of) in tiny and of.single is not None
-    ]
-    return Addition(
-        [part.flatten(2).flatten(0, 1) for part in found if part is not None],
-        {i: of for i, of in numbered.items() if form is not None or id(of) in tiny},
-        waiting,
-        taken,
-        is_short,
-    )
+    parts = [part.flatten(2).flatten(0, 1) for part in found if part is not None]
+    numbered = list(enumerate(columns.values()))
+    kept = {i: of for i, of in numbered if form is not None or id(of) in tiny}
+    few = [(i, of, of.single) for i, of in numbered if id(of) in tiny]
+    waiting = [(i, *form_in_bundle(of, block)) for i, of, block in few if block is not None]
+    return Addition(parts, kept, waiting, taken, is_short)
 
 
 def _key(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.backward.assembly import assemble
-from autogram._capture.backward.run import Run
-from autogram._capture.backward.summary import rule_name
+from autogram._capture.backward.run import Run, rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -15,8 +15,7 @@ from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.ordinary import are_rows_cheaper, assemble_rows
-from autogram._capture.backward.run import Run, fill_with_nan
-from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.run import Run, Summary, fill_with_nan
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
 from autogram._capture.limit import is_out_of_memory, retried
@@ -220,7 +219,7 @@ class Driver:
         A check verifies the step with the layouts that are remembered. Only the next call searches
         for the samples again.
         """
-        with showing(run.survey.tail):
+        with showing(run.survey.tail) if run.survey.tail else nullcontext():
             search.begin()
             while True:
                 try:

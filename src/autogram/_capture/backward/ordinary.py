@@ -16,8 +16,7 @@ from autogram._blocks import Region, as_real, rows_block
 from autogram._capture.autograd.graph import in_dense
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward.assembly import Assembly
-from autogram._capture.backward.run import Run
-from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.run import Run, Summary
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.recording import Recording
 from autogram._capture.tracked import track_parameter

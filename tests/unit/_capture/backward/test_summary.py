@@ -3,7 +3,7 @@
 import pytest
 
 from autogram import Engine
-from autogram._capture.backward.summary import Summary
+from autogram._capture.backward.run import Summary
 from tests.unit.engines import batch, mlp, per_sample
 
 
