@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import (
-    Block,
     Bundles,
     Columns,
     Factors,
     Folded,
     Placement,
     Region,
+    Subset,
     gram_of_bundle,
     pieces,
     settings_now,
@@ -28,7 +28,7 @@ from autogram._capture.derived import pull_back_factors
 from autogram._capture.limit import retried
 from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
-from autogram._capture.uses import RuleUse, Use, pull_back
+from autogram._capture.uses import Contribution, RuleUse, Use, pull_back
 from autogram._errors import NotConnectedError
 
 # Small parts of the Gramian are added up together, and larger ones as they come.
@@ -148,14 +148,18 @@ class Assembly:
         self._taken += taken
         self._sum(gramian)
 
-    def take_rows(self, parameter: Tensor, rows: Block) -> None:
-        """Takes all rows of a parameter, of a pass that shows no use."""
+    def add(
+        self, use: Use, layout: Placement | None, subset: Subset | None, found: Contribution
+    ) -> None:
+        """Adds a block to the columns of what it is for, and to the summary."""
         self._has_arrivals = True
-        account = self._accounts[parameter]
-        assert account.columns is not None
+        if self._run.summary is not None:
+            self._run.summary.add(use, layout, subset, found)
+        tracked, region, block = found
+        account = self._accounts[tracked]
         account.is_reached = True
-        account.columns.add(account.columns.parameter, rows)
-        self._take(self._finish(account))
+        assert account.columns is not None
+        account.columns.add(region, block, subset)
 
     def complete(self) -> None:
         """Takes columns that wait for other uses or for a bundle, and gives the run its results."""
@@ -198,13 +202,7 @@ class Assembly:
         for subset, within, part in parts:
             limit = self.limit
             for found in retried(limit, use.contributions, within, part, saved, limit):
-                if run.summary is not None:
-                    run.summary.add(use, layout, subset, found)
-                tracked, region, block = found
-                account = self._accounts[tracked]
-                account.is_reached = True
-                assert account.columns is not None
-                account.columns.add(region, block, subset)
+                self.add(use, layout, subset, found)
 
     def _contract_alone(
         self, use: Use, layout: Folded, saved: tuple[Tensor, ...], cotangent: Tensor

@@ -27,12 +27,12 @@ _HELD_BY_A_PASS = 2
 
 
 def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
-    """Whether to make a pass for each objective, by what is known of such a graph.
+    """Whether to make a pass for each objective, by what is ``known`` of such a graph.
 
     Not if factors are asked for, or if the Gramian of most columns is computed without rows; if all
     rows together need more memory than there is room for, and than the cotangents of all objectives
-    do; or if the device would wait for the launches of more passes. Behind a wrong guess there may
-    be many objectives, and a pass for all would need many times the memory of a step.
+    do; or if the device would wait for the launches of more passes. Behind a wrong guess, a pass
+    for all objectives might need many times the memory of a step.
     """
     survey, m = run.survey, run.objectives.per_sample
     is_alone = run.channel.before_pass is None and run.channel.listener is None
@@ -78,9 +78,6 @@ def assemble_rows(run: Run) -> None:
         if like is not None:
             rows = torch.stack([torch.zeros_like(like) if x is None else x for x in dense])
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            block = rows_block(rows.unsqueeze(1))
-            assembly.take_rows(parameter, block)
-            if run.summary is not None:
-                tracked, region = track_parameter(parameter), Region.of_parameter(parameter)
-                run.summary.add(use, None, None, (tracked, region, block))
+            tracked, region = track_parameter(parameter), Region.of_parameter(parameter)
+            assembly.add(use, None, None, (tracked, region, rows_block(rows.unsqueeze(1))))
     assembly.complete()
