@@ -36,8 +36,8 @@ def retried_with_less(method: F) -> F:
 def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Calls a function, and calls it once more, with an eighth of the limit, if memory runs out.
 
-    The smaller limit stays, unless it is not enough either. A function that is retried may call
-    another that is retried: if the inner one has failed twice, the outer one is not called again.
+    The smaller limit stays, unless it is not enough either. If a function has failed twice, others
+    around it that are retried, too, are not called again.
     """
     try:
         return function(*args, **kwargs)

@@ -55,12 +55,9 @@ class Counting:
         return Counted(module, inputs, next(likely, 1))
 
     def learn(self, passes: Iterable[Recording], samples: int, *, are_apart: bool) -> bool:
-        """Notes how many samples losses had. Returns whether later passes are counted anew.
+        """Notes how many ``samples`` losses had, and whether each loss was of one sample.
 
-        Args:
-            passes: The forward passes that the losses depend on, and what was counted in each.
-            samples: How many losses there were.
-            are_apart: Whether each loss was of one sample.
+        Returns whether later passes are counted anew.
         """
         is_anew = False
         for counted in (of.counted for of in passes if of.counted is not None):

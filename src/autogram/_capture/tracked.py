@@ -114,8 +114,8 @@ def note_hook(tensor: Tensor, derived: Tracked) -> None:
 def as_of_now(tensor: Tensor, derived: Tracked) -> Tracked:
     """The status of a tracked tensor at the moment of its use.
 
-    In-place operations may have changed the tensor since its status was noted. The edge in the
-    autograd graph always belongs to the present value; the region may no longer hold.
+    The tensor may have been changed in place since its status was noted. Its edge in the graph
+    always belongs to the present value; the region may no longer hold.
     """
     if tensor.is_leaf:
         return derived

@@ -183,10 +183,9 @@ def pull_back(
 def _rows_by(
     vjps: Callable[[Tensor], list[Tensor | None]], count: int, cotangents: Iterable[Tensor]
 ) -> Iterator[Block | None]:
-    """Rows of some inputs, in at least float32, by products with cotangents ``(n, *output)``.
+    """Rows of some inputs, in at least float32, or ``None`` where the output misses an input.
 
-    ``None`` where the output misses the input. A part of the cotangents is
-    ``(k, some samples, *output)``.
+    A part of the cotangents is ``(k, some samples, *output)``.
     """
     parts: list[list[Tensor]] = [[] for _ in range(count)]
     for some in cotangents:
@@ -205,8 +204,7 @@ def one_sample_each(
 ) -> Iterator[Tensor]:
     """The cotangent of each sample alone, zero elsewhere: ``(k, some samples, *output)``.
 
-    As many samples go together as the ``limit`` allows, where one objective needs ``largest``
-    elements.
+    As many go together as the ``limit`` allows, of which one objective needs ``largest`` elements.
     """
     if layout is None:
         yield cotangent.unsqueeze(1)

@@ -27,11 +27,9 @@ Unseen = Literal["rows", "error"]
 def use_in_tail(survey: Survey) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap, or ``None``.
 
-    Without the parameters that have uses of single nodes there.
-
-    Parameters are used where nothing is recorded by a penalty on the weights, by a method other
-    than ``forward``, by a gradient that is differentiated again, and by a forward pass from before
-    the engine was made.
+    Without those that have uses of single nodes there. Parameters are used where nothing is
+    recorded by a penalty on the weights, by a method other than ``forward``, by a gradient that is
+    differentiated again, and by a forward pass from before the engine was made.
     """
     losses, channel, names = survey.losses, survey.channel, survey.names
     known = {p for use in survey.tail for tracked in use.reads for p in tracked.sources}

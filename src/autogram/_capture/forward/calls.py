@@ -147,8 +147,7 @@ def run_and_note(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _padded(*args: Any, **kwargs: Any) -> Tensor:
     """A padded tensor. If its ends are copies of its slices, as in a circle, these are noted.
 
-    Each of the slices has the dimensions whole that are not padded. So a slice of one element of
-    each padded dimension is noted for all.
+    A slice of one element of each padded dimension stands for all.
     """
     output = F.pad(*args, **kwargs)
     node: Any = output.grad_fn
@@ -167,10 +166,8 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 def inlined(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """A copy of a torch function that runs its body, or ``None`` if it has none in Python.
 
-    Under a mode, ``F.multi_head_attention_forward`` calls the mode instead of its body. If the mode
-    called the function again, that would go on without end. In the copy, the checks for a mode
-    answer no. The original is not changed, and the functions that the body calls are recorded as
-    usual.
+    Under a mode, ``F.multi_head_attention_forward`` calls the mode instead of its body, and would
+    do so without end. In the copy, the checks for a mode answer no.
     """
     is_python = isinstance(function, types.FunctionType)
     if not is_python or function.__globals__.keys().isdisjoint(_CHECKS):

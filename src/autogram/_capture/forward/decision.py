@@ -123,10 +123,9 @@ def decide(
 ) -> Decision:
     """What is to be done with a call, which reads the elements of some tensors.
 
-    A call that reads batched tensors alone, or constants, is only noted. A call that reads tracked
-    tensors and constants derives a tensor. A call in which tracked tensors meet batched tensors is
-    a use, and so is one that expands a tracked tensor over the samples of the ``batch``. A call
-    that ``is_bare`` may run again where nothing is recorded, so that its tap must save nothing.
+    A call of tracked tensors and constants derives a tensor. A call in which tracked tensors meet
+    batched tensors is a use, and so is one that expands a tracked tensor over the samples of the
+    ``batch``. A call that ``is_bare`` may run again unrecorded, so that its tap must save nothing.
     """
     is_batched = False
     tracked: Reads = []
@@ -140,7 +139,7 @@ def decide(
     if not is_batched:
         derived = NoUse(is_batched=False, origins=[status for _, status in tracked])
         return _spread_use(kind, args, kwargs, reads, batch) or derived
-    are_plain = True
+    is_sparse = is_complex = False
     for tensor, _ in reads:
         if tensor.is_nested:
             # Without a shape of numbers, a tensor shows no places of samples.
@@ -149,8 +148,8 @@ def decide(
                 "to one length, and mask what was added; or put them one behind the other in one "
                 "tensor."
             )
-        if tensor.layout != torch.strided or tensor.is_complex():
-            are_plain = False
+        is_sparse |= tensor.layout != torch.strided
+        is_complex |= tensor.is_complex()
     now: Reads = []
     for tensor, status in tracked:
         if tensor.is_inference():
@@ -161,17 +160,13 @@ def decide(
                 "its parameters."
             )
         now.append((tensor, status if tensor.is_leaf else as_of_now(tensor, status)))
-    rule = None if is_bare else find_rule(kind.function)
-    if not are_plain and not _holds_for_special(kind, [x for x, _ in reads]):
-        rule = None
+    is_special = is_sparse or (is_complex and not holds_for_complex(kind.function))
+    rule = None if is_bare or is_special else find_rule(kind.function)  # sparse: no factors
     # Of an expanded tensor, a call may save more. A tap on a part of a tensor would be no node of
     # the graph, and an expansion has a tap of its own.
     is_change = kind.changes_slices and changed_part(kind, args, kwargs) is not None
-    if (
-        not is_bare
-        and (rule is None or is_change)
-        and (expansions := _expansions(kind, args, kwargs, now))
-    ):
+    may_expand = not is_bare and (rule is None or is_change)
+    if may_expand and (expansions := _expansions(kind, args, kwargs, now)):
         return UseExpanded(expansions)
     body = inlined(kind.function) if rule is None else None
     if rule in COMPOSED:
@@ -182,11 +177,6 @@ def decide(
         return UseRows(now)
     answers = _ask(rule, args, kwargs, now)
     return UseRows(now) if answers is None else UseRule(rule, answers)
-
-
-def _holds_for_special(kind: Kind, tensors: Sequence[Tensor]) -> bool:
-    """Whether a rule holds for tensors that are complex or sparse. Sparse ones are no factors."""
-    return all(x.layout == torch.strided for x in tensors) and holds_for_complex(kind.function)
 
 
 def _spread_use(
@@ -296,10 +286,7 @@ _range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps s
 
 
 def _ask(
-    rule: Rule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    now: Reads,
+    rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], now: Reads
 ) -> dict[int, Answer] | None:
     """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe."""
     try:

@@ -116,10 +116,10 @@ class Recorder(TorchFunctionMode):
 
     def leave(self) -> bool:
         """Leaves the innermost module. Returns whether it was inside of another one."""
-        is_inner = len(self._hooks_at_entry) > 1
-        if is_inner:
-            self._hooks_at_entry.pop()
-        return is_inner
+        if len(self._hooks_at_entry) == 1:
+            return False
+        self._hooks_at_entry.pop()
+        return True
 
     def end(self, output: Any) -> None:
         """Adopts what the outermost module returns, and no call has read yet.
@@ -231,13 +231,11 @@ class Recorder(TorchFunctionMode):
     def _are_of_checkpoint(self, hooks: Any) -> bool:
         """Whether a checkpoint has set these hooks, since the innermost module was entered.
 
-        A checkpoint expects that its part of the forward pass saves as many tensors when the part
-        runs again. If the part enters a hooked module, this module opens a recording, and the same
-        taps save the same tensors. If it does not, its second run is not recorded, so that taps in
-        the first run must save nothing.
+        Its part must save as many tensors when it runs again. A hooked module that the part enters
+        opens a recording then, and the same taps save the same tensors. If the part enters none,
+        its second run is not recorded, so that taps in the first run must save nothing.
         """
-        is_new = hooks != self._hooks_at_entry[-1]
-        return is_new and are_of_checkpoint(hooks)
+        return hooks != self._hooks_at_entry[-1] and are_of_checkpoint(hooks)
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

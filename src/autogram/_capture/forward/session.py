@@ -104,9 +104,7 @@ class Session(threading.local):
     """Opens and closes recordings of an engine, one at a time in each thread.
 
     This object is put around each module of the engine (`autogram.hooks`). A recording is opened
-    when the first module is entered, and closed when this module is left. No recording is opened
-    while gradients are disabled, inside of a `torch.func` transform, and where PyTorch traces a
-    graph (`torch.jit.trace`, `torch.export`, `make_fx`).
+    when the first module is entered, and closed when this module is left.
     """
 
     def __init__(
@@ -232,7 +230,10 @@ class Session(threading.local):
 
 
 def _can_record() -> bool:
-    """Whether a recording may begin."""
+    """Whether a recording may begin.
+
+    Not in a `torch.func` transform, nor in `torch.jit.trace`, `torch.export` and `make_fx`.
+    """
     return (
         torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()
