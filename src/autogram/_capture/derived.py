@@ -254,13 +254,10 @@ def _of_ones(at: _Step) -> Tensor:
     return found[0]
 
 
-def _t(at: _Step) -> Iterator[Block]:
-    yield _relabelled(at.rows, at.rows.parameter[::-1])  # of at most two dimensions
-
-
 def _transpose(at: _Step) -> Iterator[Block]:
-    labels = list(at.rows.parameter)
-    i, j = wrapped(at.node._saved_dim0, len(at.given)), wrapped(at.node._saved_dim1, len(at.given))
+    """Two dimensions change places: by ``t``, those that there are."""
+    labels, saved = list(at.rows.parameter), (("_saved_dim0", 0), ("_saved_dim1", -1))
+    i, j = [wrapped(getattr(at.node, name, dim), len(at.given)) for name, dim in saved]
     labels[i], labels[j] = labels[j], labels[i]
     yield _relabelled(at.rows, labels)
 
@@ -274,33 +271,21 @@ def _view(at: _Step) -> Iterator[Block]:
     yield _relabelled(at.rows, ["1" if n == 1 else next(others) for n in at.given])
 
 
-def _mm(at: _Step) -> Iterator[Block]:
-    """A product of two matrices, each of which may have parameters behind it."""
-    other = at.node._saved_self if at.position else at.node._saved_mat2
-    label = next(unused_labels(at.rows.equation))
-    outer, inner = list(at.rows.parameter)
-    # The gradient of one matrix is that of the product times the other, along what is summed.
-    known, own = (outer, label + inner) if at.position else (inner, outer + label)
-    if known == "1" or 1 in at.given:
+def _product(at: _Step) -> Iterator[Block]:
+    """A product of matrices or vectors, each of which may have parameters behind it.
+
+    The gradient of one is that of the product times the other, along what is not summed.
+    """
+    equation, name = _PRODUCTS[kind_of_node(at.node.__class__).operation]
+    given, result = equation.split("->")
+    own, other = given.split(",")[:: -1 if at.position else 1]
+    labels = dict(zip(result, at.rows.parameter, strict=True))
+    labels |= dict.fromkeys(set(own) - set(result), next(unused_labels(at.rows.equation)))
+    term, target = ("".join([labels[x] for x in of]) for of in (other, own))
+    if "1" in term or 1 in at.given:
         raise _UnknownError
-    yield _joined(at.rows, known + label if at.position else label + known, other, own)
-
-
-def _mv(at: _Step) -> Iterator[Block]:
-    """A matrix times a constant vector."""
-    if at.position or 1 in at.given:
-        raise _UnknownError
-    label = next(unused_labels(at.rows.equation))
-    yield _joined(at.rows, label, at.node._saved_vec, at.rows.parameter + label)
-
-
-def _dot(at: _Step) -> Iterator[Block]:
-    """The inner product of two vectors."""
-    label = next(unused_labels(at.rows.equation))
-    other = at.node._saved_self if at.position else at.node._saved_other
-    if 1 in at.given:
-        raise _UnknownError
-    yield _joined(at.rows, label, other, label)
+    factor = at.node._saved_self if at.position else getattr(at.node, name)
+    yield _joined(at.rows, term, factor, target)
 
 
 def _weight_norm(at: _Step) -> Iterator[Block]:
@@ -316,6 +301,12 @@ def _weight_norm(at: _Step) -> Iterator[Block]:
         yield _times(_relabelled(of_g, at.rows.parameter), -v * g / norms.square())
 
 
+# Equations, and what a node saves of the second factor.
+_PRODUCTS = {
+    "Mm": ("ti,io->to", "_saved_mat2"),
+    "Mv": ("ti,i->t", "_saved_vec"),
+    **dict.fromkeys(("Dot", "Vdot"), ("i,i->", "_saved_other")),
+}
 _ELEMENTWISE = (
     "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Expm1 Log Log1p Pow Reciprocal Relu Rsqrt Sigmoid "
     "Sin Softplus Sqrt Tanh Tril Triu"
@@ -327,8 +318,8 @@ _FORMULAS: dict[str, _Formula] = {
     **dict.fromkeys(("Sum", "Mean", "Var", "Std", "Norm", "LinalgVectorNorm"), _reduction),
     **dict.fromkeys((*_SAME, "Expand"), lambda at: iter([at.rows])),
     **dict.fromkeys(_VIEWS, _view),
-    **dict.fromkeys(("Dot", "Vdot"), _dot),
+    **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(("Add", "Sub", "Rsub", "Neg"), _plus),
-    **{"Mul": _mul, "Div": _div, "Mm": _mm, "Mv": _mv, "T": _t, "Transpose": _transpose},
-    "WeightNormInterface": _weight_norm,
+    **dict.fromkeys(("T", "Transpose"), _transpose),
+    **{"Mul": _mul, "Div": _div, "WeightNormInterface": _weight_norm},
 }
