@@ -305,7 +305,8 @@ def _weight_norm(at: _Step) -> Iterator[Block]:
 _PRODUCTS = {
     "Mm": ("ti,io->to", "_saved_mat2"),
     "Mv": ("ti,i->t", "_saved_vec"),
-    **dict.fromkeys(("Dot", "Vdot"), ("i,i->", "_saved_other")),
+    "Dot": ("i,i->", "_saved_tensor"),
+    "Vdot": ("i,i->", "_saved_other"),
 }
 _ELEMENTWISE = (
     "Abs Clamp ClampMin ClampMax Cos Exp Exp2 Expm1 Log Log1p Pow Reciprocal Relu Rsqrt Sigmoid "

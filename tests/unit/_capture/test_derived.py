@@ -70,6 +70,9 @@ FACTORED: dict[str, Callable[[Weights], Tensor]] = {
     "sums": lambda w: w.a - w.a.sum(0) / SIZE - w.a.mean() * w.number,
     "demodulated": lambda w: w.a * torch.rsqrt((w.a * w.a).sum(1, keepdim=True) + 1e-3),
     "standardised": standardised,
+    "inner products": lambda w: w.a * torch.dot(w.row, w.mask[0]) + w.a / torch.dot(w.row, w.row),
+    "inner products of vdot": lambda w: w.a * torch.vdot(w.row, w.mask[0] + w.row),
+    "matrix and vector": lambda w: w.a * torch.mv(w.a, w.row) * torch.mv(w.mask, w.row),
     "triangles": lambda w: w.a.tril() * w.row - (w.a * w.column).triu(1),
 }
 WITH_ROWS: dict[str, Callable[[Weights], Tensor]] = {
