@@ -160,9 +160,9 @@ class Channel:
         """
         names: dict[Tensor, str] = {}
         for recording in recordings or self.recordings:
-            names = {**recording.names, **names}
+            names = recording.names | names
         if not names or not names.keys() >= set(known):
-            names = {**self.parameters_now(), **names}
+            names = self.parameters_now() | names
         return names
 
     def names(
@@ -185,16 +185,14 @@ class Channel:
         if not reached.keys() <= others.keys():
             found = self.parameters(reached)
             known = others | {p: name for p, name in found.items() if p in reached}
-        if left_out:
-            known = {p: name for p, name in known.items() if p not in left_out}
+        known = {p: name for p, name in known.items() if p not in left_out}
         of_reached = {name for parameter, name in known.items() if parameter in reached}
         seen: Counter[str] = Counter()
         names: dict[Tensor, str] = {}
         for parameter, name in known.items():
-            is_reached = name in of_reached and parameter in reached
             is_free = parameter.requires_grad and name not in of_reached and name not in seen
-            is_free = is_free and not is_lazy(parameter)  # it would have no number of columns
-            if is_reached or is_free:
+            # A parameter that is lazy would have no number of columns.
+            if parameter in reached or (is_free and not is_lazy(parameter)):
                 seen[name] += 1
                 names[parameter] = name if seen[name] == 1 else f"{name}#{seen[name]}"
         return names

@@ -24,10 +24,8 @@ def tap(use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = F
     recording.count += 1
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(output.device.type)):
         recording.dtypes.add(dtype)  # the output's dtype may hide it
-    tapped: Tensor
     if not in_place:
-        tapped = _apply(output, use, recording.channel.anchor, saved, False)
-        return tapped
+        return _apply(output, use, recording.channel.anchor, saved, False)
     # The values stay as they are, so what the call saved of its own result is still valid.
     with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
         _apply(output, use, recording.channel.anchor, saved, True)
@@ -90,4 +88,4 @@ class _Tap(torch.autograd.Function):
 
 # `apply` without the check for `torch.func` transforms, which would double its time: the recorder
 # has checked that there are none.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _Tap).apply
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, _Tap).apply

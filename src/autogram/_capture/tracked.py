@@ -70,9 +70,8 @@ Status = Tracked | Batched | None  # the last for a constant
 
 def track_parameter(parameter: Tensor) -> Tracked:
     """The status of a parameter: all elements of itself."""
-    region, version = Region.of_parameter(parameter), version_of(parameter)
-    known = region, region.shape, parameter.dtype, parameter.device, version
-    return Tracked((parameter,), *known, place=region)
+    region = Region.of_parameter(parameter)
+    return Tracked.of(parameter, (parameter,), region, region)
 
 
 def track_derived(

@@ -79,9 +79,8 @@ class Tapping:
             recipes, own = answer.recipes, saved[index]
             if answer.from_result and hooks_now(True) is None:
                 recipes, own = _kept_by_the_graph(answer, own, tensor)
-            recording, shape, reads = self.recording, tuple(tensor.shape), tuple(answer.reads)
-            known = recording.count, kind.name, shape, reads, recipes, decision.rule
-            use = RuleUse(recording, *known)
+            number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
+            use = RuleUse(self.recording, number, kind.name, shape, reads, recipes, decision.rule)
             if decision.is_guess:
                 self.note_guess(reads)
             tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
