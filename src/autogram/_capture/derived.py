@@ -76,14 +76,11 @@ def _is_known(node: Any) -> bool:
 
 
 def _keeps_few(node: Any) -> bool:
-    """Whether a node makes no block dearer: it multiplies by a number or a matrix, or adds up."""
+    """Whether a node makes no block dearer: it multiplies by constants, or adds up."""
     operation = kind_of_node(node.__class__).operation
-    if operation not in ("Mul", "Div"):
-        return operation in _CHEAP
-    (first, _), (second, _) = node.next_functions
-    if second is None:
-        return bool(node._saved_other.numel() == 1)
-    return operation == "Mul" and first is None and node._saved_self.numel() == 1
+    is_by_constant = operation in ("Mul", "Div") and node.next_functions[1][0] is None
+    is_constant = operation == "Mul" and node.next_functions[0][0] is None
+    return is_by_constant or is_constant or operation in _CHEAP
 
 
 def _pull_back(channel: Channel, edge: GradientEdge, rows: Block, kernels: Kernels) -> Pulled:
