@@ -149,6 +149,7 @@ class Session(threading.local):
             recorder = None
         if recorder is not None:
             recorder.enter((args, kwargs), module)
+            note_wrapper(recorder.recording)
         elif _can_record() and self._checkpoints.may_record():
             recorder = self._new_recorder()
             recorder.begin((args, kwargs), module)
@@ -157,7 +158,6 @@ class Session(threading.local):
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
         else:
             return None
-        note_wrapper(recorder.recording)
         if not module._backward_hooks:
             return None
         # A pass from a tap inside of the module to its inputs would be that of a full backward
@@ -200,12 +200,12 @@ class Session(threading.local):
         names = self._channel.parameters_now()
         if names.keys().isdisjoint(parameters):
             return None
-        recorder = self._new_recorder()
-        note_wrapper(recorder.recording)
-        return recorder
+        return self._new_recorder()
 
     def _new_recorder(self) -> Recorder:
-        return Recorder(Tapping(self._channel.begin()), self._checkpoints)
+        recording = self._channel.begin()
+        note_wrapper(recording)
+        return Recorder(Tapping(recording), self._checkpoints)
 
     @property
     def open_recorder(self) -> Recorder | None:

@@ -118,7 +118,8 @@ class Tapping:
         if changed is not None and id(changed) in tracked and len(reads) > 1:
             sources = {p: track_parameter(p) for _, status in reads for p in status.sources}
             kind.function(*args, **kwargs)
-            return self._tap_rows(kind.name, changed, sources, in_place=True)
+            known = kind.name, changed, tuple(sources.values()), tuple(sources)
+            return self.tap(FallbackUse.of(self.recording, *known), changed, (), in_place=True)
         edges: list[GradientEdge] = []  # of the aliases
         read: list[Tracked] = []
 
@@ -153,21 +154,8 @@ class Tapping:
 
         In place, because the user's code goes on with this very tensor, or for one call alone.
         """
-        name = f"the call behind `{type(tensor.grad_fn).__name__}`"
-        return self._tap_rows(name, tensor, sources, in_place=in_place, is_seen=False)
-
-    def _tap_rows(
-        self,
-        name: str,
-        tensor: Tensor,
-        sources: Mapping[Tensor, Tracked],
-        *,
-        in_place: bool,
-        is_seen: bool = True,
-    ) -> Tensor:
-        """Taps a tensor whose rows are those of the parameters behind it."""
-        reads, inputs = tuple(sources.values()), tuple(sources)
-        use = FallbackUse.of(self.recording, name, tensor, reads, inputs, is_seen=is_seen)
+        name, reads = f"the call behind `{type(tensor.grad_fn).__name__}`", tuple(sources.values())
+        use = FallbackUse.of(self.recording, name, tensor, reads, tuple(sources), is_seen=False)
         return self.tap(use, tensor, (), in_place=in_place)
 
 
