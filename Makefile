@@ -51,8 +51,8 @@ slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by ind
 pretended: build/pretended.so  ## Run the unit tests on a CUDA device that is pretended, without a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.pretended --numprocesses $(JOBS) \
 		--dist worksteal -m "not slow and not gpu" -k "not sparse and not compressed" \
-		--ignore tests/unit/integrations --ignore tests/unit/test_docs.py \
-		--ignore tests/unit/test_docstrings.py $(PYTEST_ARGS)
+		--ignore tests/unit/integrations --ignore tests/unit/project/test_docs.py \
+		--ignore tests/unit/project/test_docstrings.py $(PYTEST_ARGS)
 
 # Needs a C++ compiler.
 build/pretended.so: TORCH = $(firstword $(wildcard $(VENV)/lib/python*/site-packages/torch))
@@ -85,7 +85,7 @@ coverage: $(VENV)/.test  ## Run the unit tests, and list the lines that they do 
 
 fuzz: $(VENV)/.test  ## Compare EXAMPLES random networks and series of steps with plain autograd
 	AUTOGRAM_FUZZ_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/pytest \
-		tests/unit/test_properties.py tests/unit/test_verification.py -k "plain_autograd or many_draws"
+		tests/unit/losses/test_properties.py tests/unit/errors/test_verification.py -k "plain_autograd or many_draws"
 
 hunt: $(VENV)/.test  ## Look for silent errors in series of steps whose arguments change
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt $(HUNT_ARGS)

@@ -18,7 +18,11 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["tests/unit/test_docs.py", "tests/unit/test_messages.py", "tests/unit/test_check.py"]
+TESTS = [
+    "tests/unit/project/test_docs.py",
+    "tests/unit/project/test_messages.py",
+    "tests/unit/project/test_check.py",
+]
 
 # What somebody who packages it needs, and what nobody does.
 NEEDED = [

@@ -24,7 +24,7 @@ from tests.unit._compiled.compiling import (
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import batch, per_sample
 from tests.unit.environment import DEVICE
-from tests.unit.test_spread import QUERIES, SPREADS, WIDTH, Decoder, by_heads, linear
+from tests.unit.samples.test_spread import QUERIES, SPREADS, WIDTH, Decoder, by_heads, linear
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import autogram
 import autogram.testing
 
 SOURCE = Path(autogram.__file__).parent
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 CLASSES = {
     node.name
     for node in ast.parse((SOURCE / "_errors.py").read_text()).body

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from autogram import ChangedTensorError, Engine, InvalidLossesError, InvalidOperandError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
+from tests.unit.jacobian.test_jacobian import Language
 from tests.unit.jacobians import assert_gradients_are_close
-from tests.unit.test_jacobian import Language
 
 
 def network() -> nn.Module:

@@ -17,7 +17,7 @@ from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import batch, mlp, per_sample
 from tests.unit.jacobians import assert_operator_is, flat
 from tests.unit.networks import Call
-from tests.unit.test_memory import MODELS as VARIOUS
+from tests.unit.resources.test_memory import MODELS as VARIOUS
 
 
 @pytest.fixture

@@ -346,7 +346,7 @@ def test_from_a_shell(files: Files) -> None:
 
 def test_the_page(files: Files, tmp_path: Path) -> None:
     """Its function is one that the command takes."""
-    page = Path(__file__).parents[2] / "docs" / "command_line.md"
+    page = Path(__file__).parents[3] / "docs" / "command_line.md"
     source = page.read_text("utf-8").split("```python\n")[1].split("```")[0]
     (tmp_path / "training.py").write_text(source)
     code, out, _ = files.run("check", "training:make", "--seconds", "0.01")

@@ -21,7 +21,7 @@ from examples.two_batches import TASKS, MultiTask, draw_losses
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.jacobians import flat
 
-FOLDER = Path(__file__).parents[2] / "examples"
+FOLDER = Path(__file__).parents[3] / "examples"
 SCRIPTS = NAMES  # those that `make examples` runs
 
 

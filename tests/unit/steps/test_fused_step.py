@@ -22,8 +22,8 @@ from tests.unit.checks import (
     irregular,
 )
 from tests.unit.engines import batch, counted_passes, mlp, per_sample
+from tests.unit.jacobian.test_jacobian import LANGUAGE, MODELS
 from tests.unit.jacobians import assert_gradients_are_close
-from tests.unit.test_jacobian import LANGUAGE, MODELS
 
 
 def weighting(gramian: Tensor) -> Tensor:

@@ -199,7 +199,9 @@ def test_a_rule_from_elsewhere() -> None:
 
     report = report_on(Multiplied(), batch(5, 4))
     unregister_rule(torch.kron)
-    assert "kron (tests.unit.test_report.test_a_rule_from_elsewhere.<locals>.rule)" in str(report)
+    assert "kron (tests.unit.errors.test_report.test_a_rule_from_elsewhere.<locals>.rule)" in str(
+        report
+    )
 
 
 def test_heads_of_one_form() -> None:

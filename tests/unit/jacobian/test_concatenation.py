@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from autogram import Engine, InvalidOperandError, Jacobian, concatenate
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
+from tests.unit.jacobian.test_jacobian import Language, Norms, TwoLookups, Unused
 from tests.unit.jacobians import assert_gradients_are_close, assert_operator_is
-from tests.unit.test_jacobian import Language, Norms, TwoLookups, Unused
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from autogram import Engine, InvalidOperandError, InvalidOptionError, Sketch
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.environment import DEVICE
-from tests.unit.test_jacobian import Language, Norms, TwoLookups, Unused
+from tests.unit.jacobian.test_jacobian import Language, Norms, TwoLookups, Unused
 
 
 def losses_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from tests.unit.checks import (
 from tests.unit.engines import per_sample
 from tests.unit.jacobians import assert_jacobian_is_exact, assert_operator_is
 from tests.unit.networks import call
-from tests.unit.test_sharing import MODELS as SHARING
-from tests.unit.test_sharing import OnItsOutput
+from tests.unit.parameters.test_sharing import MODELS as SHARING
+from tests.unit.parameters.test_sharing import OnItsOutput
 
 
 class Language(nn.Module):

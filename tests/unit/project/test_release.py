@@ -7,7 +7,7 @@ from pathlib import Path
 import autogram
 from tests.release.__main__ import NEEDED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _text(name: str) -> str:
