@@ -12,12 +12,10 @@ from torch import Tensor
 
 from autogram._blocks import Columns, Factors, block_of
 from autogram._distributed.group import Group
-from autogram._distributed.plan import ExchangePlan, Packet, Slice
+from autogram._distributed.plan import UNDER_WAY, ExchangePlan, Packet, Slice
 from autogram._distributed.share import Data, Operand, Share, cut, flat, shaped
 
 _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
-
-_UNDER_WAY = 2  # buckets or packets that are exchanged while another is formed
 
 # In the place of an error, where what was sent is not what there is.
 _VOID = RuntimeError("void")
@@ -108,7 +106,7 @@ class Exchange:
     def _add_pending(self, contract: Callable[[], None]) -> None:
         """Takes in what has begun, and contracts what has arrived since."""
         self._pending.append(contract)
-        while len(self._pending) > _UNDER_WAY:
+        while len(self._pending) > UNDER_WAY:
             self._pending.pop(0)()
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -21,6 +21,8 @@ Way = Literal["rows", "ring"]
 # Elements at once, of which many are on the way while others are contracted.
 _BUCKET = 2**22
 
+UNDER_WAY = 2  # buckets or packets that are exchanged while another is formed
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -85,8 +87,9 @@ def _plan(
     limit = min(share.limit for share in shares)
     rows, ring = ([name for name in ways if ways[name] == way] for way in ("rows", "ring"))
     buckets = _buckets(rows, regions, shares, limit)
-    sources = max(1, len(shares) // 2)  # of packets that are there at once
-    packets = _packets(ring, shares, limit // sources)
+    sources = max(1, len(shares) // 2)  # from which each packet arrives
+    most = limit // ((UNDER_WAY + 1) * sources)  # as so many packets are there at once
+    packets = _packets(ring, shares, min(most, _BUCKET // sources), most)
     return ExchangePlan(ways, tuple(buckets), tuple(packets))
 
 
@@ -173,13 +176,16 @@ def _buckets(
     return [*buckets, tuple(bucket)][::-1] if bucket else buckets[::-1]
 
 
-def _packets(names: Sequence[str], shares: Sequence[Share], limit: int) -> list[Packet]:
-    """What is exchanged together as factors."""
+def _packets(names: Sequence[str], shares: Sequence[Share], room: int, limit: int) -> list[Packet]:
+    """What is exchanged together as factors.
+
+    What there is room for goes together, and one parameter may have as much as the limit.
+    """
     groups: list[tuple[list[str], int]] = []
     taken = 0
     for name in names:
         elements = max(_bytes(share, name) for share in shares) // 4
-        if not groups or taken + elements > limit:
+        if not groups or taken + elements > room:
             groups.append(([], 1))
             taken = 0
         groups[-1][0].append(name)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
+from autogram._distributed import plan as plans
 from autogram._distributed.group import Link
 from autogram._distributed.plan import costs_of, make_plan
 from autogram._distributed.share import Share, data_of
@@ -76,11 +77,24 @@ def test_buckets_and_packets_keep_the_limit(limit: int) -> None:
     _assert_complete(by_rows.buckets, shares)
     for several in (shares, shares * 4):
         plan, sources = make_plan(several, SLOW, "ring"), len(several) // 2
-        for packet in plan.packets:
+        for packet in plan.packets:  # of which three are there at once
             sizes = [_elements(x, packet) for x in several]
-            assert sources * max(sizes) <= limit + 7 * sources or packet.pieces == 5
+            assert 3 * sources * max(sizes) <= limit + 21 * sources or packet.pieces == 5
         names = {name for packet in plan.packets for name in packet.names}
         assert names == {"weight", "bias"}
+
+
+def test_packets_are_small_enough_to_be_contracted_while_others_travel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where all factors together keep the limit."""
+    monkeypatch.setattr(plans, "_BUCKET", 1000)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+    for several, count in ((2, 4), (8, 12)):
+        shares = [share(model, torch.randn(5, 3, 8))] * several
+        packets = make_plan(shares, SLOW, "ring").packets
+        assert len(packets) >= count
+        assert all(packet.pieces == 1 for packet in packets)
 
 
 def _is_smallest(bucket: Sequence[object]) -> bool:
