@@ -81,10 +81,10 @@ class Exchange:
             self._columns = {name: list(data.columns(name)) for name in self._plan.ways}
         while self._buckets:
             self._add_pending(self._exchange(self._buckets.pop()))
-        own = [name for name, way in self._plan.ways.items() if way == "ring"]
-        self._attempt(self._add_own, data, own)
         for packet in self._plan.packets:
             self._add_pending(self._pass_on(packet, data))
+        own = [name for name, way in self._plan.ways.items() if way == "ring"]
+        self._attempt(self._add_own, data, own)  # while the last packets are under way
         while self._pending:
             self._pending.pop(0)()
         self._group.add_up(self._total).wait()
