@@ -1,4 +1,4 @@
-"""Errors and warnings of autogram: one base, and the builtin that each refines."""
+"""Errors and warnings of autogram: one base, and the builtin that each refines. Forms of text."""
 
 from __future__ import annotations
 

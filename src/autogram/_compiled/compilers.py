@@ -63,7 +63,7 @@ def _aot_eager(
     config: Mapping[str, Any],
     backward: MakeBackward | None,
 ) -> Callable[..., Any]:
-    """The same, of the operators that AOTAutograd has traced, which run one by one."""
+    """The same without inductor: the operators that AOTAutograd has traced run one by one."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition

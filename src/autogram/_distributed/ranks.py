@@ -87,7 +87,8 @@ class Ranks:
     ) -> tuple[Tensor, Tensor]:
         """The weights of all objectives, by a function that the first rank calls; and the Gramian.
 
-        Scale and number of wrapped parameters are as for :meth:`Agreement.confirm`.
+        ``scale`` is called after ``compute``. What it gives and ``wrapped`` are as for
+        :meth:`Agreement.confirm`.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters, scales or

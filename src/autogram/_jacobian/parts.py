@@ -120,7 +120,7 @@ class MergedParts:
 
 
 class Parts:
-    """The parts of one Jacobian, one at least: its objectives are those of each, one by one."""
+    """One part of a Jacobian at least: the objectives are those of the first, then of the next."""
 
     def __init__(self, parts: Sequence[JacobianPart]) -> None:
         self.each = tuple(parts)

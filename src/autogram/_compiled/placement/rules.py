@@ -47,7 +47,7 @@ def _reshape(call: OperatorCall, place: Folded) -> Place:
 
 
 def _kept(fits: Callable[[OperatorCall, int], bool], others: int = 0) -> FirstRule:
-    """For what keeps places in dimensions that fit, and has some other results behind that."""
+    """For what keeps places in dimensions that fit, and loses them in ``others`` more results."""
 
     def rule(call: OperatorCall, place: Folded) -> Places:
         kept = place if fits(call, place.dim) else UNKNOWN

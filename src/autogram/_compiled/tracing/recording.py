@@ -41,10 +41,11 @@ class PartInputs(NamedTuple):
 class TracedTapping(Tapping):
     """Puts taps into the joint graph, and notes what has no rule.
 
-    Attributes are as for the part, of which outputs that share memory are computed together, and:
+    Attributes with the name of one of :class:`Part` are what that one is made from.
 
     Attributes:
         derivations: How derived tensors that are used are computed.
+        outputs: As for the part. Those that share memory are computed together.
         without_rule: Names of calls, each with a parameter that it reads.
     """
 
