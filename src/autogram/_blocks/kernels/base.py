@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from math import prod
 
 import torch
@@ -153,13 +153,12 @@ class Kernels:
             total = x.new_empty(shape, dtype=self.accumulating(x.dtype))
         else:
             total = memory(shape, x)
-        views = tuple([(order, (-1, *sizes)) for order, (_, *sizes) in of.views])
-        part = of._replace(views=views, is_swapped=False, unfolded=(-1, rows, columns), ranges=())
         first, second = of.ranges
         parts = total.split(step * n // x.shape[first])
         ranges = zip(x.split(step, first), y.split(step, second), parts, strict=True)
-        for of_x, of_y, out in ranges:
-            self._matrices(part, (of_x, of_y), lambda *_, out=out: out)
+        for of_x, of_y, out in ranges:  # each is cut again where it is still too much
+            both = (of_y, of_x) if of.is_swapped else (of_x, of_y)
+            self.carry_out(of.equation, both, partial(_viewed, out))
         return total
 
     def arranged(
@@ -246,6 +245,10 @@ class Kernels:
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The operands, with a copy in place of a factor that several products would each copy."""
         return operands
+
+
+def _viewed(out: Tensor, shape: Sequence[int], _like: Tensor) -> Tensor:
+    return out.view(tuple(shape))
 
 
 def distinct_or_repeated(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:

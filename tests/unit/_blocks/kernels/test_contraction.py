@@ -201,6 +201,33 @@ def test_factors_are_copied_for_some_samples_at_a_time(
     assert max(small.copied) <= max(at_once, of_sample)
 
 
+@pytest.mark.parametrize("has_memory", [False, True])
+@pytest.mark.parametrize("equation", ["kbqot,btxqi->kbqoix", "btxqi,kbqot->kbqoix"])
+def test_factors_of_one_sample_are_copied_for_some_groups_at_a_time(
+    equation: str, has_memory: bool
+) -> None:
+    shapes = {"kbqot": (1, 3, 4, 2, 8), "btxqi": (3, 8, 3, 4, 5)}
+    operands = [
+        patches(shapes[labels], labels) if "x" in labels else torch.randn(shapes[labels])
+        for labels in equation.split("->")[0].split(",")
+    ]
+    small, memory = Small(2 * 8 * 3 * 5), (lambda shape, like: like.new_empty(shape))
+    found = small.einsum(equation, operands, memory if has_memory else None)
+    assert_close_to_reference(found, torch.einsum(equation, *operands))
+    assert max(small.copied) <= small.most
+
+
+@pytest.mark.parametrize(
+    "shapes", [((1, 7, 2, 0, 8), (7, 8, 3, 2, 5)), ((1, 7, 2, 3, 8), (7, 8, 3, 2, 0))]
+)
+def test_products_without_elements_are_made_in_parts(shapes: OperandShapes) -> None:
+    """Of the other operand, too much would be copied at once."""
+    operands = [torch.randn(shapes[0]), torch.randn(shapes[1])]
+    operands = [x.transpose(1, -1).contiguous().transpose(1, -1) for x in operands]
+    found = Small(10).einsum("kbqot,btxqi->kbqoix", operands)
+    assert found.shape == (1, 7, 2, shapes[0][3], shapes[1][4], 3)
+
+
 def patches(shape: tuple[int, ...], labels: str) -> Tensor:
     """Windows along ``t``, whose positions are counted by ``x``."""
     sizes = dict(zip(labels, shape, strict=True))
