@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Contraction, form_of_view
+from autogram._blocks.kernels.contraction import Contraction, Form, View, form_of_view
 from autogram._blocks.kernels.paths import Prices, find_path, weighted
 from autogram._blocks.kernels.workspace import Memory, Purpose
 from autogram._blocks.programs.known import Programs
@@ -36,7 +36,6 @@ class Kernels:
 
     tiny = 2**17
     """Blocks of at most so many elements are bundled: copies take less time than calls."""
-    form_of_view = staticmethod(form_of_view)
 
     def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
         self.limit = limit
@@ -112,8 +111,8 @@ class Kernels:
             if of.kind == "matrices":
                 found = self._matrices(of, taken, None if stack else memory)
             elif of.kind == "elementwise":
-                views = zip(taken, of.views, strict=True)
-                x, y = [x.permute(order).view(shape) for x, (order, shape) in views]
+                views = zip(taken, of.views, strict=True)  # for which nothing is copied
+                x, y = [self._viewed(x, self.form(x, view), view, "first") for x, view in views]
                 found = self.product_sum(x, y, of.summed)
             elif of.kind == "sum":
                 (x,) = taken
@@ -121,7 +120,7 @@ class Kernels:
             else:
                 dtype = self.accumulating(*[x.dtype for x in taken])
                 found = torch.einsum(of.equation, *[x.to(dtype) for x in taken])
-            stack.append(found.permute(of.order))
+            stack.append(found if of.order is None else found.permute(of.order))
         return stack[0]
 
     def _matrices(
@@ -130,18 +129,19 @@ class Kernels:
         """A product of matrices, or a batch of them, in ranges where too much would be copied."""
         x, y = operands[::-1] if of.is_swapped else operands
         left, right = of.views
-        at_left = self.form_of_view(x.shape, x.stride(), *left)
-        at_right = self.form_of_view(y.shape, y.stride(), *right)
+        at_left, at_right = self.form(x, left), self.form(y, right)
         copied = (at_left is None) * x.numel() + (at_right is None) * y.numel()
-        if copied and of.ranges:
-            size = x.shape[of.ranges[0]]
+        step = size = x.shape[of.ranges[0]] if of.ranges and copied else 1
+        if size > 1:
             step = max(1, size * self.at_once(copied, operands[0]) // copied)
-            if step < size:
-                return self._in_ranges(of, x, y, step, memory).view(of.unfolded)
-        x = self.arranged(x, *left, "first") if at_left is None else x.as_strided(*at_left)
-        y = self.arranged(y, *right, "second") if at_right is None else y.as_strided(*at_right)
-        out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
-        return self.matrix_product(x, y, out).view(of.unfolded)
+        if step < size:
+            found = self._in_ranges(of, x, y, step, memory)
+        else:
+            x = self._viewed(x, at_left, left, "first")
+            y = self._viewed(y, at_right, right, "second")
+            out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
+            found = self.matrix_product(x, y, out)
+        return found if of.unfolded is None else found.view(of.unfolded)
 
     def _in_ranges(
         self, of: Contraction, x: Tensor, y: Tensor, step: int, memory: Memory | None
@@ -158,8 +158,17 @@ class Kernels:
         ranges = zip(x.split(step, first), y.split(step, second), parts, strict=True)
         for of_x, of_y, out in ranges:  # each is cut again where it is still too much
             both = (of_y, of_x) if of.is_swapped else (of_x, of_y)
-            self.carry_out(of.equation, both, partial(_viewed, out))
+            self.carry_out(of.equation, both, partial(_in_shape, out))
         return total
+
+    def form(self, tensor: Tensor, view: View) -> Form | None:
+        """The form of a view of a tensor, ``None`` where a copy is needed."""
+        return form_of_view(tensor.shape, tensor.stride(), *view)
+
+    def _viewed(self, tensor: Tensor, form: Form | None, view: View, purpose: Purpose) -> Tensor:
+        if form is None:
+            return self.arranged(tensor, *view, purpose)
+        return tensor.as_strided(*form) if form else tensor
 
     def arranged(
         self, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
@@ -247,7 +256,7 @@ class Kernels:
         return operands
 
 
-def _viewed(out: Tensor, shape: Sequence[int], _like: Tensor) -> Tensor:
+def _in_shape(out: Tensor, shape: Sequence[int], _like: Tensor) -> Tensor:
     return out.view(tuple(shape))
 
 

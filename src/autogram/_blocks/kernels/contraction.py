@@ -15,6 +15,9 @@ ContractionKind = Literal["sum", "elementwise", "matrices", "other"]
 View = tuple[tuple[int, ...], tuple[int, ...]]
 """An order of a tensor's dimensions, and the shape of the tensor in that order."""
 
+Form = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
+"""Sizes and strides of a view, or nothing where it is the tensor as it is."""
+
 
 class Contraction(NamedTuple):
     """One product of two tensors, or a sum of one, and what it takes to carry it out.
@@ -22,22 +25,23 @@ class Contraction(NamedTuple):
     Attributes:
         kind: How it is carried out.
         equation: The einsum that it is.
-        order: The order of the result's dimensions.
+        order: The order of the result's dimensions, if it is another.
         summed: Which dimensions of a tensor or of an elementwise product are summed over.
         views: What both tensors are brought to, for a product.
         is_swapped: Whether the second tensor is the left one of the matrices.
-        unfolded: The shape of a product of matrices before its dimensions are put in order.
+        unfolded: The shape of a product of matrices before its dimensions are put in order, if that
+            is another.
         ranges: The dimension of the left and of the right tensor that is outermost in the memory of
             the result, if it counts products of a batch.
     """
 
     kind: ContractionKind
     equation: str
-    order: tuple[int, ...]
+    order: tuple[int, ...] | None = None
     summed: tuple[int, ...] = ()
     views: tuple[View, ...] = ()
     is_swapped: bool = False
-    unfolded: tuple[int, ...] = ()
+    unfolded: tuple[int, ...] | None = None
     ranges: tuple[int, ...] = ()
 
     @classmethod
@@ -47,7 +51,7 @@ class Contraction(NamedTuple):
         if kind == "matrices":
             return _matrices(equation, sizes)
         if kind == "other":
-            return cls(kind, equation, tuple(range(len(output))))
+            return cls(kind, equation)
         terms = inputs.split(",")
         # Of a product, in the order of the larger tensor.
         by_size = sorted(terms, key=lambda labels: -prod(sizes[label] for label in labels))
@@ -60,7 +64,7 @@ class Contraction(NamedTuple):
             for labels in terms
         ]
         summed = tuple([dim for dim, label in enumerate(product) if label not in output])
-        order = _order("".join(label for label in product if label in output), output)
+        order = _unless_in_order("".join(label for label in product if label in output), output)
         return cls(kind, equation, order, summed, tuple(views))
 
 
@@ -92,6 +96,10 @@ def _order(labels: str, wanted: str) -> tuple[int, ...]:
     return tuple([labels.index(label) for label in wanted])
 
 
+def _unless_in_order(labels: str, wanted: str) -> tuple[int, ...] | None:
+    return None if labels == wanted else _order(labels, wanted)
+
+
 def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
     """One matrix product of two tensors, or a batch of them.
 
@@ -114,13 +122,16 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
     right = _order(second, batch + summed + columns), (*stack, t, c)
     kept = "".join(label for label in batch + rows + columns if label in output)
     outer = next((label for label in kept if sizes[label] > 1), "-")
+    if [x for x in kept if sizes[x] > 1] == [x for x in output if sizes[x] > 1]:
+        kept = output  # one view puts dimensions of size one in order, too
+    unfolded = tuple([sizes[label] for label in kept])
     return Contraction(
         "matrices",
         equation,
-        _order(kept, output),
+        _unless_in_order(kept, output),
         views=(left, right),
         is_swapped=is_swapped,
-        unfolded=tuple([sizes[label] for label in kept]),
+        unfolded=None if unfolded == (*stack, r, c) else unfolded,
         ranges=(first.index(outer), second.index(outer)) if outer in batch else (),
     )
 
@@ -128,14 +139,15 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
 @lru_cache(maxsize=4096)
 def form_of_view(
     sizes: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Sizes and strides of a view in another order and shape, ``None`` where a copy is needed."""
+) -> Form | None:
+    """As :meth:`Kernels.form`, for tensors with some sizes and strides."""
     tensor = torch.empty_strided(sizes, strides, device="meta")
     try:
         view = tensor.permute(order).view(shape)
     except (RuntimeError, ValueError):  # the second by a FakeTensorMode
         return None
-    return tuple(view.shape), view.stride()
+    form = tuple(view.shape), view.stride()
+    return () if form == (sizes, strides) else form
 
 
 def repeats(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from autogram._blocks.kernels.base import Kernels, Limit
@@ -153,6 +154,41 @@ def test_results_are_read_as_they_lie(
     ]
     found = of(Limit(2**40)).einsum(equation, operands)
     assert_close_to_reference(found, torch.einsum(equation, *operands))
+
+
+class Calls(TorchFunctionMode):
+    """Notes the names of calls that compute a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @override
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.names.append(func.__name__)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "names"),
+    [
+        ("bit,bto->bio", ((2, 3, 4), (2, 4, 5)), ["bmm"]),
+        ("kbit,bto->kbio", ((1, 2, 3, 4), (2, 4, 5)), ["as_strided", "bmm", "view"]),
+        ("bto,bto->bo", ((2, 3, 4), (2, 3, 4)), ["to", "mul", "sum"]),
+        ("bto->bo", ((2, 3, 4),), ["sum"]),
+    ],
+)
+def test_what_lies_in_order_is_not_viewed(
+    equation: str, shapes: OperandShapes, names: list[str]
+) -> None:
+    operands = [torch.randn(shape) for shape in shapes]
+    of_cpu = kernels()
+    of_cpu.einsum(equation, operands)  # which may ask how they lie
+    with Calls() as calls:
+        of_cpu.einsum(equation, operands)
+    assert calls.names == names
 
 
 def test_the_first_step_imports_no_compiler() -> None:
