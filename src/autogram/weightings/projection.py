@@ -194,7 +194,8 @@ class Projector:
         start = coarse.to(torch.float64)
         start = start._replace(point=torch.maximum(start.point, bounds))
         self._last, count = split(bounds, gramian, start, is_done, self.most)
-        is_done(self._last)
+        if residual > self.tolerance:
+            is_done(self._last)  # which nothing has asked about, where all iterations were made
         return best, Certificate("splitting", first + count, residual, self.tolerance)
 
     def _start(self, bounds: Tensor, gramian: Tensor) -> State:

@@ -20,7 +20,7 @@ from autogram import (
     NonFiniteError,
 )
 from autogram.integrations.torchjd import BatchedProjector
-from autogram.weightings import DualProj, Projector, UPGrad
+from autogram.weightings import DualProj, Projector, UPGrad, projection
 from autogram.weightings.projection import residual_of
 from tests.unit.environment import DEVICE
 
@@ -269,6 +269,20 @@ def test_weights_that_are_not_exact_are_reported() -> None:
     assert not weighting.certificate.is_optimal
     gramian = rows @ rows.T
     assert_close(rows.T @ weights, rows.T @ UPGrad()(gramian), rtol=0.2, atol=0.05)
+
+
+def test_no_point_is_checked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check waits for the device."""
+    checked: list[Tensor] = []
+
+    def noted(bounds: Tensor, gramian: Tensor, point: Tensor) -> Tensor:
+        checked.append(point)
+        return residual_of(bounds, gramian, point)
+
+    monkeypatch.setattr(projection, "residual_of", noted)
+    rows = gradients("narrow", 100)
+    UPGrad()(rows @ rows.T)
+    assert len({id(point) for point in checked}) == len(checked)
 
 
 def test_a_fixed_number_of_iterations_asks_the_device_nothing() -> None:
