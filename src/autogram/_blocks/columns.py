@@ -117,10 +117,8 @@ class Columns:
         return taken
 
     def _may_keep(self, blocks: Sequence[Block], elements: int, room: Room, taken: int) -> bool:
-        first, again = (
-            blocks[0].operands[0],
-            sum(cost_of_rows(x.equation, x.shapes) for x in blocks),
-        )
+        first = blocks[0].operands[0]
+        again = sum(cost_of_rows(x.equation, x.shapes) for x in blocks)
         is_worth_it = self.kernels.are_rows_worth_memory(again / max(1, elements), first.dtype)
         return is_worth_it and room(first.device, taken + elements)
 

@@ -92,6 +92,7 @@ class Routed:
     samples: Tensor
     """The sample of each place, -1 for none, with as many dimensions. On the CPU."""
     _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+    """The places of each sample, on devices that asked for them."""
 
     has_before = False
     has_after = True

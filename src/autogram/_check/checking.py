@@ -39,7 +39,8 @@ class Found:
     """The findings of a check."""
 
     status: Verdict = "fine"
-    """``"unsupported"`` if the engine raised another error than that a result is wrong."""
+    """``"wrong"``: a result is not that of an ordinary backward pass. ``"unsupported"``: the engine
+    raised another error."""
     error: str | None = None
     kind: str | None = None
     """The class of this error."""

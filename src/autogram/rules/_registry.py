@@ -1,4 +1,4 @@
-"""The registry: which rule belongs to which function, which recordings can see from then on."""
+"""The registry: which rule belongs to which function. Recordings see calls of a function in it."""
 
 from __future__ import annotations
 

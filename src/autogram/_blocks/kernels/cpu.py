@@ -65,7 +65,7 @@ class CpuKernels(Kernels):
     def arranged(
         self, tensor: Tensor, order: tuple[int, ...], shape: tuple[int, ...], purpose: Purpose
     ) -> Tensor:
-        """Of patches, before they are permuted: to read long runs takes most of the time."""
+        """Patches are copied before they are permuted: reading them in long runs is faster."""
         if not repeats(tensor):
             return super().arranged(tensor, order, shape, purpose)
         return self.copy(tensor, purpose).permute(order).reshape(shape)
