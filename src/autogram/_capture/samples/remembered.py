@@ -55,13 +55,15 @@ class Known:
             return None
         owners, clashes = routed
         copies = copied_to_cpu(owners.values())
-        known: list[tuple[Tensor, tuple[Placement, ...]]] = []
+        several: dict[torch.Size, list[tuple[Tensor, tuple[Placement, ...]]]] = {}
         for use, number in survey.uses.items():
             if number in owners:
                 own = copies[owners[number]]
                 if own.dim() and 0 not in use.dims:
                     return None
-                # Most uses have the owners of another one, and share its layout.
+                # Most uses have the owners of another one, and share its layout. Those of many
+                # experts differ in size, and to compare each with all others would take long.
+                known = several.setdefault(own.shape, [])
                 layouts = next((x for other, x in known if torch.equal(other, own)), None)
                 if layouts is None:
                     if bool((own == SEVERAL).any()):

@@ -11,6 +11,7 @@ from autogram._capture.samples.remembered import Shown
 from autogram._containers import Latest
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.engines import batch, per_sample
 
 
 def test_more_passes_in_one_graph_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +53,29 @@ def test_what_calls_show_together() -> None:
     assert calls.add(((), ())) == ((regular,), (regular,))
     assert calls.add(((other, few(0)), (regular,))) is None
     assert shown().add(((few(0),), (regular,))) is None
+
+
+def test_owners_of_different_sizes_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many experts, there would be as many comparisons in each step as pairs of experts."""
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+    engine = Engine(model)
+    compared: list[tuple[Tensor, Tensor]] = []
+    equal = torch.equal
+
+    def count(one: Tensor, other: Tensor) -> bool:
+        compared.append((one, other))
+        return equal(one, other)
+
+    monkeypatch.setattr(torch, "equal", count)
+    for _ in range(4):
+        x, experts = batch(20, 3), torch.arange(20).fmod(5)[torch.randperm(20)].clamp(max=3)
+        h = x
+        for number, expert in enumerate(model):
+            places = (experts == number).nonzero().squeeze(1)[number:]
+            h = h.index_add(0, places, expert(h[places]).tanh())
+        losses = per_sample(h.view(5, 4, 3))
+        jacobian = reference_jacobian(losses, model.parameters())
+        compared.clear()
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
+    assert not engine._drivers.last.summary.has_searched
+    assert not [one for one, other in compared if one.shape != other.shape]
