@@ -48,6 +48,7 @@ _SCALES = len(EXPONENTS)
 _EXPONENTS = EXPONENTS - _SCALES // 2
 _DIGITS = _EXPONENTS.argsort()
 _BEYOND = 2**40
+_APART = (5**0.5 - 1) / 2  # of whose multiples the fractional parts are far from one another
 
 
 # For each dimension along which samples can lie and do not meet, the sample of each place, on the
@@ -80,8 +81,8 @@ def owners_by_zeros(
     zeros, channel = _Zeros(objectives), survey.channel
     with shown(survey, spots, zeros.hear):
         for is_apart in [False, True] if are_apart else [False]:
-            for chosen in zeros.choices():
-                show_uses(channel, objectives, chosen, zeros.see, are_apart=is_apart)
+            for weights in zeros.choices():
+                show_uses(channel, objectives, weights, zeros.see, are_apart=is_apart)
     uses = zeros.owners(zeros.counts)
     met = [use for use, owners in uses.items() if not owners]
     # Samples that meet along every dimension of a use may still have elements of their own.
@@ -123,11 +124,16 @@ class _Zeros:
         self._is_finite = objectives.is_finite
 
     def choices(self) -> Iterator[Tensor]:
-        """Whether each sample takes part in a pass, ``(b,)``, for one pass after the other."""
+        """A weight of each sample in a pass, ``(b,)``, for one pass after the other.
+
+        Zero for samples that take no part. The other weights differ: with equal ones, samples that
+        meet would have no cotangent together where labels of 1 and -1 multiply a common score.
+        """
         samples = torch.arange(self._samples, device="cpu")
+        weights = 1 + samples * _APART % 1
         for digit, bit in product(range(self._digits), (0, 1)):
             self._digit, self._bit, self.passes = digit, bit, self.passes + 1
-            yield samples >> digit & 1 == bit
+            yield weights.where(samples >> digit & 1 == bit, 0)
             self._take_in()
 
     def owners(self, seen: Iterable[_Seen]) -> dict[_Seen, Owners]:

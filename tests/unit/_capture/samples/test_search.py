@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autogram import Engine, NonFiniteError
+from autogram import Engine, MixedSamplesError, NonFiniteError
 from autogram._capture.samples.search import Search
 from tests.unit.engines import assert_exact, batch, per_sample
 
@@ -215,3 +215,13 @@ def test_samples_in_other_dimensions(name: str) -> None:
     engine = Engine(model, verify="never")
     for given in (*arguments, arguments[0], arguments[-1]):
         assert_exact(engine, move(model(batch(*front, 3)).tanh(), *given), model)
+
+
+@pytest.mark.parametrize("signs", [(1, -1, -1), (1, -1, -1, 1), (1, 1, 1, -1), (0, 0, 1, -1, -1)])
+def test_samples_that_meet_and_cancel(signs: tuple[int, ...]) -> None:
+    """Labels of 1 and -1 multiply a score of the whole batch, and add up to zero."""
+    model = nn.ModuleDict({"first": nn.Linear(3, 2), "last": nn.Linear(2, 1)})
+    engine = Engine(model, batch_dim=0, verify="never")
+    score = model["last"](model["first"](batch(len(signs), 3)).tanh().mean(0)).squeeze()
+    with pytest.raises(MixedSamplesError, match="samples are mixed"):
+        engine.compute_gramian(torch.tensor(signs) * score)
