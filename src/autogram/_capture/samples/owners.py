@@ -142,6 +142,7 @@ class _Zeros:
         is_hidden, is_seen = hidden != 0, (had ^ lacked) == (1 << self._digits) - 1
         # Seen for neither bit of some digit is what rounding leaves of zero in some passes.
         is_mixed = (had & lacked != 0) | (is_hidden & ~is_seen & (had | lacked != 0))
+        is_mixed |= is_seen & (had >= self._samples)  # several, each seen in some passes alone
         is_wrong = is_seen & is_hidden & self._is_finite[had.clamp(max=self._samples - 1)]
         before = torch.zeros(self._count + 1, dtype=torch.long, device="cpu")
         torch.cumsum(is_mixed | is_wrong, 0, out=before[1:])

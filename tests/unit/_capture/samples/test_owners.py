@@ -10,8 +10,15 @@ from torch.nn import functional as F
 from autogram import Engine
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.owners import Owners, Scales, owners_by_zeros, show_uses
+from autogram._capture.samples.owners import (
+    Owners,
+    Scales,
+    _Zeros,
+    owners_by_zeros,
+    show_uses,
+)
 from autogram._capture.samples.proofs.proof import Prover
+from autogram._capture.samples.proofs.spots import Spot
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from tests.unit.engines import batch
@@ -101,3 +108,12 @@ def test_objectives_of_a_sample_that_cancel(find: Find) -> None:
     losses = layer(batch(5, WIDTH)).softmax(1)
     found = the_only(find(engine._channel, Objectives(losses, 0)))
     assert found[0].tolist() == list(range(5))
+
+
+def test_a_number_of_no_sample() -> None:
+    """Rounding that differs from pass to pass may show several samples by turns."""
+    zeros, spot = _Zeros(Objectives(torch.ones(3), 0)), Spot(0, 0, False, (3, 2))
+    for weights in zeros.choices():
+        if not weights[0]:  # the passes for digits of 1
+            zeros.hear(spot, torch.ones(1, 3, 2))
+    assert zeros.owners([spot]) == {spot: {}}
