@@ -16,8 +16,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from autogram import CoupledObjectivesWarning, Engine, UnseenUseError
-from autogram._capture.backward import driver
+from autogram._blocks import rows_block
+from autogram._capture.backward import driver, ordinary
 from autogram.testing import reference_jacobian
+from tests.unit.alive import live_bytes
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import assert_exact, batch, counted_passes
 
@@ -163,6 +165,24 @@ def test_the_graph_is_freed() -> None:
         engine.backward(losses, lambda gramian: gramian.new_ones(len(gramian)))
     with pytest.raises(RuntimeError, match="second time"):
         losses.sum().backward()
+
+
+def test_rows_are_dropped_parameter_by_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter's rows are contracted before those of the next are put together."""
+    convolutions = [nn.Conv2d(n, 32, 3, bias=False) for n in (2, 32, 32, 32, 32)]
+    model = nn.Sequential(*convolutions)
+    engine = Engine(model, batch_dim=None, verify="never")
+    alive: list[int] = []
+
+    def look(rows: Tensor) -> Any:
+        alive.append(live_bytes())
+        return rows_block(rows)
+
+    monkeypatch.setattr(ordinary, "rows_block", look)
+    for _ in range(2):
+        engine.compute_gramian(model(images(2, 20)).square().mean((0, 2, 3))[:TASKS])
+    assert len(alive) == len(convolutions)
+    assert alive == [alive[0], *sorted(alive[1:], reverse=True)]
 
 
 def test_nothing_else_notices() -> None:

@@ -161,6 +161,10 @@ class Assembly:
         assert account.columns is not None
         account.columns.add(region, block, subset)
 
+    def finish(self, parameter: Tensor) -> None:
+        """Takes the columns of a parameter to which nothing else will be added."""
+        self._take(self._finish(self._accounts[parameter]))
+
     def complete(self) -> None:
         """Takes columns that wait for other uses or for a bundle, and gives the run its results."""
         if not self._has_arrivals:

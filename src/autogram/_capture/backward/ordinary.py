@@ -80,4 +80,5 @@ def assemble_rows(run: Run) -> None:
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
             tracked, region = track_parameter(parameter), Region.of_parameter(parameter)
             assembly.add(use, None, None, (tracked, region, rows_block(rows.unsqueeze(1))))
+            assembly.finish(parameter)
     assembly.complete()
