@@ -255,7 +255,8 @@ def _transpose(at: _Step) -> Iterator[Block]:
     """Two dimensions change places: by ``t``, those that there are."""
     labels, saved = list(at.rows.parameter), (("_saved_dim0", 0), ("_saved_dim1", -1))
     i, j = [wrapped(getattr(at.node, name, dim), len(at.given)) for name, dim in saved]
-    labels[i], labels[j] = labels[j], labels[i]
+    if labels:  # else the tensor is a number
+        labels[i], labels[j] = labels[j], labels[i]
     yield _relabelled(at.rows, labels)
 
 

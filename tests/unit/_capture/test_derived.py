@@ -53,6 +53,7 @@ FACTORED: dict[str, Callable[[Weights], Tensor]] = {
     "learned column": lambda w: w.a * w.column,
     "learned row": lambda w: w.row * w.a,
     "learned number": lambda w: w.a / w.number,
+    "transposed number": lambda w: w.a / w.number.t() + w.a * w.number.transpose(0, 0),
     "product": lambda w: w.left @ w.right,
     "adapter": lambda w: w.mask + 0.3 * (w.left @ w.right),
     "twice": lambda w: w.a * w.a.t(),
