@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,16 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
     if not (derived.is_recorded and is_plain):
         return None
     assert derived.edge is not None
-    has_formula = _keeps_few if columns.is_of_rows else _is_known
-    if not all(hasattr(x, "variable") or has_formula(x) for x in nodes_behind(derived.edge)):
-        return None
+    found, has_formula = columns.found(), _is_known
+    if columns.is_of_rows:
+        has_formula = partial(_keeps_few, is_alone=len(found) == len(sources) == 1)
+    with explaining_freed_graphs():
+        nodes = nodes_behind(derived.edge)
+        if not all(hasattr(x, "variable") or has_formula(x) for x in nodes):
+            return None
     whole = Region.contiguous(derived.shape)
     pulled: Pulled = []
-    for region, block in columns.found():
+    for region, block in found:
         if not isinstance(block, Block) or region != whole.canonical:
             return None
         labels = ["1"] * len(whole.shape)
@@ -75,12 +80,19 @@ def _is_known(node: Any) -> bool:
     return kind_of_node(node.__class__).operation in _FORMULAS
 
 
-def _keeps_few(node: Any) -> bool:
-    """Whether a node makes no block dearer: it multiplies by constants, or adds up."""
+def _keeps_few(node: Any, *, is_alone: bool) -> bool:
+    """Whether a node makes no block dearer: it multiplies by a constant, or adds up.
+
+    Of several blocks, or for several parameters, rows would be formed one by one then, unless the
+    constant is a number.
+    """
     operation = kind_of_node(node.__class__).operation
-    is_by_constant = operation in ("Mul", "Div") and node.next_functions[1][0] is None
-    is_constant = operation == "Mul" and node.next_functions[0][0] is None
-    return is_by_constant or is_constant or operation in _CHEAP
+    if operation not in ("Mul", "Div"):
+        return operation in _CHEAP
+    (first, _), (second, _) = node.next_functions
+    if second is not None and (operation == "Div" or first is not None):
+        return False
+    return is_alone or (node._saved_self if first is None else node._saved_other).numel() == 1
 
 
 def _pull_back(channel: Channel, edge: GradientEdge, rows: Block, kernels: Kernels) -> Pulled:
