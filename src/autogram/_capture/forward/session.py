@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autogram._capture.distribution import note_wrapper
@@ -153,9 +153,10 @@ class Session(threading.local):
         elif _can_record() and self._checkpoints.may_record():
             recorder = self._new_recorder()
             recorder.begin((args, kwargs), module)
-            recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
+            # Noted first: a keyboard interrupt may strike in between.
             self._recorder, self._outermost = recorder, module
             self._frame = sys._getframe(1)  # which lasts as long as the module's call
+            recorder.__enter__()  # type: ignore[no-untyped-call]  # as typed in torch
         else:
             return None
         if not module._backward_hooks:
@@ -180,10 +181,9 @@ class Session(threading.local):
 
     def close(self) -> None:
         """Takes the recorder off PyTorch's stack of modes, if one is open in this thread."""
-        recorder, self._recorder = self._recorder, None
-        self._outermost = self._frame = None
-        if recorder is not None:
-            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as typed in torch
+        if self._recorder is not None:
+            _take_off(self._recorder)
+        self._recorder = self._outermost = self._frame = None  # last: see `begin`
 
     def remove(self) -> None:
         """Closes the recording that removed hooks would have closed, and lets compiled calls be."""
@@ -216,7 +216,8 @@ class Session(threading.local):
         """Whether the call that opened the recording has ended without closing it.
 
         A keyboard interrupt may strike in `end`: about one in a hundred does where modules are
-        small. The next pass enters one of the engine's modules, or the module that was left.
+        small. The next pass enters one of the engine's modules, or the module that was left. A
+        recorder that stayed would tap each use once more, and count it twice.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
@@ -227,6 +228,16 @@ class Session(threading.local):
     def roots(self) -> dict[str, nn.Module]:
         """The modules of the engine that are alive, by the prefix of the names inside."""
         return _roots(self._modules)
+
+
+def _take_off(recorder: Recorder) -> None:
+    """Takes a recorder off PyTorch's stack of modes, from below others where it was abandoned."""
+    above: list[Any] = []
+    while recorder in overrides._get_current_function_mode_stack():
+        if (mode := overrides._pop_mode()) is not recorder:
+            above.append(mode)
+    for mode in reversed(above):
+        overrides._push_mode(mode)
 
 
 def _can_record() -> bool:

@@ -1,13 +1,23 @@
-"""What an engine keeps of its modules' parameters."""
+"""What an engine keeps of its modules' parameters, and what interrupts leave behind."""
 
 import gc
+import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import pytest
-from torch import nn
+import torch
+from torch import nn, overrides
+from torch.utils._device import DeviceContext
 
 from autogram import Engine
 from autogram._capture.forward import session
+from autogram.hooks import around
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference
+from tests.unit.engines import batch, mlp, per_sample
 
 
 def test_modules_that_go_where_an_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +32,56 @@ def test_modules_that_go_where_an_interpreter_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     assert not raised
     del engine
+
+
+_SESSION, _MODE = session.Session, overrides.TorchFunctionMode
+# In these functions, recorders go onto PyTorch's stack of modes, and are taken off.
+FUNCTIONS = (
+    *(around._enter, around._run, _SESSION.begin, _SESSION.end, _SESSION.close, session._take_off),
+    *(_MODE.__enter__, overrides._push_mode, overrides._pop_mode),
+)
+CODES = {function.__code__ for function in FUNCTIONS}
+
+
+@contextmanager
+def interrupted(number: int) -> Iterator[list[str]]:
+    """A block that the keyboard interrupts at one of the places where modes come and go."""
+    places: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code not in CODES:
+            return None
+        places.append(f"{frame.f_code.co_name}:{frame.f_lineno}:{event}")
+        if len(places) == number + 1:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield places
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_interrupt_at_any_line(engines: int) -> None:
+    """The next pass, below a mode of the user's, is recorded once, and no mode of ours is left."""
+    model, x = mlp(), batch(2, 3)
+    jacobian = reference_jacobian(per_sample(model(x)), model.parameters())
+    both = [Engine(model, verify="never") for _ in range(engines)]
+    for number in itertools.count():
+        try:
+            with interrupted(number) as places:
+                model(x)
+        except KeyboardInterrupt:
+            with torch.device("cpu"):
+                for engine in both:
+                    found = engine.compute_gramian(per_sample(model(x)))
+                    assert_close_to_reference(found, jacobian @ jacobian.T)
+                (mode,) = overrides._get_current_function_mode_stack()
+            assert isinstance(mode, DeviceContext), places[-1]
+            assert not overrides._get_current_function_mode_stack(), places[-1]
+        else:
+            break
+    assert number > 100 * engines
