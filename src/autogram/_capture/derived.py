@@ -37,9 +37,9 @@ Pulled = list[tuple[Tensor, Block]]
 def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> Pulled | None:
     """Blocks of the parameters of a derived tensor, or ``None`` where its rows are to be formed.
 
-    They are where a node has no formula, where a call was not seen, so that a hook may change a
-    cotangent, and where the Gramian of the tensor's own ``columns`` would be computed from rows:
-    these are small then, and several blocks in their place would cost more.
+    Rows are formed where a node has no formula; where a call was not seen, so that a hook may
+    change a cotangent; and where the Gramian of the tensor's own ``columns`` would be computed from
+    rows, if a node makes blocks dearer: rows are small then.
     """
     sources = derived.sources
     is_plain = all(x.is_leaf and x.device == derived.device for x in sources)

@@ -44,7 +44,7 @@ def note_wrapper(recording: Recording) -> None:
 
     It will exchange nothing inside of its ``no_sync``, nor in a group of one process.
     """
-    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    wrapper = wrapper_now()
     if wrapper is not None and (reference := weakref.ref(wrapper)) not in recording.wrappers:
         will_exchange = wrapper.require_backward_grad_sync and wrapper.process_group.size() > 1
         recording.wrappers[reference] = mark_of(wrapper) if will_exchange else 0
@@ -67,7 +67,7 @@ def learns(wrapper: Any) -> bool:
 
 
 def _recordings_behind(channel: Channel, losses: Tensor) -> dict[Recording, None]:
-    """Those of the taps behind some losses."""
+    """The recordings of an engine's taps behind some losses, each once."""
     shown = [of.recording for node in nodes_behind(losses) for of in shown_by(node)]
     return {recording: None for recording in shown if recording.channel is channel}
 

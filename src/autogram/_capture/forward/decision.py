@@ -160,8 +160,9 @@ def decide(
                 "its parameters."
             )
         now.append((tensor, status if tensor.is_leaf else as_of_now(tensor, status)))
+    # Sparse tensors are no factors.
     is_special = is_sparse or (is_complex and not holds_for_complex(kind.function))
-    rule = None if is_bare or is_special else find_rule(kind.function)  # sparse: no factors
+    rule = None if is_bare or is_special else find_rule(kind.function)
     # Of an expanded tensor, a call may save more. A tap on a part of a tensor would be no node of
     # the graph, and an expansion has a tap of its own.
     is_change = kind.changes_slices and changed_part(kind, args, kwargs) is not None

@@ -44,7 +44,7 @@ class Statuses:
         self._marks: dict[int, _Mark] = {}
         self._stand_ins: dict[int, tuple[_Reference, int, Tensor]] = {}
         self._batched_nodes: set[Any] = set()  # of inputs, and of others, that could not be tapped
-        self.has_untapped = False  # any tensor: few models have such
+        self.has_untapped = False  # whether any tensor was untapped: few models have one
         self.batch = NO_BATCH
         self._others: set[Tensor] = set()  # parameters of other models, as far as they are known
 
@@ -62,7 +62,7 @@ class Statuses:
     def _note_new(self, tensors: Iterable[Tensor]) -> None:
         """Notes parameters that are new, or initialised, if some tensors are: by one walk for all.
 
-        Without gradients, the parameters of a module are initialised, before it has them.
+        Not while gradients are disabled: a module then initialises parameters before it has them.
         """
         unknown = [x for x in tensors if id(x) not in self._parameters and x.requires_grad]
         unknown = [x for x in unknown if self._is_any_parameter(x) and not is_lazy(x)]
@@ -118,7 +118,8 @@ class Statuses:
 
         The tap of a use hides what lies behind it from the search for the uses of single nodes.
         What no use reads is left to that search, which finds the factors of these uses. Returns
-        what takes the place of others, by ``id``: nothing does of the tensor that is ``changed``.
+        stand-ins by the ``id`` of what each stands for. The tensor that the call has ``changed`` in
+        place has none.
         """
         stand_ins: dict[int, Tensor] = {}
         if any(isinstance(status, Tracked) for _, status in reads):
