@@ -160,7 +160,7 @@ def _times(rows: Block, factor: Tensor) -> Block:
     order = sorted(range(len(labels)), key=lambda i: of.index(labels[i]))
     sizes = [n if x in labels else 1 for x, n in zip(of, rows.operands[chosen].shape, strict=True)]
     operands = list(rows.operands)
-    operands[chosen] = operands[chosen] * factor.permute(order).reshape(sizes)
+    operands[chosen] = _wide(operands[chosen]) * factor.permute(order).reshape(sizes)
     return Block(rows.equation, tuple(operands))
 
 
@@ -171,11 +171,15 @@ def _check(factor: Tensor) -> None:
 
 
 def _scaled(rows: Block, factor: Tensor | float) -> Block:
-    """Rows times a number: their cotangent is. In float16, small products would be zero."""
-    adjoint, first = rows.adjoint, rows.operands[0]
-    first = (first.float() if first.dtype == torch.float16 else first) * factor
+    """Rows times a number: their cotangent is."""
+    adjoint, first = rows.adjoint, _wide(rows.operands[0]) * factor
     adjoint = adjoint and replace(adjoint, cotangent=adjoint.cotangent * factor)
     return Block(rows.equation, (first, *rows.operands[1:]), adjoint)
+
+
+def _wide(factor: Tensor) -> Tensor:
+    """A factor that can be multiplied: in float16, products may be zero or infinite."""
+    return factor.float() if factor.dtype == torch.float16 else factor
 
 
 def _joined(rows: Block, term: str, factor: Tensor, labels: str) -> Block:

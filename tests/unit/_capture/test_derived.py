@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from autogram import Engine
 from autogram._capture import derived
 from autogram._capture.backward import assembly
+from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch
 
@@ -313,3 +314,18 @@ def test_many_paths_have_rows(monkeypatch: pytest.MonkeyPatch, rows: list[object
     monkeypatch.setattr(derived, "_MOST", 2**9)
     assert_steps(Weights(weight), 5, SIZE)
     assert not rows
+
+
+@pytest.mark.parametrize("tokens", [2, 64])
+@pytest.mark.parametrize(("size", "inputs", "scale"), [(1e-4, 1e-4, 1e4), (1e3, 100, 1e-3)])
+def test_masks_in_half_precision(size: float, inputs: float, scale: float, tokens: int) -> None:
+    """Their products with inputs may be out of range where those with gradients are not."""
+    model = Weights(lambda w: w.a * (w.mask[0] * size).half()).half()
+    model.a.data *= 1e-5
+    engine = Engine(model)
+    output = model((batch(3, tokens, SIZE) * inputs).half()).tanh().float()
+    found = (output + 1).square().flatten(1).sum(1) * scale
+    jacobian = reference_jacobian(found, [model.a]).double()
+    gramian = engine.compute_gramian(found)
+    assert jacobian.any(1).all()
+    torch.testing.assert_close(gramian.double(), jacobian @ jacobian.T, rtol=0.05, atol=0)
