@@ -198,7 +198,7 @@ def test_a_rule_that_is_slightly_wrong(
     model = Custom().to(dtype)
     engine = Engine(model, batch_dim=batch_dim)
     losses = per_sample(model(batch(5, 3).to(dtype)))
-    place = r"rules `tests\.unit\.test_verification\.register.*addcmul_rule` are not autogram's own"
+    place = r"rules `tests\.unit\.errors\..*addcmul_rule` are not autogram's own"
     with pytest.raises(VerificationError, match=place) as found:
         engine.compute_gramian(losses)
     assert set(found.value.gaps) == {"weight"}

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Contraction, Form, View, form_of_view
+from autogram._blocks.kernels.contraction import Contraction, Strided, View, form_of_view
 from autogram._blocks.kernels.paths import Prices, find_path, weighted
 from autogram._blocks.kernels.workspace import Memory, Purpose
 from autogram._blocks.programs.known import Programs
@@ -161,11 +161,11 @@ class Kernels:
             self.carry_out(of.equation, both, partial(_in_shape, out))
         return total
 
-    def form(self, tensor: Tensor, view: View) -> Form | None:
+    def form(self, tensor: Tensor, view: View) -> Strided | None:
         """The form of a view of a tensor, ``None`` where a copy is needed."""
         return form_of_view(tensor.shape, tensor.stride(), *view)
 
-    def _viewed(self, tensor: Tensor, form: Form | None, view: View, purpose: Purpose) -> Tensor:
+    def _viewed(self, tensor: Tensor, form: Strided | None, view: View, purpose: Purpose) -> Tensor:
         if form is None:
             return self.arranged(tensor, *view, purpose)
         return tensor.as_strided(*form) if form else tensor

@@ -15,7 +15,7 @@ ContractionKind = Literal["sum", "elementwise", "matrices", "other"]
 View = tuple[tuple[int, ...], tuple[int, ...]]
 """An order of a tensor's dimensions, and the shape of the tensor in that order."""
 
-Form = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
+Strided = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
 """Sizes and strides of a view, or nothing where it is the tensor as it is."""
 
 
@@ -139,7 +139,7 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
 @lru_cache(maxsize=4096)
 def form_of_view(
     sizes: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
-) -> Form | None:
+) -> Strided | None:
     """As :meth:`Kernels.form`, for tensors with some sizes and strides."""
     tensor = torch.empty_strided(sizes, strides, device="meta")
     try:
