@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autogram._blocks.kernels.contraction import Contraction, Strided, View, form_of_view
+from autogram._blocks.kernels.contraction import Contraction, View, form_of_view
 from autogram._blocks.kernels.paths import Prices, find_path, weighted
 from autogram._blocks.kernels.workspace import Memory, Purpose
 from autogram._blocks.programs.known import Programs
@@ -36,6 +36,8 @@ class Kernels:
 
     tiny = 2**17
     """Blocks of at most so many elements are bundled: copies take less time than calls."""
+
+    form_of_view = staticmethod(form_of_view)
 
     def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
         self.limit = limit
@@ -111,8 +113,7 @@ class Kernels:
             if of.kind == "matrices":
                 found = self._matrices(of, taken, None if stack else memory)
             elif of.kind == "elementwise":
-                views = zip(taken, of.views, strict=True)  # for which nothing is copied
-                x, y = [self._viewed(x, self.form(x, view), view, "first") for x, view in views]
+                x, y = map(self._viewed, taken, of.views)
                 found = self.product_sum(x, y, of.summed)
             elif of.kind == "sum":
                 (x,) = taken
@@ -129,7 +130,8 @@ class Kernels:
         """A product of matrices, or a batch of them, in ranges where too much would be copied."""
         x, y = operands[::-1] if of.is_swapped else operands
         left, right = of.views
-        at_left, at_right = self.form(x, left), self.form(y, right)
+        at_left = self.form_of_view(x.shape, x.stride(), *left)
+        at_right = self.form_of_view(y.shape, y.stride(), *right)
         copied = (at_left is None) * x.numel() + (at_right is None) * y.numel()
         step = size = x.shape[of.ranges[0]] if of.ranges and copied else 1
         if size > 1:
@@ -137,8 +139,10 @@ class Kernels:
         if step < size:
             found = self._in_ranges(of, x, y, step, memory)
         else:
-            x = self._viewed(x, at_left, left, "first")
-            y = self._viewed(y, at_right, right, "second")
+            if at_left != ():
+                x = x.as_strided(*at_left) if at_left else self.arranged(x, *left, "first")
+            if at_right != ():
+                y = y.as_strided(*at_right) if at_right else self.arranged(y, *right, "second")
             out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
             found = self.matrix_product(x, y, out)
         return found if of.unfolded is None else found.view(of.unfolded)
@@ -161,13 +165,11 @@ class Kernels:
             self.carry_out(of.equation, both, partial(_in_shape, out))
         return total
 
-    def form(self, tensor: Tensor, view: View) -> Strided | None:
-        """The form of a view of a tensor, ``None`` where a copy is needed."""
-        return form_of_view(tensor.shape, tensor.stride(), *view)
-
-    def _viewed(self, tensor: Tensor, form: Strided | None, view: View, purpose: Purpose) -> Tensor:
+    def _viewed(self, tensor: Tensor, view: View) -> Tensor:
+        """A view of a tensor in another order and shape, for which nothing is copied."""
+        form = self.form_of_view(tensor.shape, tensor.stride(), *view)
         if form is None:
-            return self.arranged(tensor, *view, purpose)
+            return self.arranged(tensor, *view, "first")
         return tensor.as_strided(*form) if form else tensor
 
     def arranged(

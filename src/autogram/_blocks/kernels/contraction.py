@@ -140,7 +140,10 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
 def form_of_view(
     sizes: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
 ) -> Strided | None:
-    """As :meth:`Kernels.form`, for tensors with some sizes and strides."""
+    """Sizes and strides of a view in another order and shape, ``None`` where a copy is needed.
+
+    Nothing where the tensor is in that order and shape already.
+    """
     tensor = torch.empty_strided(sizes, strides, device="meta")
     try:
         view = tensor.permute(order).view(shape)

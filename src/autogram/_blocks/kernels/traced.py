@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from autogram._blocks.kernels.base import Kernels, distinct_or_repeated
-from autogram._blocks.kernels.contraction import View
 from autogram._blocks.kernels.cpu import CpuKernels
 from autogram._blocks.kernels.cuda import CudaKernels
 from autogram._blocks.kernels.workspace import Memory, Purpose
@@ -41,8 +40,9 @@ class TracedKernels(Kernels):
     def at_once(self, elements: int, like: Tensor) -> int:
         return elements
 
+    @staticmethod
     @override
-    def form(self, tensor: Tensor, view: View) -> None:
+    def form_of_view(*_: Hashable, **__: Hashable) -> None:
         """Unknown, as strides are."""
 
     @override
