@@ -127,10 +127,11 @@ class _Zeros:
         """A weight of each sample in a pass, ``(b,)``, for one pass after the other.
 
         Zero for samples that take no part. The other weights differ: with equal ones, samples that
-        meet would have no cotangent together where labels of 1 and -1 multiply a common score.
+        meet would have no cotangent together where labels of 1 and -1 multiply a common score. They
+        are powers of two, which round nothing.
         """
         samples = torch.arange(self._samples, device="cpu")
-        weights = 1 + samples * _APART % 1
+        weights = torch.exp2(-(8 * (samples * _APART % 1)).floor())
         for digit, bit in product(range(self._digits), (0, 1)):
             self._digit, self._bit, self.passes = digit, bit, self.passes + 1
             yield weights.where(samples >> digit & 1 == bit, 0)
