@@ -81,7 +81,7 @@ def owners_by_zeros(
     zeros, channel = _Zeros(objectives), survey.channel
     with shown(survey, spots, zeros.hear):
         for is_apart in [False, True] if are_apart else [False]:
-            for weights in zeros.choices():
+            for weights in zeros.choices(are_equal=is_apart):
                 show_uses(channel, objectives, weights, zeros.see, are_apart=is_apart)
     uses = zeros.owners(zeros.counts)
     met = [use for use, owners in uses.items() if not owners]
@@ -123,15 +123,15 @@ class _Zeros:
         self.counts = Counter[Use]()  # of elements with a cotangent, over all passes
         self._is_finite = objectives.is_finite
 
-    def choices(self) -> Iterator[Tensor]:
+    def choices(self, *, are_equal: bool = False) -> Iterator[Tensor]:
         """A weight of each sample in a pass, ``(b,)``, for one pass after the other.
 
-        Zero for samples that take no part. The other weights differ: with equal ones, samples that
-        meet would have no cotangent together where labels of 1 and -1 multiply a common score. They
-        are powers of two, which round nothing.
+        Zero for samples that take no part. The others are from 1/2 to 1. With equal ones,
+        samples that meet would have no cotangent together where labels of 1 and -1 multiply a
+        common score. If they ``are_equal``, the numbers of each sample are those of the Gramian.
         """
         samples = torch.arange(self._samples, device="cpu")
-        weights = torch.exp2(-(8 * (samples * _APART % 1)).floor())
+        weights = 1 - samples * (0 if are_equal else _APART) % 1 / 2
         for digit, bit in product(range(self._digits), (0, 1)):
             self._digit, self._bit, self.passes = digit, bit, self.passes + 1
             yield weights.where(samples >> digit & 1 == bit, 0)

@@ -240,11 +240,12 @@ class Search:
         return None if proof.trials and self._objectives.per_sample > 1 else proof
 
     def _search_apart(self, found: str) -> None:
-        """Lets this search look at each objective of a sample alone, or raises if it does so.
+        """Lets this search look at each objective of a sample alone, with the numbers of the pass.
 
-        What they contribute to a place may cancel, or may be nothing but rounding.
+        What they contribute to a place may cancel, or may be nothing but rounding, which is other
+        digits for other numbers. Raises if this search does so already.
         """
-        if self._are_apart or self._objectives.per_sample == 1:
+        if self._are_apart:
             raise MixedSamplesError(
                 f"{found}, so that the losses are not per-sample, or it cannot be seen where the "
                 "samples lie. Pass `batch_dim=None` to `Engine`."
