@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
-from tests.unit.environment import ADDS_UP_IN_ORDER
+from tests.unit.environment import ADDS_UP_IN_ORDER, LAST_BITS
 
 # Largest error of an entry over the largest entry.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -86,7 +86,7 @@ def assert_same_numbers(ours: Tensor, plain: Tensor, name: str = "") -> None:
     if ADDS_UP_IN_ORDER:
         assert torch.equal(ours, plain), name
     else:
-        bits = 64 * torch.finfo(plain.dtype).eps
+        bits = LAST_BITS * torch.finfo(plain.dtype).eps
         largest = float(plain.detach().abs().max())
         torch.testing.assert_close(ours, plain, rtol=bits, atol=bits * largest)
 
