@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = [
     "tests/unit/project/test_docs.py",
     "tests/unit/project/test_messages.py",
-    "tests/unit/project/test_check.py",
+    "tests/unit/_check/test_check.py",
 ]
 
 # What somebody who packages it needs, and what nobody does.

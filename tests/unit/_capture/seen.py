@@ -8,7 +8,7 @@ from unittest import mock
 from torch import Tensor
 
 from autogram._capture.forward.tapping import Tapping
-from autogram._capture.uses import Use
+from autogram._capture.uses import FallbackUse, Use
 
 
 @contextmanager
@@ -23,3 +23,8 @@ def seen_uses() -> Iterator[list[Use]]:
 
     with mock.patch.object(Tapping, "tap", staticmethod(tap_and_tell)):
         yield seen
+
+
+def left_to_fallback(uses: list[Use]) -> list[str]:
+    """The functions of uses that have no rule."""
+    return [use.function for use in uses if isinstance(use, FallbackUse)]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, MemoryLimitError, MixedSamplesError, NonFiniteError
-from autogram._capture.forward.session import Session, open_recorders
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import (
@@ -222,19 +221,6 @@ class TestInterrupted:
         inner.remove()
         assert_exact(engine, before, model)
         assert_exact(engine, of(model(batch(4, 3))), model)
-        assert_works(engine, model, batch(4, 3))
-
-    def test_while_a_module_is_left(self, losses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whose pass stays open: the next one closes it, and has a recording of its own."""
-        model, of = mlp(), LOSSES[losses]
-        engine = Engine(model, batch_dim=0)
-        with monkeypatch.context() as patched:
-            patched.setattr(Session, "end", _interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                model(batch(4, 3))
-        assert open_recorders()
-        assert_exact(engine, of(model(batch(4, 3))), model)
-        assert not open_recorders()
         assert_works(engine, model, batch(4, 3))
 
 

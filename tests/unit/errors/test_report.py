@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autogram import Engine
-from autogram._report import ParameterReport, Report
+from autogram import Engine, ParameterReport, Report
 from autogram.rules import Recipe, product, register_rule, unregister_rule
 from tests.unit.alive import live_tensors
 from tests.unit.engines import batch, mlp, per_sample

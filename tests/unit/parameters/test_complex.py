@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
-from autogram._capture.uses import FallbackUse
 from autogram.testing import check_rule, reference_jacobian
-from tests.unit._capture.seen import seen_uses
+from tests.unit._capture.seen import left_to_fallback, seen_uses
 from tests.unit._compiled.compiling import compiled
 from tests.unit.checks import (
     COUPLED,
@@ -171,7 +170,7 @@ def test_series_of_steps(name: str, are_complex: bool, fused: bool) -> None:
             lambda x: per_sample(model(x)), [model], inputs, batch_dim=0, fused=fused
         )
     assert uses
-    assert not [use for use in uses if isinstance(use, FallbackUse)]
+    assert not left_to_fallback(uses)
 
 
 @ARE_COMPLEX

@@ -171,15 +171,3 @@ def test_two_engines_note_their_own_passes() -> None:
         losses = losses_of(model(), 5)
     assert_exact(first, losses, model.rest())
     assert_exact(second, losses, [*model.parameters()])
-
-
-def test_a_pass_is_noted_as_long_as_its_graph_lives(without_collector: None) -> None:
-    del without_collector
-    model = Hyper()
-    engine = Engine(model)
-    for _ in range(3):
-        weight = model()
-        assert len(engine._channel.recordings) == 1
-        engine.compute_gramian(losses_of(weight, 5))
-        del weight
-        assert engine._channel.recordings == []

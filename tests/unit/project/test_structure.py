@@ -114,6 +114,30 @@ def test_a_circle_is_found() -> None:
         in_order({"a": {"b"}, "b": {"a"}})
 
 
+TESTS = Path(__file__).parents[1]
+OPEN = [
+    path
+    for path in sorted(TESTS.rglob("*.py"))
+    if not any(x.startswith("_") for x in path.relative_to(TESTS).parts[:-1])
+]
+
+
+@pytest.mark.parametrize("path", OPEN, ids=lambda path: str(path.relative_to(TESTS)))
+def test_private_names_are_used_in_the_tests_of_their_folder_alone(path: Path) -> None:
+    """Tests of what users see hold whatever the private parts become."""
+    used = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "autogram":
+            names = [*(node.module or "").split("."), *[alias.name for alias in node.names]]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("engine", "jacobian"):
+            names = [node.attr]
+        else:
+            continue
+        is_own = path.parent.name in names  # as of `autogram.rules`, in `rules`
+        used += [] if is_own else [x for x in names if x.startswith("_") and x[1:2] != "_"]
+    assert used == []
+
+
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones", "rand"}
 FACTORIES |= {"randint", "randn", "randperm", "tensor", "zeros"}
 

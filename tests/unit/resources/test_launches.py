@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autogram import Engine
-from autogram._blocks import Devices
-from autogram._blocks.kernels import cuda
+from tests.unit._blocks.kernels.as_on_a_gpu import contract_as_on_a_gpu
 
 # They launch nothing: they make views or memory, or answer questions.
 SILENT = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias", "aten::set_", "prof")
@@ -81,8 +80,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int
 @pytest.mark.parametrize("model", MODELS)
 def test_launches_do_not_grow(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a call that is not verified, and with a fused optimizer, which launches once."""
-    monkeypatch.setattr(Devices, "on", lambda devices, _device: devices.cuda)
-    monkeypatch.setattr(cuda, "_processors", lambda _device: 128)
+    contract_as_on_a_gpu(monkeypatch, processors=128)
     make_model, make_batch, expected = MODELS[model]
     found = []
     for kind in ("SGD", "two passes", "fused"):

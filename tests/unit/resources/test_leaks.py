@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from autogram import Engine
-from autogram._blocks.programs import known
+from tests.unit._blocks.programs.at_once import write_programs_at_once
 from tests.unit.checks import features
 from tests.unit.engines import batch, per_sample
 
@@ -192,8 +192,7 @@ def _memory(tensor: Tensor) -> tuple[int, int] | None:
 @pytest.mark.parametrize("step", STYLES, ids=lambda step: step.__name__.replace("_", " "))
 def test_nothing_grows(step: Callable[[Loop], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the first steps, in which caches are filled, and the last."""
-    for name in ("_WORTH_WRITING", "_WORTH_WRITING_TOGETHER"):
-        monkeypatch.setattr(known, name, 1)  # so that all programs are among the caches
+    write_programs_at_once(monkeypatch)  # so that all of them are among the caches
     loop = Loop()
     for _ in range(WARM):
         step(loop)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
-from autogram._blocks.programs import known
+from tests.unit._blocks.programs.at_once import write_programs_at_once
 from tests.unit.alive import live_objects, live_tensors
 from tests.unit.engines import batch, mlp, per_sample
 from tests.unit.networks import Sine
@@ -137,7 +137,7 @@ def test_no_reference_cycles(name: str, each: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_alive_over_fifty_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many after the last step as after the first ones, in which programs are written."""
-    monkeypatch.setattr(known, "_WORTH_WRITING", 1)
+    write_programs_at_once(monkeypatch)
     make, shape = MODELS[name]
     model = make()
     engine = Engine(model)

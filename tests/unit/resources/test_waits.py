@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine
-from autogram._blocks import Devices
-from autogram._blocks.kernels import cuda
+from tests.unit._blocks.kernels.as_on_a_gpu import contract_as_on_a_gpu
 from tests.unit.waits import Waits
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
@@ -88,8 +87,7 @@ def take(engine: Engine, model: nn.Module, batch: Batch, *, is_fused: bool) -> N
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets engines contract tensors of each device as those of a GPU."""
-    monkeypatch.setattr(Devices, "on", lambda devices, _device: devices.cuda)
-    monkeypatch.setattr(cuda, "_processors", lambda _device: 3)
+    contract_as_on_a_gpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
-from autogram._capture.uses import FallbackUse
 from autogram.testing import reference_jacobian
-from tests.unit._capture.seen import seen_uses
+from tests.unit._capture.seen import left_to_fallback, seen_uses
 from tests.unit._compiled.compiling import compiled
 from tests.unit.checks import assert_close_to_reference, irregular, trainable
 from tests.unit.engines import assert_exact, batch, per_sample
@@ -175,7 +174,7 @@ def test_no_further_backward_pass(name: str) -> None:
         with seen_uses() as uses:
             losses = per_sample(model(batch(samples, LENGTH, 3)))
         assert_exact(engine, losses, model)
-        assert not [use for use in uses if isinstance(use, FallbackUse)]
+        assert not left_to_fallback(uses)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine, RuleError
-from autogram._capture.forward.tapping import Tapping
-from autogram._capture.uses import FallbackUse, Use
 from autogram.rules import (
     Recipe,
     find_rule,
@@ -22,6 +20,7 @@ from autogram.rules import (
     unregister_rule,
 )
 from autogram.testing import check_rule
+from tests.unit._capture.seen import left_to_fallback, seen_uses
 from tests.unit.checks import Objectives, assert_gramian_is_exact
 from tests.unit.engines import assert_exact, per_sample
 from tests.unit.networks import AmongOthers, Call, call
@@ -132,18 +131,10 @@ def registered() -> Iterator[None]:
 
 
 @pytest.fixture
-def fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is left to the fallback."""
-    names: list[str] = []
-    tap = Tapping.tap
-
-    def noted(use: Use, *rest: Any, **options: Any) -> Tensor:
-        if isinstance(use, FallbackUse):
-            names.append(use.function)
-        return tap(use, *rest, **options)
-
-    monkeypatch.setattr(Tapping, "tap", staticmethod(noted))
-    return names
+def uses() -> Iterator[list[Any]]:
+    """The uses that are recorded in a test."""
+    with seen_uses() as seen:
+        yield seen
 
 
 @pytest.mark.usefixtures("registered")
@@ -155,16 +146,14 @@ class TestRule:
         check_rule(Scale.apply, x(4, 3), p(3), 0.5)
 
     @pytest.mark.parametrize(("wrap", "objectives"), SETTINGS)
-    def test_gramian_is_exact(
-        self, wrap: Wrap, objectives: Objectives, fallbacks: list[str]
-    ) -> None:
+    def test_gramian_is_exact(self, wrap: Wrap, objectives: Objectives, uses: list[Any]) -> None:
         assert_rule_is_exact(call(Scale.apply, (3,)), torch.randn(4, 2, 3), wrap, objectives)
-        assert fallbacks == []
+        assert not left_to_fallback(uses)
 
-    def test_a_shorthand_from_before_the_rule_is_exact(self, fallbacks: list[str]) -> None:
+    def test_a_shorthand_from_before_the_rule_is_exact(self, uses: list[Any]) -> None:
         """It is the ``apply`` of before, which no recording sees."""
         assert_gramian_is_exact(lambda: AmongOthers(Call(ALIAS, (3,))), torch.randn(4, 3))
-        assert set(fallbacks) == {"the call behind `ScaleBackward`"}
+        assert set(left_to_fallback(uses)) == {"the call behind `ScaleBackward`"}
 
     def test_derived_functions_have_no_rule(self) -> None:
         assert find_rule(Scale) is scale

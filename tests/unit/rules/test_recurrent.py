@@ -1,6 +1,6 @@
 """Recurrent layers and cells: each result, each arrangement of layers and of samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import (
 from torch.utils.checkpoint import checkpoint
 
 from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, RuleError
-from autogram._capture.uses import FallbackUse
 from autogram.rules import Recipe, _registry, composed, find_rule
 from autogram.testing import reference_jacobian
+from tests.unit._capture.seen import left_to_fallback, seen_uses
 from tests.unit.checks import (
     COUPLED,
     PER_SAMPLE,
@@ -159,15 +159,12 @@ def has_kernel() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def no_fallback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
     """Rows by vector-Jacobian products are right, too, and would hide a rule that is not used."""
     name = request.node.name
-    if not ("fallback" in name or ("dropout" in name and has_kernel())):
-
-        def refuse(*_: Any) -> None:
-            raise AssertionError("a call was left to the fallback")
-
-        monkeypatch.setattr(FallbackUse, "contributions", refuse)
+    with seen_uses() as uses:
+        yield
+    assert "fallback" in name or ("dropout" in name and has_kernel()) or not left_to_fallback(uses)
 
 
 @pytest.mark.parametrize("read", READS)

@@ -1,7 +1,6 @@
 """Models whose first input does not count the samples."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import CoupledObjectivesWarning, Engine
-from autogram._capture.recording import Counting
 from tests.unit._capture.seen import seen_uses
 from tests.unit.engines import assert_exact, batch, per_sample
 
@@ -105,35 +103,3 @@ def test_losses_that_are_as_many_as_something_else() -> None:
         are_coupled = [step(is_of_tasks=i % 2 == 0) for i in range(8)]
     assert are_coupled[::2] == [True] * 4
     assert not any(are_coupled[5::2])
-
-
-def test_places_are_tried_once() -> None:
-    counting = Counting()
-    inputs = ((6, 5), (), (8,), (8, 3))
-
-    def count() -> Any:
-        return counting.count(0, inputs)
-
-    def learn(counted: Any, samples: int, *, are_apart: bool) -> bool:
-        return counting.learn([SimpleNamespace(counted=counted)], samples, are_apart=are_apart)
-
-    assert count().samples == 6
-    assert counting.count(0, ((1, 5), (4,))).samples == 4
-    assert counting.count(0, ((), (1,))).samples == 1
-    assert not learn(count(), 7, are_apart=False)  # nothing has this size
-    assert not learn(counting.count(0, ((6,), (1,))), 1, are_apart=False)
-    assert learn(count(), 8, are_apart=False)
-    assert count().samples == 8
-    assert counting.count(1, inputs).samples == 6  # another module
-    assert counting.count(0, ((6, 5), ())).samples == 6  # an optional input is missing
-    assert not learn(count(), 8, are_apart=False)  # it has not helped
-    assert count().samples == 6
-    assert learn(count(), 8, are_apart=False)  # by the next input
-    assert not learn(count(), 8, are_apart=True)
-    assert not learn(count(), 8, are_apart=False)
-    assert count().samples == 8  # it did help once
-    assert learn(count(), 6, are_apart=True)
-    assert not learn(count(), 8, are_apart=True)  # both were tried
-    assert count().samples == 6
-    assert learn(count(), 5, are_apart=True)  # the second dimension
-    assert count().samples == 5

@@ -3,8 +3,7 @@
 Without a GPU, a captured step is a step that is told so: it may read nothing on the host.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from autogram import Engine, StaleCaptureError, UnsupportedError
-from autogram._blocks import Devices
-from autogram._blocks.kernels import cuda
-from autogram._capture.backward import driver
 from autogram.testing import reference_jacobian
+from tests.unit._blocks.kernels.as_on_a_gpu import contract_as_on_a_gpu
+from tests.unit._capture.captured import captured
 from tests.unit.waits import Waits
 
 
@@ -30,14 +28,6 @@ class Gathered(nn.Module):
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         flat = self.table(tokens).flatten(0, 1)  # (b t, 4)
         return self.linear(flat[places]).sum(1).unflatten(0, tokens.shape).sum(1)
-
-
-@contextmanager
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    """A block whose work is part of a CUDA graph."""
-    with monkeypatch.context() as patch, Waits() as waits:
-        patch.setattr(driver, "is_captured", lambda _device: True)
-        yield waits
 
 
 def perceptron() -> nn.Module:
@@ -85,16 +75,13 @@ def language() -> nn.Module:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets engines contract tensors of each device as those of a GPU."""
-    monkeypatch.setattr(Devices, "on", lambda devices, _device: devices.cuda)
-    monkeypatch.setattr(cuda, "_processors", lambda _device: 3)
+    contract_as_on_a_gpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("is_fused", [False, True], ids=["two passes", "fused"])
 @pytest.mark.parametrize("make_model", [perceptron, convolutional, recurrent, language])
-def test_captured_step_is_an_eager_one(
-    make_model: Callable[[], nn.Module], is_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_step_is_an_eager_one(make_model: Callable[[], nn.Module], is_fused: bool) -> None:
     """It has the same results, and reads nothing on the host."""
     model = make_model()
     engine = Engine(model, batch_dim=0)
@@ -116,7 +103,7 @@ def test_captured_step_is_an_eager_one(
     engine.prepare_capture()
     for _ in range(3):
         x.normal_()
-        with captured(monkeypatch) as waits:
+        with captured() as waits:
             gramian = step()
         assert waits.names == []
         engine.check_replays()
@@ -128,7 +115,7 @@ def test_captured_step_is_an_eager_one(
         assert_close(gradients, list(expected))
 
 
-def test_replay_with_other_places_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_with_other_places_is_told_of() -> None:
     """The answer is on the device until it is asked for, and for all replays since then."""
     model = Gathered()
     engine = Engine(model, batch_dim=0)
@@ -142,21 +129,21 @@ def test_replay_with_other_places_is_told_of(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             step()
     engine.prepare_capture()
-    with captured(monkeypatch):
+    with captured():
         step()
     engine.check_replays()
     places.copy_(places.roll(1))
-    with captured(monkeypatch):
+    with captured():
         step()
     places.copy_(places.roll(-1))
-    with captured(monkeypatch):
+    with captured():
         step()
     with pytest.raises(StaleCaptureError, match="its results since the last check are in doubt"):
         engine.check_replays()
     engine.check_replays()
 
 
-def test_step_that_is_not_known_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_is_not_known_is_not_captured() -> None:
     """Neither the first one, nor one with other shapes, nor one that is verified."""
     model = perceptron()
     engine = Engine(model, batch_dim=0)
@@ -167,18 +154,18 @@ def test_step_that_is_not_known_is_not_captured(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnsupportedError, match="A step cannot be captured: no step"):
         engine.prepare_capture()
     step(4)
-    with captured(monkeypatch), pytest.raises(UnsupportedError, match="the engine is not prepared"):
+    with captured(), pytest.raises(UnsupportedError, match="the engine is not prepared"):
         step(4)
     engine.prepare_capture()
     with (
-        captured(monkeypatch),
+        captured(),
         pytest.raises(UnsupportedError, match="it is not known where its samples lie"),
     ):
         step(5)
     losses = model(torch.randn(4, 5)).square().sum(1)
-    with captured(monkeypatch), pytest.raises(UnsupportedError, match="cannot be verified"):
+    with captured(), pytest.raises(UnsupportedError, match="cannot be verified"):
         engine.verify(losses)
-    with captured(monkeypatch):
+    with captured():
         step(4)
     jacobian = reference_jacobian(losses, model.parameters())
     assert_close(engine.compute_gramian(losses), jacobian @ jacobian.T)

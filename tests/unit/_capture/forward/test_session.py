@@ -17,7 +17,7 @@ from autogram._capture.forward import session
 from autogram.hooks import around
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
-from tests.unit.engines import batch, mlp, per_sample
+from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
 
 
 def test_modules_that_go_where_an_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,24 @@ def test_modules_that_go_where_an_interpreter_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     assert not raised
     del engine
+
+
+def test_interrupt_while_a_module_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose pass stays open: the next one closes it, and has a recording of its own."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = mlp()
+    engine = Engine(model, batch_dim=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(session.Session, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(4, 3))
+    assert session.open_recorders()
+    assert_exact(engine, per_sample(model(batch(4, 3))), model)
+    assert not session.open_recorders()
+    assert_works(engine, model, batch(4, 3))
 
 
 _SESSION, _MODE = session.Session, overrides.TorchFunctionMode
