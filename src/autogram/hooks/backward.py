@@ -36,23 +36,23 @@ A pass keeps an error that it is given by ``fail(error)``, and raises it at its 
 
 
 class Observer(Protocol):
-    """An object that is shown the gradients of one call of a module.
+    """An object that is shown one call of a module, and its gradients in each backward pass.
 
     Gradients have an entry for each leaf of the arguments, or of the output. An entry is ``None``
-    where the leaf is no tensor, or no gradient reaches it. A number says which pass they are of.
+    where the leaf is no tensor, or no gradient reaches it.
     """
 
     def end(self, output: Any) -> None:
         """Is shown the output, which is ``None`` if the forward raised."""
 
-    def see_output(self, number: int, gradients: Gradients) -> None:
-        """Is shown the gradients of the output, if there are any."""
+    def keep(self, gradients: Gradients) -> Any:
+        """Is shown the gradients of the output, and returns what `see` needs of them."""
 
-    def see_input(self, number: int, gradients: Gradients, outputs: int) -> Any:
+    def see(self, gradients: Gradients, kept: Any) -> Any:
         """Is shown the gradients of the arguments, and may return others in their place.
 
         Called last in each pass that reaches one of the gates: at its end, where the pass does not
-        go on to the arguments. ``outputs`` is the number of leaves of the output.
+        go on to the arguments.
         """
 
 
@@ -149,17 +149,16 @@ class _Moved(torch.autograd.Function):
 
 
 class _Call:
-    """One call of a module, between its gates, which hold this object. It holds no tensor.
+    """One call of a module, between its gates, which hold this object.
 
-    In a backward pass, it notes that the gate of the output was reached until that of the arguments
-    is.
+    It holds no tensor but, in a backward pass between the gates, what the observer keeps.
     """
 
     def __init__(self, observer: Observer, gates: Gates, name: str) -> None:
         self._observer = observer
         self._gates, self._name = gates, name
         self._is_passed_by = False  # whether a silent pass has gone through the gates
-        self._pending: set[int] = set()  # passes that have reached the output, and not the input
+        self._kept: dict[int, Any] = {}  # by passes that have reached the output, and not the input
         self._of_input: _Form = (0, ())
         self._of_output: _Form = (0, ())
         self._entered: list[tuple[Tensor, Tensor, Any]] | None = None
@@ -228,12 +227,11 @@ class _Call:
         number = torch._C._current_graph_task_id()
         if number in SILENT_PASSES:
             return
-        self._observer.see_output(number, _at_leaves(gradients, *self._of_output))
+        self._kept[number] = self._observer.keep(_at_leaves(gradients, *self._of_output))
         _, through_gate = self._of_input
         if not through_gate:
-            self._finish(number, ())
+            self._finish(number)
             return
-        self._pending.add(number)
         # For a pass that ends before the gate of the input, as one to parameters alone does.
         engine: Any = Variable._execution_engine
         engine.queue_callback(lambda: self._end(number))
@@ -247,7 +245,6 @@ class _Call:
             if self._gates.has_replaced:
                 silent.fail(self._refusal())
             return None
-        self._pending.discard(number)
         versions = [_version(x) for x in gradients]
         replaced = self._finish(number, gradients)
         if versions != [_version(x) for x in gradients]:
@@ -281,17 +278,18 @@ class _Call:
             "deactivate it before the forward pass."
         )
 
-    def _finish(self, number: int, gradients: Gradients) -> Any:
+    def _finish(self, number: int, gradients: Gradients = ()) -> Any:
         """Shows the observer the gradients of the arguments, which come last."""
         size, found = self._of_input
         of_input = _at_leaves(gradients or (None,) * len(found), size, found)
-        return self._observer.see_input(number, of_input, self._of_output[0])
+        if number not in self._kept:
+            self._kept[number] = self._observer.keep((None,) * self._of_output[0])
+        return self._observer.see(of_input, self._kept.pop(number))
 
     def _end(self, number: int) -> None:
         """At the end of a pass: shows that the gate of the arguments was not reached."""
-        if number in self._pending:
-            self._pending.discard(number)
-            self._finish(number, ())
+        if number in self._kept:
+            self._finish(number)
 
 
 def _place(tensor: Tensor) -> int:
@@ -315,28 +313,26 @@ def _at_leaves(gradients: Gradients, size: int, found: tuple[int, ...]) -> Gradi
     return tuple(entries)
 
 
-class _CallGradients:
+class _OfHook:
     """Calls the user's hook with both gradients of one call of a module."""
 
     def __init__(self, hook: BackwardHook, module: nn.Module) -> None:
         self._hook = hook
         self._module = weakref.ref(module)
-        self._of_output: dict[int, Gradients] = {}
 
     def end(self, output: Any) -> None:
         """Does nothing: the hook is given gradients alone."""
 
-    def see_output(self, number: int, gradients: Gradients) -> None:
-        """Keeps the gradients of the output until those of the arguments are there."""
-        self._of_output[number] = gradients
+    def keep(self, gradients: Gradients) -> Gradients:
+        """The gradients of the output, until those of the arguments are there."""
+        return gradients
 
-    def see_input(self, number: int, gradients: Gradients, outputs: int) -> Any:
+    def see(self, gradients: Gradients, kept: Gradients) -> Any:
         """Calls the hook."""
-        of_output = self._of_output.pop(number, (None,) * outputs)
         module = self._module()
-        return None if module is None else self._hook(module, gradients, of_output)
+        return None if module is None else self._hook(module, gradients, kept)
 
 
 def gates_of(hook: BackwardHook) -> Gates:
     """The gates that show a user's hook the gradients of each call."""
-    return Gates(lambda module, _args, _kwargs: _CallGradients(hook, module))
+    return Gates(lambda module, _args, _kwargs: _OfHook(hook, module))

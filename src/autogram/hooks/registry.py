@@ -99,9 +99,9 @@ class HookManager:
         chosen = select(modules, where)
         check_function(function, kind, with_kwargs=with_kwargs)
         name = name or name_of(function)
-        known = {(id(h.module), h.kind): h for h in self if h.function == function}
-        for module in chosen.values():
-            if (handle := known.get((id(module), kind))) is not None:
+        ids = {id(module) for module in chosen.values()}
+        for handle in self.handles(function=function, kind=kind):
+            if id(handle.module) in ids:
                 raise HookError(
                     f"`{handle.id}` is already registered as a {kind} hook. Register it once, "
                     "and use `activate`; or remove that one: `manager.handles` finds it."
@@ -160,15 +160,13 @@ class HookManager:
     @contextmanager
     def _switched(self, *, is_on: bool, **filters: Any) -> Iterator[None]:
         """Switches hooks, and puts them back. Those registered meanwhile stay as they are."""
-        found = self.handles(**filters)
-        changed = [handle for handle in found if handle.is_active != is_on]
-        same = [handle for handle in found if handle.is_active == is_on]
-        self._switch(changed, is_on=is_on)
+        before = [(handle, handle.is_active) for handle in self.handles(**filters)]
+        self._switch([handle for handle, _ in before], is_on=is_on)
         try:
             yield
         finally:
-            self._switch(changed, is_on=not is_on)
-            self._switch(same, is_on=is_on)
+            for handle, was_on in before:
+                self._switch([handle], is_on=was_on)
 
     def _switch(self, handles: Iterable[Handle], *, is_on: bool) -> None:
         """Switches hooks, but for those that were removed."""
