@@ -15,6 +15,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 _OPAQUE = (str, bytes, int, float, bool, complex, type(None), nn.Module, type, types.FunctionType)
+_SEQUENCES = (list, tuple, set, frozenset)
 
 
 class Latest(dict[K, T]):
@@ -44,7 +45,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield item
         elif not isinstance(item, _OPAQUE) and id(item) not in seen:
             seen.add(id(item))
-            pending.extend(reversed(list(_members(item))))  # so that the first comes out first
+            pending.extend(reversed(_members(item).values()))  # so that the first comes out first
 
 
 def replaced(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
@@ -63,14 +64,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, _OPAQUE) or next(tensors_in(value), None) is None:
         return value
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, function) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return _sequence(value, items)
-    members = value if isinstance(value, Mapping) else vars(value)
-    changed = {name: map_tensors(item, function) for name, item in members.items()}
-    if all(changed[name] is members[name] for name in members):
+    members = _members(value)
+    changed = {key: map_tensors(item, function) for key, item in members.items()}
+    if all(changed[key] is item for key, item in members.items()):
         return value
     return _with_members(value, changed)
 
@@ -80,25 +76,33 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
     Everything else is a leaf: a tensor, a number, ``None``, another object.
     """
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return _sequence(value, [map_leaves(item, function) for item in value])
-    if isinstance(value, Mapping):
-        return _with_members(value, {key: map_leaves(x, function) for key, x in value.items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        members = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _with_members(value, {key: map_leaves(x, function) for key, x in members.items()})
-    return function(value)
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    is_nested = is_data or isinstance(value, (list, tuple, Mapping))
+    if not is_nested or isinstance(value, torch.Size):
+        return function(value)
+    members = _members(value)
+    return _with_members(value, {key: map_leaves(x, function) for key, x in members.items()})
 
 
-def _sequence(like: Any, items: list[Any]) -> Any:
-    """A list or a tuple of the same type with other items."""
-    if hasattr(like, "_fields"):  # a class of its own may take other arguments
-        return tuple.__new__(type(like), items)
-    return type(like)(items)
+def _members(item: Any) -> dict[Any, Any]:
+    """What a container or an object holds: by key, by number, or by name."""
+    if isinstance(item, Mapping):
+        return dict(item.items())
+    if isinstance(item, _SEQUENCES):
+        return dict(enumerate(item))
+    if dataclasses.is_dataclass(item):
+        names = [field.name for field in dataclasses.fields(item)]
+        return {name: getattr(item, name) for name in names if hasattr(item, name)}
+    return dict(getattr(item, "__dict__", {}))
 
 
 def _with_members(value: Any, members: Mapping[Any, Any]) -> Any:
-    """A shallow copy of a mapping or an object with other members."""
+    """A shallow copy of a container or an object with other members."""
+    if isinstance(value, _SEQUENCES):
+        kind: Any = type(value)
+        items = list(members.values())
+        # A class of named tuples may take other arguments.
+        return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
     copied = copy.copy(value)
     for name, item in members.items():
         if isinstance(value, Mapping):  # which may refuse `update`
@@ -106,15 +110,3 @@ def _with_members(value: Any, members: Mapping[Any, Any]) -> Any:
         else:
             object.__setattr__(copied, name, item)  # also where the class is frozen, or has slots
     return copied
-
-
-def _members(item: Any) -> Iterator[Any]:
-    """What a container or an object holds."""
-    if isinstance(item, Mapping):
-        yield from item.values()
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        yield from item
-    elif dataclasses.is_dataclass(item):
-        yield from (getattr(item, field.name, None) for field in dataclasses.fields(item))
-    else:
-        yield from getattr(item, "__dict__", {}).values()

@@ -29,6 +29,13 @@ class Frozen:
     held: Any
 
 
+@dataclass(slots=True)
+class Narrow:
+    """Has no dict of its own."""
+
+    held: Any
+
+
 class Named(NamedTuple):
     """Is made from separate arguments."""
 
@@ -51,6 +58,8 @@ CONTAINERS: dict[str, Any] = {
     "named tuple": lambda x: Named(x, 1),
     "dataclass": Plain,
     "frozen dataclass": Frozen,
+    "dataclass with slots": Narrow,
+    "set": lambda x: {x, 1},
     "namespace": lambda x: SimpleNamespace(held=x),
     "object": Slotted,
     "nested": lambda x: {"held": [(x, None), Plain([x])]},
