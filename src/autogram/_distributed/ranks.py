@@ -47,7 +47,7 @@ class Ranks:
 
     def __init__(self, given: Given, session: Session) -> None:
         self.group = Group(given)  # or an error, before there are hooks of shards
-        self.shards = Shards(session.roots, session)
+        self.shards = Shards(session.parameters.roots, session)
         self.agreement = Agreement(self.group)
         self.chorus = Chorus(self.group, self.agreement)
         self.link: Link | None = None

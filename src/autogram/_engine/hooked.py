@@ -53,12 +53,11 @@ class Hooked:
         is_alone = distributed is None or distributed is False
         refuse_shards(modules, with_others=not is_alone)
         self._batch_dim = batch_dim
-        references = tuple(weakref.ref(module) for module in modules)
         hooks = HookManager()
         parameters = Parameters(modules, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)
         self._limit = limit_of_bytes(memory_limit_bytes)
-        self._session = session = Session(channel, references, Checkpoints())
+        self._session = session = Session(channel, parameters, Checkpoints())
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
         self._drivers = Drivers(
@@ -209,12 +208,12 @@ class Hooked:
             )
         losses = as_one_tensor(losses, self._batch_dim, self._channel.told)
         if self._ranks is not None:
-            self._ranks.shards.check(self._session.roots)
+            self._ranks.shards.check(self._session.parameters.roots)
             if not (losses.numel() or losses.requires_grad):
                 losses = losses.detach().requires_grad_()  # a rank without objectives
         check_losses(losses, self._batch_dim, self._channel.told)
         if is_distributed():
-            refuse_pass(self._channel, self._session.roots.values(), losses)
+            refuse_pass(self._channel, self._session.parameters.roots.values(), losses)
         return losses
 
     def __reduce__(self) -> tuple[Callable[[type[Self]], Hooked], tuple[type[Self]]]:

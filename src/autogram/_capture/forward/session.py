@@ -72,7 +72,7 @@ class Parameters:
             return {}
         handles = self._hooks.handles(kind="around")
         inactive = {id(handle.module) for handle in handles if not handle.is_active}
-        pending = [module for root in self._modules if (module := root()) is not None]
+        pending = [*self.roots.values()]
         kept: set[Tensor] = set()
         while pending:
             module = pending.pop()
@@ -81,20 +81,20 @@ class Parameters:
                 pending.extend(module.children())
         return {p: name for p, name in self._names().items() if p not in kept}
 
+    @property
+    def roots(self) -> dict[str, nn.Module]:
+        """The modules that are alive, by the prefix of the names inside of them."""
+        several = len(self._modules) > 1
+        pairs = ((f"{i}" if several else "", root()) for i, root in enumerate(self._modules))
+        return {prefix: module for prefix, module in pairs if module is not None}
+
     def _names(self) -> dict[Tensor, str]:
         """The parameters of the modules as they are now, with their qualified names."""
         names: dict[Tensor, str] = {}
-        for prefix, module in _roots(self._modules).items():
+        for prefix, module in self.roots.items():
             for name, parameter in module.named_parameters(prefix=prefix):
                 names.setdefault(parameter, name)
         return names
-
-
-def _roots(modules: tuple[weakref.ref[nn.Module], ...]) -> dict[str, nn.Module]:
-    """The modules of an engine that are alive, by the prefix of the names inside of them."""
-    several = len(modules) > 1
-    pairs = ((f"{i}" if several else "", root()) for i, root in enumerate(modules))
-    return {prefix: module for prefix, module in pairs if module is not None}
 
 
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()  # those of all engines
@@ -110,14 +110,13 @@ class Session(threading.local):
     def __init__(
         self,
         channel: Channel,
-        modules: tuple[weakref.ref[nn.Module], ...],
+        parameters: Parameters,
         checkpoints: Checkpoints,
     ) -> None:
         self._channel = channel
         self._checkpoints = checkpoints
-        # Weak, because the hooks of the modules hold this, and `threading.local` its arguments.
-        self._modules = modules
-        self._root_ids = {id(root()) for root in modules}
+        self.parameters = parameters
+        self._root_ids = {id(root) for root in parameters.roots.values()}
         self._recorder: Recorder | None = None
         _SESSIONS.add(self)
         self._outermost: nn.Module | None = None
@@ -224,11 +223,6 @@ class Session(threading.local):
             frame = frame.f_back
         return frame is None
 
-    @property
-    def roots(self) -> dict[str, nn.Module]:
-        """The modules of the engine that are alive, by the prefix of the names inside."""
-        return _roots(self._modules)
-
 
 def _take_off(recorder: Recorder) -> None:
     """Takes a recorder off PyTorch's stack of modes, from below others where it was abandoned."""
@@ -275,7 +269,7 @@ def hook_all(session: Session, hooks: HookManager) -> None:
     run their forward.
     """
     found: dict[str, nn.Module] = {}
-    for prefix, root in session.roots.items():
+    for prefix, root in session.parameters.roots.items():
         for name, module in root.named_modules(prefix=prefix):
             is_scripted = isinstance(module, torch.jit.ScriptModule)
             if module is root or (not is_scripted and any(True for _ in module.parameters())):
