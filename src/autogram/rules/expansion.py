@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autogram.rules._recipe import Formula, addend
+from autogram.rules._recipe import addend
 from autogram.rules._registry import variants
 
 Shape = tuple[int, ...]
@@ -113,6 +113,5 @@ def spread_shape(
     return shape if all(own in (1, size) for size, own in pairs) else None
 
 
-def formula_of_expansion(tensor: Tensor, shape: Shape) -> Formula:
-    """The formula of a tensor's block, from the cotangent of the tensor expanded to a shape."""
-    return addend(tensor, shape).formula
+recipe_of_expansion = addend
+"""The recipe of a tensor, for the cotangent of the tensor expanded to a shape."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor
 from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind, changed_part, first_of, inlined
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
-from autogram._capture.uses import KeptRecipe
 from autogram._errors import UnsupportedError
-from autogram.rules import Rule, find_rule, holds_for_complex
+from autogram.rules import Recipe, Rule, find_rule, holds_for_complex
 from autogram.rules.composed import COMPOSED
-from autogram.rules.expansion import EXPANSIONS, SPREADS, formula_of_expansion, spread_shape
+from autogram.rules.expansion import EXPANSIONS, SPREADS, recipe_of_expansion, spread_shape
 
 Reads = list[tuple[Tensor, Tracked]]
 """The tracked tensors that a call reads, with their statuses, as often as the call reads them."""
@@ -35,24 +33,16 @@ class NoUse(NamedTuple):
     """The tensors that results are derived from, if not batched; none where they are constants."""
 
 
-class Answer(NamedTuple):
-    """The recipes of a rule for one result of a call."""
-
-    reads: list[Tracked]
-    """The tracked tensors that have recipes, once for each recipe."""
-    recipes: list[KeptRecipe]
-    saved: list[Tensor]
-    """The tensors that the tap has to save. Each recipe knows which of these it needs."""
-    from_result: dict[int, Callable[[Tensor], tuple[Tensor, ...] | None]]
-    """What gives other tensors to save, from the result, by the position of the recipe."""
+Answer = tuple[tuple[Tracked | None, ...], Recipe]
+"""A recipe of a rule, and the status of each of its operands: ``None`` where it is not tracked."""
 
 
 class UseRule(NamedTuple):
     """A use whose blocks a rule knows."""
 
     rule: Callable[..., Any]
-    answers: dict[int, Answer]
-    """Keys: the index of the result."""
+    answers: dict[int, list[Answer]]
+    """By the index of the result."""
     is_guess: bool = False
     """Whether a size alone shows that samples are in the results."""
 
@@ -136,9 +126,32 @@ def decide(
             tracked.append((tensor, status))
     if not tracked or not torch.is_grad_enabled():
         return _BATCHED if is_batched else _CONSTANT
-    if not is_batched:
-        derived = NoUse(is_batched=False, origins=[status for _, status in tracked])
-        return _spread_use(kind, args, kwargs, reads, batch) or derived
+    if is_batched:
+        return _use(kind, args, kwargs, reads, tracked, is_bare=is_bare)
+    derived = NoUse(is_batched=False, origins=[status for _, status in tracked])
+    if batch.samples in (0, 1) or any(p in batch.unspread for _, x in tracked for p in x.sources):
+        return derived
+    # Where it is spread over the samples, each row would be pulled back through all of them.
+    if kind.function in SPREADS:
+        return _spread(kind, args, kwargs, tracked, batch) or derived
+    # A constant that is for all samples counts as batched, as positions that an embedding reads.
+    if not any(status is None and are_of_samples(x, batch) for x, status in reads):
+        return derived
+    use = _use(kind, args, kwargs, reads, tracked, is_bare=is_bare, is_guess=True)
+    return use if isinstance(use, (UseRule, UseExpanded)) else derived
+
+
+def _use(
+    kind: Kind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reads: Sequence[tuple[Tensor, Status]],
+    tracked: Reads,
+    *,
+    is_bare: bool,
+    is_guess: bool = False,
+) -> Decision:
+    """How to carry out a use."""
     is_sparse = is_complex = False
     for tensor, _ in reads:
         if tensor.is_nested:
@@ -167,60 +180,34 @@ def decide(
     # the graph, and an expansion has a tap of its own.
     is_change = kind.changes_slices and changed_part(kind, args, kwargs) is not None
     may_expand = not is_bare and (rule is None or is_change)
-    if may_expand and (expansions := _expansions(kind, args, kwargs, now)):
-        return UseExpanded(expansions)
+    if may_expand and (found := _expansions(kind, args, kwargs, now, is_guess=is_guess)):
+        return UseExpanded(found)
     body = inlined(kind.function) if rule is None else None
     if rule in COMPOSED:
         body = COMPOSED[rule](args)
     if body is not None:
         return RunBody(body)
-    if rule is None:
+    if rule is None or (answers := _ask(rule, args, kwargs, now)) is None:
         return UseRows(now)
-    answers = _ask(rule, args, kwargs, now)
-    return UseRows(now) if answers is None else UseRule(rule, answers)
+    return UseRule(rule, answers, is_guess)
 
 
-def _spread_use(
-    kind: Kind,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    reads: Sequence[tuple[Tensor, Status]],
-    batch: Batch,
-) -> UseRule | UseExpanded | None:
-    """A use by a call that reads no batched tensor, if the call spreads parameters over samples.
-
-    Such a call expands or repeats a tracked tensor, or reads a constant that is for all samples, as
-    an embedding does with the positions of all. Of a tensor that is derived so, each row would
-    be pulled back through all samples.
-    """
-    if batch.samples in (0, 1):
+def _spread(
+    kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: Reads, batch: Batch
+) -> UseRule | None:
+    """The use by a call that expands or repeats a tracked tensor over the samples, if it does."""
+    try:
+        shape = spread_shape(kind.function, *args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        return None  # the call says what is wrong with its arguments
+    (tensor, status), *others = tracked
+    if others or shape is None:
         return None
-    tracked = [(x, status) for x, status in reads if isinstance(status, Tracked)]
-    if any(p in batch.unspread for _, status in tracked for p in status.sources):
+    expanded = [*(True,) * (len(shape) - tensor.dim()), *(n == 1 for n in tensor.shape)]
+    if not batch.is_over(shape, expanded):
         return None
-    if kind.function in SPREADS:
-        try:
-            shape = spread_shape(kind.function, *args, **kwargs)
-        except (RuntimeError, TypeError, ValueError):
-            return None  # the call says what is wrong with its arguments
-        (tensor, status), *others = tracked
-        if others or shape is None:
-            return None
-        expanded = [*(True,) * (len(shape) - tensor.dim()), *(n == 1 for n in tensor.shape)]
-        if not batch.is_over(shape, expanded):
-            return None
-        now = as_of_now(tensor, status)
-        return _use_of_expansion(spread_shape, tensor, now, shape)._replace(is_guess=True)
-    # A constant that is for all samples counts as batched.
-    of_samples = [status is None and are_of_samples(x, batch) for x, status in reads]
-    if True not in of_samples:
-        return None
-    marked = [(x, BATCHED if is_so else s) for (x, s), is_so in zip(reads, of_samples, strict=True)]
-    use = decide(kind, args, kwargs, marked, is_bare=False, batch=NO_BATCH)
-    if isinstance(use, UseExpanded):
-        guesses = [x._replace(use=x.use._replace(is_guess=True)) for x in use.expansions]
-        return UseExpanded(guesses)
-    return use._replace(is_guess=True) if isinstance(use, UseRule) else None
+    now = as_of_now(tensor, status)
+    return _use_of_expansion(spread_shape, tensor, now, shape, is_guess=True)
 
 
 def are_of_samples(constant: Tensor, batch: Batch) -> bool:
@@ -241,15 +228,19 @@ def are_of_samples(constant: Tensor, batch: Batch) -> bool:
 
 
 def _use_of_expansion(
-    find: Callable[..., Any], tensor: Tensor, status: Tracked, shape: tuple[int, ...]
+    find: Callable[..., Any],
+    tensor: Tensor,
+    status: Tracked,
+    shape: tuple[int, ...],
+    *,
+    is_guess: bool,
 ) -> UseRule:
     """The use by a call that expands a tensor to a shape."""
-    recipe = KeptRecipe((status,), formula_of_expansion(tensor, shape), slice(0, 0))
-    return UseRule(find, {0: Answer([status], [recipe], [], {})})
+    return UseRule(find, {0: [((status,), recipe_of_expansion(tensor, shape))]}, is_guess)
 
 
 def _expansions(
-    kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
+    kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads, *, is_guess: bool
 ) -> list[Expansion]:
     """How to expand all tracked tensors of a call, or nothing if that is not known.
 
@@ -278,17 +269,14 @@ def _expansions(
             dtype = rounded if kind.is_in_half else dtype
         if shape is None:
             return []
-        use = _use_of_expansion(find, tensor, status, shape)
+        use = _use_of_expansion(find, tensor, status, shape, is_guess=is_guess)
         found.append(Expansion(tensor, dtype, shape, use))
     return found
 
 
-_range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps some
-
-
 def _ask(
     rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], now: Reads
-) -> dict[int, Answer] | None:
+) -> dict[int, list[Answer]] | None:
     """The answers of a rule for a call, or ``None`` if a tracked tensor has no recipe."""
     try:
         recipes = rule(*args, **kwargs)
@@ -301,23 +289,17 @@ def _ask(
     if recipes is None:
         return None
     tracked = {id(tensor): status for tensor, status in now}
-    answers = {0: Answer([], [], [], {})}
-    for tensors, formula, saved, output, from_result in recipes:
-        operands = tuple([tracked.get(id(tensor)) for tensor in tensors])
-        known = [status for status in operands if status is not None]
-        if known:
-            if output not in answers:
-                answers[output] = Answer([], [], [], {})
-            reads, kept, to_save, from_results = answers[output]
-            start = len(to_save)
-            reads += known
-            to_save += saved
-            if from_result is not None:
-                from_results[len(kept)] = from_result
-            kept.append(KeptRecipe(operands, formula, _range(start, len(to_save))))
+    answers: dict[int, list[Answer]] = {0: []}
+    for recipe in recipes:
+        operands = tuple([tracked.get(id(tensor)) for tensor in recipe.operands])
+        if any(operands):
+            answers.setdefault(recipe.output, []).append((operands, recipe))
     # A tensor that is passed twice must have two recipes, or a part of its block would be missing.
-    expected = [status for _, status in now]
-    for answer in answers.values():
-        if answer.reads != expected and sorted(map(id, answer.reads)) != sorted(map(id, expected)):
+    expected = sorted([id(status) for _, status in now])
+    for found in answers.values():
+        if (
+            sorted([id(status) for operands, _ in found for status in operands if status])
+            != expected
+        ):
             return None
     return answers

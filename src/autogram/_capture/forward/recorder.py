@@ -56,9 +56,6 @@ class Recorder(TorchFunctionMode):
         self.tapping = tapping
         self.statuses = Statuses(tapping)
         self._hooks_at_entry = [hooks_now(True)]  # of each module that is open
-        self._batch = NO_BATCH
-        # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
-        self._batch_in_hooks = NO_BATCH
 
     def begin(self, inputs: Any, module: nn.Module | None = None) -> None:
         """Marks the inputs of the outermost module."""
@@ -68,8 +65,7 @@ class Recorder(TorchFunctionMode):
         recording.counted = recording.channel.counting.count(id(module), sizes)
         size, unspread = recording.counted.samples, recording.channel.unspread
         names = recording.names.items() if unspread else ()
-        self._batch = Batch(size, {p for p, name in names if name in unspread})
-        self.statuses.batch = self._batch
+        self.statuses.batch = Batch(size, {p for p, name in names if name in unspread})
         call = _call(module, tensors)
         before = self._checkpoints.recall(call) or [None] * len(tensors)
         are_batched = []
@@ -166,7 +162,8 @@ class Recorder(TorchFunctionMode):
                 args, kwargs = replaced((args, kwargs), stand_ins)
         hooks = hooks_now(True)
         is_bare = hooks is not None and self._are_of_checkpoint(hooks)
-        batch = self._batch if hooks is None else self._batch_in_hooks
+        # The second run of a checkpoint's part knows other inputs, and must save the same tensors.
+        batch = statuses.batch if hooks is None else NO_BATCH
         decision = self._decide(kind, args, kwargs, reads, is_bare=is_bare, batch=batch)
         if isinstance(decision, NoUse) and not kind.changes_slices:
             output = function(*args, **kwargs)

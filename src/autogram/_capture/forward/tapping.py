@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import chain
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,13 +14,15 @@ from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.autograd.graph import is_tap_of, nodes_behind
 from autogram._capture.forward.calls import Kind, first_of, results_of, run_and_note
 from autogram._capture.forward.checkpoints import hooks_now
-from autogram._capture.forward.decision import Answer, Reads, UseExpanded, UseRule
+from autogram._capture.forward.decision import Reads, UseExpanded, UseRule
 from autogram._capture.recording import Recording
 from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked, base_of, track_parameter
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
 from autogram._containers import map_tensors, replaced
 from autogram._errors import RuleError
+
+_range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps some
 
 
 class Tapping:
@@ -38,30 +39,27 @@ class Tapping:
     ) -> Any:
         """Carries out a call whose blocks a rule knows, and taps each tensor that it returns."""
         changed = first_of(args, kwargs) if kind.is_in_place else None  # saved as it was
+        to_save = [x for of in decision.answers.values() for _, recipe in of for x in recipe.saved]
         rounded: dict[int, Tensor] = {}
         if kind.is_in_half and torch._C._is_any_autocast_enabled():
-            rounded = _rounded((*args, *kwargs.values()), decision)
+            rounded = _rounded((*args, *kwargs.values()), to_save)
         # The memory of parameters that were gathered is empty behind a pass, where blocks are read.
         gathered = self.recording.names if self.recording.channel.before_pass is not None else None
         # Autograd saves no tensor of inference mode, but a call may save a copy that it has made.
         # Autograd saves no classes of tensors either, and so gradients have none.
-        saved: dict[int, list[Tensor]] = {}
-        everything: list[Tensor] = []
+        saved: dict[int, Tensor] = {}
         with torch._C.DisableTorchFunctionSubclass():
-            for index, answer in decision.answers.items():
-                saved[index] = own = []
-                for given in answer.saved:
-                    x = rounded.get(id(given), given)
-                    is_lent = x is changed or (gathered and base_of(x) in gathered)
-                    is_copied = is_lent or x.is_inference()
-                    own.append(x.detach().clone() if is_copied else x.detach())
-                everything += own
+            for given in to_save:
+                x = rounded.get(id(given), given)
+                is_lent = x is changed or (gathered and base_of(x) in gathered)
+                is_copied = is_lent or x.is_inference()
+                saved[id(given)] = x.detach().clone() if is_copied else x.detach()
         if rounded:
             args = [rounded.get(id(x), x) for x in args]
             kwargs = {name: rounded.get(id(x), x) for name, x in kwargs.items()}
-        versions = [x._version for x in everything]
+        versions = [x._version for x in saved.values()]
         output = kind.function(*args, **kwargs)
-        if versions != [x._version for x in everything]:
+        if versions != [x._version for x in saved.values()]:
             raise RuleError(
                 f"`{kind.name}` changed a tensor in place that its rule saves for the backward "
                 "pass. Let the rule save a clone of it."
@@ -75,15 +73,24 @@ class Tapping:
                     f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, "
                     "which requires a gradient. Return recipes with each `output`."
                 )
-            answer = decision.answers[index]
-            recipes, own = answer.recipes, saved[index]
-            if answer.from_result and hooks_now(True) is None:
-                recipes, own = _kept_by_the_graph(answer, own, tensor)
-            number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(answer.reads)
+            read: list[Tracked] = []
+            recipes: list[KeptRecipe] = []
+            kept: list[Tensor] = []
+            for operands, recipe in decision.answers[index]:
+                start, of_result = len(kept), None
+                if recipe.from_result is not None and hooks_now(True) is None:
+                    of_result = recipe.from_result(tensor)
+                if of_result is None:
+                    kept += [saved[id(x)] for x in recipe.saved]
+                else:
+                    kept += [x.detach() for x in of_result]
+                recipes.append(KeptRecipe(operands, recipe.formula, _range(start, len(kept))))
+                read += [status for status in operands if status is not None]
+            number, shape, reads = self.recording.count, tuple(tensor.shape), tuple(read)
             use = RuleUse(self.recording, number, kind.name, shape, reads, recipes, decision.rule)
             if decision.is_guess:
                 self.note_guess(reads)
-            tapped[id(tensor)] = self.tap(use, tensor, own, in_place=kind.is_in_place)
+            tapped[id(tensor)] = self.tap(use, tensor, kept, in_place=kind.is_in_place)
         return replaced(output, tapped)
 
     def note_guess(self, reads: Sequence[Tracked]) -> None:
@@ -164,7 +171,7 @@ def _expand(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     return tensor.to(dtype).expand(shape)
 
 
-def _rounded(arguments: Sequence[Any], decision: UseRule) -> dict[int, Tensor]:
+def _rounded(arguments: Sequence[Any], to_save: Sequence[Tensor]) -> dict[int, Tensor]:
     """What autocast makes of the arguments that a rule saves, by their ``id``.
 
     The call is made with these. So what it saves and what its tap saves are the same tensors.
@@ -173,25 +180,10 @@ def _rounded(arguments: Sequence[Any], decision: UseRule) -> dict[int, Tensor]:
     """
     found: dict[int, Tensor] = {}
     given = [id(x) for x in arguments]
-    for tensor in chain.from_iterable([answer.saved for answer in decision.answers.values()]):
+    for tensor in to_save:
         dtype = autocast_dtype(tensor.device.type)
         is_wide = tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
         is_left = given.count(id(tensor)) != 1 or (tensor.is_leaf and tensor.requires_grad)
         if dtype is not None and is_wide and not is_left:
             found[id(tensor)] = tensor.to(dtype)
     return found
-
-
-def _kept_by_the_graph(
-    answer: Answer, saved: Sequence[Tensor], result: Tensor
-) -> tuple[list[KeptRecipe], list[Tensor]]:
-    """Recipes and the tensors to save, with those that the graph of a result keeps anyway."""
-    recipes: list[KeptRecipe] = []
-    found: list[Tensor] = []
-    for number, recipe in enumerate(answer.recipes):
-        from_result = answer.from_result.get(number)
-        kept = None if from_result is None else from_result(result)
-        own = saved[recipe.saved] if kept is None else [x.detach() for x in kept]
-        recipes.append(recipe._replace(saved=slice(len(found), len(found) + len(own))))
-        found.extend(own)
-    return recipes, found

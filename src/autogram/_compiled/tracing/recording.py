@@ -7,6 +7,7 @@ function, asks the rules, and puts taps on results. The taps become operators of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,8 @@ class TracedTapping(Tapping):
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
     ) -> Any:
         """Carries out a call whose blocks a rule knows, if its derived tensors can be derived."""
-        read = {t for answer in decision.answers.values() for t in answer.reads}
+        answers = chain(*decision.answers.values())
+        read = {t for operands, _ in answers for t in operands if t is not None}
         derived = {t for t in read if t.edge is not None and t not in self.derivations}
         if derived:
             given = [x for x in tensors_in((args, kwargs)) if x.grad_fn is not None]
@@ -142,7 +144,7 @@ class TraceRecorder(Recorder):
 
     def __init__(self, tapping: TracedTapping, batch: Batch) -> None:
         super().__init__(tapping)
-        self._batch = self._batch_in_hooks = batch
+        self._batch = batch
 
     def statuses_of(self, arguments: Sequence[Any]) -> list[Status]:
         """What some arguments are."""
@@ -154,19 +156,17 @@ class TraceRecorder(Recorder):
             if isinstance(argument, Tensor):
                 self.statuses.let_be(argument, status)
 
-    def _decide(self, *call: Any, **known: Any) -> Decision:
-        """As always. A call whose rule reads values gets rows."""
+    def _decide(self, *call: Any, **_: Any) -> Decision:
+        """As always, but a call whose rule reads values gets rows.
+
+        AOTAutograd decides what checkpoints compute again.
+        """
         try:
             with _WithoutValues():
-                return decide(*call, **known)
+                return decide(*call, is_bare=False, batch=self._batch)
         except _ValuesError:
-            *_, reads = call
+            reads = call[-1]
             return UseRows([(x, status) for x, status in reads if isinstance(status, Tracked)])
-
-    def _are_of_checkpoint(self, hooks: Any) -> bool:
-        """No: AOTAutograd decides what is computed again."""
-        del hooks
-        return False
 
 
 class Runner(fx.Interpreter):

@@ -78,7 +78,7 @@ def test_tensors_that_are_expanded_over_the_samples_are_used(
             use = found.expansions[0].use if isinstance(found, UseExpanded) else found
             assert isinstance(use, UseRule)
             assert use.is_guess
-            assert use.answers[0].reads == [STATUSES[id(W)]]
+            assert [operands for operands, _ in use.answers[0]] == [(STATUSES[id(W)],)]
         else:
             assert found == NoUse(is_batched=False, origins=[STATUSES[id(W)]])
 
@@ -116,13 +116,12 @@ def test_nothing_is_derived_or_used_without_gradients() -> None:
 
 
 def test_a_use_with_a_rule() -> None:
-    """The answer has a recipe for each tracked tensor, and what is to be saved for all of them."""
+    """There is a recipe for each tracked tensor, with what is to be saved for it."""
     found = decision(F.linear, X, W, B)
     assert isinstance(found, UseRule)
     (answer,) = found.answers.values()
-    assert answer.reads == [STATUSES[id(W)], STATUSES[id(B)]]
-    assert [id(x) for x in answer.saved] == [id(X)]
-    assert [answer.saved[recipe.saved] for recipe in answer.recipes] == [[X], []]
+    assert [operands for operands, _ in answer] == [(STATUSES[id(W)],), (STATUSES[id(B)],)]
+    assert [[id(x) for x in recipe.saved] for _, recipe in answer] == [[id(X)], []]
 
 
 def test_a_use_without_a_rule() -> None:
