@@ -50,8 +50,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def replaced(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
     """The value with some tensors, given by their ``id``, replaced."""
-    if isinstance(value, Tensor):
-        return substitutes.get(id(value), value)
     return map_tensors(value, lambda tensor: substitutes.get(id(tensor), tensor))
 
 
