@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,25 +35,23 @@ A pass keeps an error that it is given by ``fail(error)``, and raises it at its 
 """
 
 
-class Observer(Protocol):
-    """An object that is shown one call of a module, and its gradients in each backward pass.
+class Observer(NamedTuple):
+    """Functions that are shown one call of a module, and its gradients in each backward pass.
 
     Gradients have an entry for each leaf of the arguments, or of the output. An entry is ``None``
     where the leaf is no tensor, or no gradient reaches it.
     """
 
-    def end(self, output: Any) -> None:
-        """Is shown the output, which is ``None`` if the forward raised."""
+    see: Callable[[Gradients, Any], Any]
+    """Is given the gradients of the arguments, and may return others in their place.
 
-    def keep(self, gradients: Gradients) -> Any:
-        """Is shown the gradients of the output, and returns what `see` needs of them."""
-
-    def see(self, gradients: Gradients, kept: Any) -> Any:
-        """Is shown the gradients of the arguments, and may return others in their place.
-
-        Called last in each pass that reaches one of the gates: at its end, where the pass does not
-        go on to the arguments.
-        """
+    Called last in each pass that reaches one of the gates, with the result of ``keep``: at the end
+    of the pass, where it does not go on to the arguments.
+    """
+    keep: Callable[[Gradients], Any] = lambda gradients: gradients
+    """Is given the gradients of the output, and returns what ``see`` needs of them."""
+    end: Callable[[Any], None] = lambda _: None
+    """Is given the output, which is ``None`` if the forward raised."""
 
 
 class Gates:
@@ -313,26 +311,16 @@ def _at_leaves(gradients: Gradients, size: int, found: tuple[int, ...]) -> Gradi
     return tuple(entries)
 
 
-class _OfHook:
-    """Calls the user's hook with both gradients of one call of a module."""
-
-    def __init__(self, hook: BackwardHook, module: nn.Module) -> None:
-        self._hook = hook
-        self._module = weakref.ref(module)
-
-    def end(self, output: Any) -> None:
-        """Does nothing: the hook is given gradients alone."""
-
-    def keep(self, gradients: Gradients) -> Gradients:
-        """The gradients of the output, until those of the arguments are there."""
-        return gradients
-
-    def see(self, gradients: Gradients, kept: Gradients) -> Any:
-        """Calls the hook."""
-        module = self._module()
-        return None if module is None else self._hook(module, gradients, kept)
-
-
 def gates_of(hook: BackwardHook) -> Gates:
-    """The gates that show a user's hook the gradients of each call."""
-    return Gates(lambda module, _args, _kwargs: _OfHook(hook, module))
+    """The gates that show a user's hook both gradients of each call. They hold no module."""
+
+    def observe(module: nn.Module, *_: object) -> Observer:
+        reference = weakref.ref(module)
+
+        def see(of_input: Gradients, of_output: Gradients) -> Any:
+            module = reference()
+            return None if module is None else hook(module, of_input, of_output)
+
+        return Observer(see)
+
+    return Gates(observe)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autogram._containers import map_leaves
 from autogram._errors import ChangedTensorError, HookError
-from autogram.hooks.backward import Gates, Gradients
+from autogram.hooks.backward import Gates, Gradients, Observer
 from autogram.hooks.registry import HookManager
 from autogram.hooks.selection import Where, select
 
@@ -197,7 +197,7 @@ class _Captured:
 
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Watch | None:
+    ) -> Observer | None:
         """Begins a call, unless a checkpoint runs it again inside of a backward pass."""
         name = self.names.get(id(module))
         if name is None or torch._C._current_graph_task_id() >= 0:
@@ -209,7 +209,8 @@ class _Captured:
             calls.append(call)
             if self.limit is not None and len(calls) > self.limit:
                 del calls[0]
-        return _Watch(self, call, args, kwargs)
+        watch = _Watch(self, call, args, kwargs)
+        return Observer(watch.see, watch.keep, watch.end)
 
     def complete(self, call: Call) -> None:
         """Replaces a call by the result of the user's function ``keep``."""
@@ -227,7 +228,7 @@ class _Captured:
 
 
 class _Watch:
-    """The observer of one call. It holds no tensor, and the call weakly."""
+    """Takes in what is shown of one call. It holds no tensor, and the call weakly."""
 
     def __init__(
         self, captured: _Captured, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
