@@ -115,8 +115,6 @@ class FallbackUse(Use):
     The call does not run again, so that randomness inside of the call does not matter.
     """
 
-    dtype: torch.dtype
-    """The dtype of the output."""
     edge: GradientEdge
     """The output of the call in the graph, before the tap."""
     inputs: Inputs
@@ -135,8 +133,7 @@ class FallbackUse(Use):
     ) -> FallbackUse:
         """The next use of a recording, for one tensor of the results of a call."""
         index, shape, edge = recording.count, tuple(output.shape), get_gradient_edge(output)
-        known = (recording, index, function, shape, reads, output.dtype, edge, inputs)
-        return cls(*known, is_seen=is_seen)
+        return cls(recording, index, function, shape, reads, edge, inputs, is_seen=is_seen)
 
     def contributions(
         self, layout: Layout | None, cotangent: Tensor, saved: tuple[Tensor, ...], limit: Limit
@@ -144,8 +141,7 @@ class FallbackUse(Use):
         """Explicit rows, some samples at a time."""
         del saved
         largest = max(prod(self.shape), *(prod(t.shape) for t in self.reads))
-        masked = one_sample_each(layout, cotangent, limit.elements, largest)
-        cotangents = (some.to(self.dtype) for some in masked)
+        cotangents = one_sample_each(layout, cotangent, limit.elements, largest)
         pairs = zip(self.reads, _rows_by(self.vjps, len(self.inputs), cotangents), strict=True)
         return [
             (x, x.region or Region.contiguous(x.shape), block)

@@ -155,7 +155,7 @@ def uses_in_tail(
         for i, of in enumerate(results if rest else ()):
             described = recording, -1 - len(found), node.name(), tuple(of.shape)
             output = GradientEdge(node, i)
-            found.append(_NodeUse(*described, reads, of.dtype, output, inputs, is_seen=False))
+            found.append(_NodeUse(*described, reads, output, inputs, is_seen=False))
     derived = [prod(of.shape) for of in tracked.values() if of.region is None]
     return [] if losses.numel() * max(derived, default=0) > _LARGEST else found
 
