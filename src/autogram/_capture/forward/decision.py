@@ -206,8 +206,8 @@ def _spread(
     expanded = [*(True,) * (len(shape) - tensor.dim()), *(n == 1 for n in tensor.shape)]
     if not batch.is_over(shape, expanded):
         return None
-    now = as_of_now(tensor, status)
-    return _use_of_expansion(spread_shape, tensor, now, shape, is_guess=True)
+    answer = (as_of_now(tensor, status),), recipe_of_expansion(tensor, shape)
+    return UseRule(spread_shape, {0: [answer]}, is_guess=True)
 
 
 def are_of_samples(constant: Tensor, batch: Batch) -> bool:
@@ -225,18 +225,6 @@ def are_of_samples(constant: Tensor, batch: Batch) -> bool:
         return False
     size, following = constant.shape[:2]
     return batch.is_size(size) and not batch.is_size(following)
-
-
-def _use_of_expansion(
-    find: Callable[..., Any],
-    tensor: Tensor,
-    status: Tracked,
-    shape: tuple[int, ...],
-    *,
-    is_guess: bool,
-) -> UseRule:
-    """The use by a call that expands a tensor to a shape."""
-    return UseRule(find, {0: [((status,), recipe_of_expansion(tensor, shape))]}, is_guess)
 
 
 def _expansions(
@@ -269,7 +257,7 @@ def _expansions(
             dtype = rounded if kind.is_in_half else dtype
         if shape is None:
             return []
-        use = _use_of_expansion(find, tensor, status, shape, is_guess=is_guess)
+        use = UseRule(find, {0: [((status,), recipe_of_expansion(tensor, shape))]}, is_guess)
         found.append(Expansion(tensor, dtype, shape, use))
     return found
 
