@@ -29,22 +29,7 @@ class Call:
         module: The module.
         name: The qualified name of the module.
         index: The number of captured calls of the module before this one.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        output: The output.
-        grad_args: The gradients of the positional arguments, nested as these are. An entry is
-            ``None`` where the argument is no tensor, or no gradient reaches it. If several backward
-            passes reach the call, the gradients are those of the last.
-        grad_kwargs: The gradients of the keyword arguments, nested as these are.
-        grad_output: The gradients of the output, nested as the output is.
     """
-
-    args: Any
-    kwargs: Any
-    output: Any
-    grad_args: Any
-    grad_kwargs: Any
-    grad_output: Any
 
     def __init__(self, module: nn.Module, name: str, index: int) -> None:
         self.module = module
@@ -52,13 +37,45 @@ class Call:
         self.index = index
         self._values: dict[str, _Value] = {}
 
+    @property
+    def args(self) -> Any:
+        """The positional arguments."""
+        return self._get("args")
+
+    @property
+    def kwargs(self) -> Any:
+        """The keyword arguments."""
+        return self._get("kwargs")
+
+    @property
+    def output(self) -> Any:
+        """The output."""
+        return self._get("output")
+
+    @property
+    def grad_args(self) -> Any:
+        """The gradients of the positional arguments, nested as these are.
+
+        An entry is ``None`` where the argument is no tensor, or no gradient reaches it. If several
+        backward passes reach the call, the gradients are those of the last.
+        """
+        return self._get("grad_args")
+
+    @property
+    def grad_kwargs(self) -> Any:
+        """The gradients of the keyword arguments, nested as these are."""
+        return self._get("grad_kwargs")
+
+    @property
+    def grad_output(self) -> Any:
+        """The gradients of the output, nested as the output is."""
+        return self._get("grad_output")
+
     def __repr__(self) -> str:
         return f"Call({self.name!r}, index={self.index}, {', '.join(self._values) or 'empty'})"
 
-    def __getattr__(self, field: str) -> Any:
+    def _get(self, field: str) -> Any:
         """A captured value, after waiting for copies to the CPU."""
-        if field not in Call.__annotations__:
-            raise AttributeError(field)
         value = self._values.get(field)
         if value is None:
             return None
