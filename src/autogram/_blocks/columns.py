@@ -224,11 +224,11 @@ class Columns:
             parts += [lookup.directional(whole) for lookup in self._lookups]
         return reduce(torch.add, parts)
 
-    def rows(self, samples: Tensor) -> Tensor | None:
-        """The explicit rows of some samples, ``(k, samples, *parameter)``."""
+    def rows(self, samples: Tensor | None = None) -> Tensor | None:
+        """The explicit rows of some samples, or of all, ``(k, samples, *parameter)``."""
         if self.dtype is None:
             return None
-        dense = self.at(samples).dense()
+        dense = (self if samples is None else self.at(samples)).dense()
         found = from_storage(dense.flatten(0, 1), self.parameter)
         return found.view(*dense.shape[:2], *self.parameter.shape)
 
@@ -319,8 +319,8 @@ class Columns:
             return
         self.check()
         partial, self._partial = self._partial, None
-        for region, blocks in partial.blocks(samples):
-            self._blocks.setdefault(region, []).extend(blocks)
+        for region, block in partial.blocks(samples):
+            self._blocks.setdefault(region, []).append(block)
         self._lookups = *self._lookups, *partial.lookups(samples)
 
     def _spread(self) -> list[Block]:

@@ -7,7 +7,7 @@ with zeros, these blocks are the block that one call for all samples would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -65,31 +65,25 @@ class Gathering:
         block.check()
         self._blocks[key] = block
 
-    def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, list[Block]]]:
-        """For each region, blocks that have rows of all samples, or of those that are given."""
-        groups: dict[Region, dict[object, list[_Part]]] = {}
+    def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, Block]]:
+        """Blocks of each region that have rows of all samples, or of those that are given."""
+        kinds: dict[tuple[Region, Hashable], list[_Part]] = {}
         for (region, subset, *_), block in self._blocks.items():
             form = block.form("b" + parsed(block.equation).positions)
-            of_region = groups.setdefault(region, {})
-            of_region.setdefault(form, []).append((subset, block))
-        for region, kinds in groups.items():
-            yield region, [self._gathered(parts, samples) for parts in kinds.values()]
+            kinds.setdefault((region, form), []).append((subset, block))
+        for (region, _), parts in kinds.items():
+            yield region, self._gathered(parts, samples)
 
     def lookups(self, samples: Sequence[int] | None) -> list[Lookup]:
         """One lookup, if there are any, that has rows of all samples, or of those given."""
         if not self._lookups:
             return []
         layout = _routed([subset for subset, _ in self._lookups], samples)
-        longest = max(lookup.indices.shape[1] for _, lookup in self._lookups)
-        indices = [_padded(lookup.indices, (1,), (longest,)) for _, lookup in self._lookups]
-        cotangents = [_padded(lookup.cotangents, (2,), (longest,)) for _, lookup in self._lookups]
+        sizes = {"t": max(lookup.indices.shape[1] for _, lookup in self._lookups)}
+        each = zip(Lookup.inputs, *[x.operands for _, x in self._lookups], strict=True)
+        indices, cotangents = [_arranged(x, of, sizes, layout) for of, *x in each]
         # The calls of one sample stand one behind the other, each with the rows that it reads.
-        return [
-            Lookup(
-                layout.split(torch.cat(indices), 0).flatten(1),
-                layout.split(torch.cat(cotangents, 1), 1).flatten(2, 3),
-            )
-        ]
+        return [Lookup(indices.flatten(1), cotangents.flatten(2, 3))]
 
     def _gathered(self, parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
         """One block for several of one kind."""
@@ -111,11 +105,9 @@ class Gathering:
             return Block(first.equation, (total.index_add(dim, owners, added),))
         more = next(unused_labels(first.equation)) if layout.most > 1 else ""  # a sample's calls
         operands = []
-        for i, of in enumerate(first.inputs):
-            dim, dims = of.index("b"), [of.index(label) for label in sizes]
-            padded = [_padded(x.operands[i], dims, sizes.values()) for _, x in parts]
-            arranged = layout.split(torch.cat(padded, dim), dim)
-            operands.append(arranged if more else arranged.squeeze(dim + 1))
+        for of, *each in zip(first.inputs, *[block.operands for _, block in parts], strict=True):
+            arranged = _arranged(each, of, sizes, layout)
+            operands.append(arranged if more else arranged.squeeze(of.index("b") + 1))
         inputs = ",".join(of.replace("b", "b" + more) for of in first.inputs)
         return Block(f"{inputs}->kb{first.parameter}", tuple(operands))
 
@@ -136,10 +128,17 @@ def _with_samples(block: Block, samples: int) -> Block:
     return Block(f"{inputs}->kb{block.parameter}", operands)
 
 
-def _padded(tensor: Tensor, dims: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    """A tensor filled up with zeros at the end of some dimensions, up to some sizes."""
-    wanted = dict(zip(dims, sizes, strict=True))
-    missing = [wanted.get(dim, n) - n for dim, n in enumerate(tensor.shape)]
-    if not any(missing):
-        return tensor
-    return functional.pad(tensor, [x for n in reversed(missing) for x in (0, n)])
+def _arranged(
+    operands: Sequence[Tensor], labels: str, sizes: Mapping[str, int], layout: Routed
+) -> Tensor:
+    """Operands of several blocks as one, with the calls of a sample as a dimension behind ``b``.
+
+    They are filled up with zeros at the end of some indices, up to given sizes.
+    """
+    dim = labels.index("b")
+    padded = []
+    for x in operands:
+        missing = [sizes.get(label, n) - n for label, n in zip(labels, x.shape, strict=True)]
+        zeros = [end for n in reversed(missing) for end in (0, n)]
+        padded.append(functional.pad(x, zeros) if any(missing) else x)
+    return layout.split(torch.cat(padded, dim), dim)

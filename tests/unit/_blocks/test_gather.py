@@ -61,10 +61,10 @@ def test_blocks(
         block = make_block((single, group), len(samples), positions[i % len(positions)])
         gathering.add(REGION, Subset(samples, B), block)
         expected.append((Subset(samples, B), dense(block)))
-    ((_, blocks),) = gathering.blocks(None)
+    blocks = [x for _, x in gathering.blocks(None)]
     assert_close_to_reference(torch.stack([dense(x) for x in blocks]).sum(0), spread(expected))
     there = sorted({sample for samples in calls for sample in samples})
-    ((_, some),) = gathering.blocks(there)
+    some = [x for _, x in gathering.blocks(there)]
     narrow = torch.stack([dense(x) for x in some]).sum(0)
     assert_close_to_reference(narrow, spread(expected)[:, there])
 
@@ -76,7 +76,7 @@ def test_factors_of_a_loop_are_those_of_a_batch() -> None:
     g, x = whole.operands
     for b in range(B):
         gathering.add(REGION, Subset((b,), B), Block("kbto,ti->kboi", (g[:, b : b + 1], x[b])))
-    ((_, (block,)),) = gathering.blocks(None)
+    ((_, block),) = gathering.blocks(None)
     assert block.equation == whole.equation
     assert all(torch.equal(p, q) for p, q in zip(block.operands, whole.operands, strict=True))
 
@@ -93,7 +93,7 @@ def test_uneven_calls_are_not_filled_up_beyond_rows() -> None:
     gathering = Gathering(kernels())
     for b in [0] * 300 + list(range(B)):
         gathering.add(REGION, Subset((b,), B), make_block(("kbo,i->kboi", ""), 1, 1))
-    ((_, (block,)),) = gathering.blocks(None)
+    ((_, block),) = gathering.blocks(None)
     assert sum(x.numel() for x in block.operands) == K * B * ROWS * WIDTH
 
 
@@ -105,7 +105,7 @@ def test_rows_take_the_place_of_factors_that_would_be_mostly_filled_up() -> None
         block = Block("ktsbo,tsbi->kboi", (g, x))
         gathering.add(Region.contiguous((7, 8)), Subset(samples, B), block)
         expected.append((Subset(samples, B), dense(block)))
-    ((_, (block,)),) = gathering.blocks(None)
+    ((_, block),) = gathering.blocks(None)
     assert_close_to_reference(dense(block), spread(expected))
     assert block.is_rows
 
