@@ -26,9 +26,8 @@ class Adjoint:
 
     function: Callable[..., Tensor]
     """The gradient, from a cotangent ``(*output)`` and the saved tensors."""
-    dim: int | None
-    """The dimension of the output that counts the samples."""
     cotangent: Tensor
+    """The cotangents ``(k, *output)``. The first dimension of outputs counts the samples."""
     saved: tuple[Tensor, ...]
     labels: str
     """The index of each dimension of the gradient, as in the equation of the block."""
@@ -46,11 +45,8 @@ class Adjoint:
 
     def __call__(self, weights: Tensor, parameter: str, kernels: Kernels) -> Tensor:
         """The sum of the rows with weights ``(k, b)``, in the order of some indices."""
-        shape = [1] * self.cotangent.dim()
-        shape[0] = len(weights)
-        if self.dim is not None:
-            shape[self.dim + 1] = weights.shape[1]
-        weighted = kernels.weighed(self.cotangent, weights.view(shape))
+        behind = (1,) * (self.cotangent.dim() - weights.dim())
+        weighted = kernels.weighed(self.cotangent, weights.view(*weights.shape, *behind))
         total = weighted.squeeze(0) if len(weights) == 1 else weighted.sum(0)
         saved = [x.to(total.dtype) for x in self.saved]
         gradient = self.function(total, *saved).to(weights.dtype)
@@ -180,11 +176,13 @@ class Block(Kept):
         return prod([sizes[label] for label in "kb" + self.parameter])
 
     def has_fast_adjoint(self, kernels: Kernels) -> bool:
-        """Whether the adjoint gives rows faster than an einsum does, and without patches."""
+        """Whether the adjoint gives rows faster than an einsum does, of all samples at once."""
         if self.adjoint is None or self.adjoint.of_samples is None:
             return False
         patches, dtypes = max([x.numel() for x in self.operands]), [x.dtype for x in self.operands]
-        return kernels.prefers_adjoint(patches, self.elements_of_rows, self.sizes["i"], *dtypes)
+        if (rows := self.elements_of_rows) > kernels.most_elements(dtypes[0]):
+            return False
+        return kernels.prefers_adjoint(patches, rows, self.sizes["i"], *dtypes)
 
     def form(self, differing: str) -> Hashable:
         """A key, equal for blocks that differ in nothing but the sizes of some indices."""

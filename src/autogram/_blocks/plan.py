@@ -8,7 +8,7 @@ that rows are used more than once, so that the two are compared here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import prod
@@ -23,14 +23,14 @@ from autogram._blocks.kernels.paths import OperandShapes, Prices, find_path, siz
 
 ProductKind = Literal["gram", "cross", "norms"]
 
-Mirror = Callable[[int, int], int]
-"""As :meth:`Kernels.parts_to_mirror`."""
-
-Signature = tuple[tuple[str, OperandShapes, bool], ...]
-"""All that plans depend on: equations and shapes of blocks, and whether their adjoints are fast."""
+Signature = tuple[tuple[str, OperandShapes], ...]
+"""Equations and shapes of blocks."""
 
 # Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
+
+# Of the products of a block with itself, four ranges of samples leave out three eighths.
+_MOST_RANGES = 4
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,26 @@ class Plan:
             if self.kind == "norms":
                 products.append(cross(first, first, kernels, self.kind))
             else:
-                products.append(_with_itself(first, self.pieces, kernels))
+                products.append(self._with_itself(first, kernels))
         return reduce(torch.add, products)
+
+    def _with_itself(self, block: Block, kernels: Kernels) -> Tensor:
+        """The Gramian of one block. In ranges of samples, one half is the mirror of the other."""
+        if self.pieces == 1:
+            product = cross(block, block, kernels)
+            return product if product.is_contiguous() else mirrored(product)
+        block = Block(block.equation, kernels.with_copy(block.operands))
+        k, b = block.sizes["k"], block.sizes["b"]
+        dtype = kernels.accumulating(*[x.dtype for x in block.operands])
+        total = block.operands[0].new_empty(k, b, k, b, dtype=dtype)
+        start = 0
+        for part in block.chunks("b", self.pieces):
+            stop = start + part.sizes["b"]
+            product = cross(block.narrow("b", start, b - start), part, kernels)
+            total[:, start:, :, start:stop] = product
+            total[:, start:stop, :, start:] = mirrored(product)
+            start = stop
+        return total
 
     def _cut(self, blocks: Sequence[Block]) -> Iterable[tuple[Block, ...]]:
         position = blocks[0].parameter.find(self.label)
@@ -166,49 +184,25 @@ def cross(
     return torch.cat([kernels.einsum(equation, first.operands + x.operands) for x in parts], 3)
 
 
-def _with_itself(block: Block, pieces: int, kernels: Kernels) -> Tensor:
-    """The Gramian of one block. In ranges of samples, one half is the mirror of the other."""
-    if pieces == 1:
-        product = cross(block, block, kernels)
-        return product if product.is_contiguous() else mirrored(product)
-    block = Block(block.equation, kernels.with_copy(block.operands))
-    k, b = block.sizes["k"], block.sizes["b"]
-    dtype = kernels.accumulating(*[x.dtype for x in block.operands])
-    total = block.operands[0].new_empty(k, b, k, b, dtype=dtype)
-    start = 0
-    for part in block.chunks("b", pieces):
-        stop = start + part.sizes["b"]
-        product = cross(block.narrow("b", start, b - start), part, kernels)
-        total[:, start:, :, start:stop] = product
-        total[:, start:stop, :, start:] = mirrored(product)
-        start = stop
-    return total
-
-
 def mirrored(product: Tensor) -> Tensor:
     """Products ``(k, b, k', b')`` with both sides exchanged."""
     return product.permute(2, 3, 0, 1)
 
 
 def plans(
-    kind: ProductKind,
-    first: Sequence[Block],
-    second: Sequence[Block],
-    kernels: Kernels,
+    kind: ProductKind, first: Sequence[Block], second: Sequence[Block], kernels: Kernels
 ) -> tuple[Plan, ...]:
     """All plans that are compared for products of some blocks, the cheapest first."""
     dtype = first[0].operands[0].dtype
     limit, prices = kernels.most_elements(dtype), kernels.prices(dtype)
-    signatures = (
-        tuple([(x.equation, x.shapes, x.has_fast_adjoint(kernels)) for x in blocks])
-        for blocks in (first, second)
-    )
-    return _find_plans(kind, *signatures, prices, limit, kernels.parts_to_mirror)
+    signatures = [tuple([(x.equation, x.shapes) for x in of]) for of in (first, second)]
+    return _find_plans(kind, *signatures, prices, limit)
 
 
 def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     """Whether the Gramian of some blocks of one tensor is computed from explicit rows."""
-    return plans("gram", blocks, (), kernels)[0].method == "rows"
+    is_fast = any(block.has_fast_adjoint(kernels) for block in blocks)
+    return is_fast or plans("gram", blocks, (), kernels)[0].method == "rows"
 
 
 def cost_of_rows(equation: str, shapes: OperandShapes) -> float:
@@ -225,18 +219,13 @@ def cost_of_products(
 
 @lru_cache(maxsize=4096)
 def _find_plans(
-    kind: ProductKind,
-    first: Signature,
-    second: Signature,
-    prices: Prices,
-    limit: int,
-    mirror: Mirror,
+    kind: ProductKind, first: Signature, second: Signature, prices: Prices, limit: int
 ) -> tuple[Plan, ...]:
     """The plans for blocks of some signatures, in pieces where results would exceed the limit."""
     by_rows = _plan_rows(kind, first, second, prices, limit)
     if len(first) + len(second) > _MOST_BLOCKS_IN_PAIRS:
         return (by_rows,)
-    by_factors = _plan_factors(kind, first, second, prices, limit, mirror)
+    by_factors = _plan_factors(kind, first, second, prices, limit)
     return (by_factors, by_rows) if by_factors.cost < by_rows.cost else (by_rows, by_factors)
 
 
@@ -244,31 +233,27 @@ def _plan_rows(
     kind: ProductKind, first: Signature, second: Signature, prices: Prices, limit: int
 ) -> Plan:
     blocks = (*first, *second)
-    equation, shapes, _ = blocks[0]
+    equation, shapes = blocks[0]
     sizes, labels = sizes_of(equation, shapes), parsed(equation).parameter
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
-    others = sizes_of(*second[0][:2]) if second else sizes
+    others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
     # All blocks have the tensor's dimensions in the order in which a product of the first's factors
     # leaves them.
     order = parsed(equation).order_of_factors
-    paths = [(find_path(reordered(of, order), shapes), is_fast) for of, shapes, is_fast in blocks]
+    paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
     cost = m * n * columns + prices.memory * m * columns + prices.call
     if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
-        cost += prices.memory * m * n + sum(
-            path.multiplications + prices.call if is_fast else path.cost(prices)
-            for path, is_fast in paths
-        )
-    work = sum(path.multiplications for path, _ in paths) + m * n * columns
+        cost += prices.memory * m * n + sum(path.cost(prices) for path in paths)
+    work = sum(path.multiplications for path in paths) + m * n * columns
     # What a product copies of the factors, it copies for some samples at a time.
     factors = [
         (prod(n for label, n in zip(labels, shape, strict=True) if label != "b"), labels)
-        for of, shapes, is_fast in blocks
+        for of, shapes in blocks
         for labels, shape in zip(parsed(of).inputs, shapes, strict=True)
-        if not is_fast
     ]
-    of_sample, outer = max(factors, default=(0, ""))
-    largest = max(m * n if is_fast else path.largest for path, is_fast in paths)
+    of_sample, outer = max(factors)
+    largest = max(path.largest for path in paths)
     elements = max(of_sample, largest)
     label = "b"
     if kind != "norms":
@@ -277,33 +262,25 @@ def _plan_rows(
         enough = [of for of in found if sizes[of] * limit >= elements]
         label = next(iter(enough), max(found, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
-    if pieces > 1 and any(is_fast for _, is_fast in paths):  # pieces of blocks have no adjoints
-        first, second = (tuple([(*x[:2], False) for x in of]) for of in (first, second))
-        return _plan_rows(kind, first, second, prices, limit)
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 
 
 def _plan_factors(
-    kind: ProductKind,
-    first: Signature,
-    second: Signature,
-    prices: Prices,
-    limit: int,
-    mirror: Mirror,
+    kind: ProductKind, first: Signature, second: Signature, prices: Prices, limit: int
 ) -> Plan:
     others = [second] * len(first) if second else [first[: i + 1] for i in range(len(first))]
     paths = [
         find_path(cross_equation(p, q, is_diagonal=kind == "norms"), of_p + of_q)
-        for (p, of_p, _), of_second in zip(first, others, strict=True)
-        for q, of_q, _ in of_second
+        for (p, of_p), of_second in zip(first, others, strict=True)
+        for q, of_q in of_second
     ]
     largest = max(path.largest for path in paths)
-    samples = sizes_of(*(second or first)[0][:2])["b"]
+    samples = sizes_of(*(second or first)[0])["b"]
     pieces = count_pieces(largest, limit, samples)
     elements = -(-largest // pieces)
     cost = sum(path.cost(prices) for path in paths)
-    if kind == "gram":
-        pieces = max(pieces, mirror(cost, samples))
+    if kind == "gram" and cost > prices.mirror:
+        pieces = max(pieces, min(_MOST_RANGES, samples // prices.thin))
     work = sum(path.multiplications for path in paths)
     return Plan(kind, "factors", "b", pieces, cost, work, elements)
 

@@ -36,8 +36,11 @@ def products(
     """
     if not second and len(first) == 1 and (there := rows_of_block(first[0], kernels)) is not None:
         return products_of_rows(kind, there, kernels)  # there is nothing to compare
-    first, second = merge(first, kernels), merge(second, kernels) if second else ()
-    return plans(kind, first, second, kernels)[0](first, second, kernels)
+    both = merge(first, kernels), merge(second, kernels) if second else []
+    for blocks in both:  # no plan is faster than these adjoints
+        if fast := [x for x in blocks if x.has_fast_adjoint(kernels)]:
+            blocks[:] = [explicit(fast, kernels), *[x for x in blocks if x not in fast]]
+    return plans(kind, *both, kernels)[0](*both, kernels)
 
 
 def share_factor(outer: Block, rows: Block, kernels: Kernels) -> bool:
@@ -95,10 +98,8 @@ def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> 
     ]
     for block in merge([x for x in blocks if not (x.adjoint and can_adjoin)], kernels):
         whole = Block(weighted(block.equation), (weights, *block.operands))
-        sums = [
-            kernels.weighted_sum(block.equation, part.operands[1:], part.operands[0])
-            for part in _by_samples(whole, kernels)
-        ]
+        pieces = _by_samples(whole, kernels)
+        sums = [kernels.weighted_sum(x.equation, x.operands) for x in pieces]
         parts.append(reduce(torch.add, sums))
     return reduce(torch.add, parts)
 

@@ -117,10 +117,9 @@ class Convolution(NamedTuple):
         )
         is_symmetric = all(before == behind for before, behind in self.padding)
         if is_symmetric and (layout is None or not (layout.has_before or layout.has_after)):
-            dim = None if layout is None else layout.dim
-            of_samples = self._gradients if dim is not None and self._has_patches else None
-            sizes = (dim, cotangent, (input,), block.parameter, of_samples)
-            block = Block(block.equation, block.operands, Adjoint(self._gradient, *sizes))
+            of_samples = self._gradients if layout is not None and self._has_patches else None
+            given = cotangent, (input,), block.parameter, of_samples
+            block = Block(block.equation, block.operands, Adjoint(self._gradient, *given))
         return (block,)
 
     def transposed_blocks(

@@ -116,7 +116,7 @@ def test_parts_are_at_most_as_many_as_there_are_places() -> None:
 def test_cross(first: str, second: str, chunks: int) -> None:
     p, q = make_block(first), make_block(second)
     expected = torch.einsum("kboi,lcoi->kblc", dense(p), dense(q))
-    assert_close_to_reference(cross(p, q, kernels(), chunks), expected)
+    assert_close_to_reference(cross(p, q, kernels(), pieces=chunks), expected)
 
 
 def test_rows() -> None:

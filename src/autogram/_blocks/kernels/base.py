@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks.kernels.contraction import Contraction, View, form_of_view
-from autogram._blocks.kernels.paths import Prices, find_path, weighted
+from autogram._blocks.kernels.paths import Prices, find_path
 from autogram._blocks.kernels.workspace import Memory, Purpose
 from autogram._blocks.programs.known import Programs
 
@@ -216,9 +216,9 @@ class Kernels:
         """A factor times weights of its samples, ready for products with other factors."""
         return tensor * weights
 
-    def weighted_sum(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
-        """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``."""
-        return self.einsum(weighted(equation), (weights, *operands))
+    def weighted_sum(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
+        """Sums of rows ``(s, *tensor)``: an einsum of weights ``(s, k, b)`` with their factors."""
+        return self.einsum(equation, operands)
 
     def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """What sums of rows in a dtype compute from the weights once for all parameters."""
@@ -244,14 +244,6 @@ class Kernels:
         """Values below ``size`` that occur in indices, ascending, and the place of each index."""
         found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
         return found
-
-    @staticmethod
-    def parts_to_mirror(cost: int, samples: int) -> int:
-        """Into how many ranges of samples to cut a product of a block with itself.
-
-        Half of such a product is the mirror of the other half. Products of parts are smaller.
-        """
-        return 1
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The operands, with a copy in place of a factor that several products would each copy."""

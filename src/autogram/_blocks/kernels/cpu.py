@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autogram._blocks.kernels.base import Kernels, Limit
 from autogram._blocks.kernels.contraction import repeats
+from autogram._blocks.kernels.paths import Prices
 from autogram._blocks.kernels.workspace import Purpose, Workspace
 from autogram._blocks.programs.known import Programs
 from autogram._blocks.programs.program import as_one_call
@@ -51,6 +52,9 @@ class CpuKernels(Kernels):
         """The limit, or what fits in one piece."""
         return min(self.limit.elements, _PIECE // self.accumulating(dtype).itemsize)
 
+    def prices(self, dtype: torch.dtype) -> Prices:
+        return Prices(memory=16, mirror=_WORTH_MIRRORING, thin=_FEWEST_SAMPLES)
+
     def at_once(self, elements: int, like: Tensor) -> int:
         """What stays in a cache until it is read."""
         return min(elements, self.limit.elements, _SHORT_LIVED)
@@ -89,10 +93,6 @@ class CpuKernels(Kernels):
         has_kernel = torch.backends.mkldnn.is_available()
         is_fast = has_kernel and self.multiplied(*dtypes) == torch.float32
         return is_fast and patches > _PATCHES_PER_ROW * rows
-
-    @staticmethod
-    def parts_to_mirror(cost: int, samples: int) -> int:
-        return min(4, samples // _FEWEST_SAMPLES) if cost > _WORTH_MIRRORING else 1
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The operands with one copy of the largest, if that repeats elements, as patches do."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from autogram._blocks.kernels.base import Kernels, Limit, distinct_or_repeated
-from autogram._blocks.kernels.paths import Prices, unused_labels
+from autogram._blocks.kernels.base import Kernels, distinct_or_repeated
+from autogram._blocks.kernels.paths import Prices
 from autogram._blocks.kernels.workspace import Memory
-from autogram._blocks.programs.known import Programs
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -58,9 +57,7 @@ class CudaKernels(Kernels):
 
     tiny = 2**20  # copying so many elements takes a quarter of a launch
 
-    def __init__(self, limit: Limit, programs: Programs | None = None) -> None:
-        super().__init__(limit, programs)
-        self._halves: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
+    _halves: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
 
     @override
     def prices(self, dtype: torch.dtype) -> Prices:
@@ -145,30 +142,29 @@ class CudaKernels(Kernels):
         return torch.mul(tensor, weights, out=tensor.new_empty(shape))
 
     @override
-    def weighted_sum(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
-        inputs, output = equation.split("->")
-        cotangent, *rest = inputs.split(",")
-        if not _are_half(operands) or not {"k", "b"} <= set(cotangent):
-            return super().weighted_sum(equation, operands, weights)
+    def weighted_sum(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
+        _, cotangent, *rest = equation.split("->")[0].split(",")
+        weights, *factors = operands
+        if not _are_half(factors) or not {"k", "b"} <= set(cotangent):
+            return super().weighted_sum(equation, operands)
         if not rest:
-            return self._weighted_rows(equation, operands, weights)
-        s = next(unused_labels(equation))
+            return self._weighted_rows(equation, weights, *factors)
         if cotangent.index("b") < cotangent.index("k"):
             weights = weights.mT
         sizes = iter(weights.shape[1:])
         shape = [next(sizes) if label in "kb" else 1 for label in cotangent]
-        weighed = self.weighed(operands[0].unsqueeze(0), weights.reshape(len(weights), *shape))
-        terms = ",".join([s + cotangent, *rest])
-        return self.einsum(f"{terms}->{s}{output[2:]}", (weighed, *operands[1:]))
+        weighed = self.weighed(factors[0].unsqueeze(0), weights.reshape(len(weights), *shape))
+        # The index of weights is that of weighed cotangents now, which stand in their place.
+        return self.einsum(equation.replace("kb,", "", 1), (weighed, *factors[1:]))
 
     @override
     def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return self._in_halves(weights, dtype) if dtype in _HALVES else ()
 
-    def _weighted_rows(self, equation: str, operands: Sequence[Tensor], weights: Tensor) -> Tensor:
+    def _weighted_rows(self, equation: str, weights: Tensor, rows: Tensor) -> Tensor:
         """Sums of rows in half precision, of which no wider copy is made."""
-        both, scale = self._in_halves(weights, operands[0].dtype)
-        found = super().weighted_sum(equation, operands, both)
+        both, scale = self._in_halves(weights, rows.dtype)
+        found = self.einsum(equation, (both, rows))
         return (found[: len(weights)] + found[len(weights) :]) * scale
 
     def _in_halves(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

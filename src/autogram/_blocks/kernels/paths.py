@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from string import ascii_letters
 from typing import NamedTuple
 
@@ -22,10 +22,14 @@ class Prices(NamedTuple):
     Attributes:
         memory: Writing one element, and reading it again.
         call: Launching one operation, where that takes longer than the operation.
+        mirror: A Gramian by factors that costs more is computed by half, and mirrored.
+        thin: With fewer samples on a side, parts of such a Gramian are too thin.
     """
 
     memory: int
     call: int = 0
+    mirror: float = inf
+    thin: int = 1
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,11 @@ def test_a_layer_that_is_shared_has_no_patches_either() -> None:
             gramian = engine.compute_gramian(losses)
         assert_close(gramian, rows @ rows.T, rtol=1e-4, atol=1e-3)
     # The images require no gradient, so that all are for rows.
-    expected = 2 if torch.backends.mkldnn.is_available() else 0
-    assert operators.names.count(BY_GRADIENT) == expected
+    if torch.backends.mkldnn.is_available():
+        assert operators.names.count(BY_GRADIENT) == 2
+        assert operators.names.count("aten::mm") == 1  # of the rows of both
+    else:
+        assert BY_GRADIENT not in operators.names
 
 
 # Measured on one thread of a processor with AVX512 in float32: the elements of patches for each one

@@ -216,7 +216,7 @@ def test_weights_are_halved_once_for_all_parameters(half: torch.dtype) -> None:
     for _ in range(3):
         weights.uniform_()
         with Operators() as operators:
-            sums = dict(weighted_sums(found, weights))
+            sums = weighted_sums(found, weights)
         assert operators.names.count("aten::amax") == 1
         for parameter, x in zip(found, rows, strict=True):
             expected = torch.einsum("kb,kbn->n", weights.double(), x.double())
