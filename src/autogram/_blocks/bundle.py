@@ -96,9 +96,7 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
     return products("gram", [_stack(blocks)], (), bundle[0].kernels)
 
 
-def weighted_sums(
-    found: Mapping[Tensor, Columns], weights: Tensor
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+def weighted_sums(found: Mapping[Tensor, Columns], weights: Tensor) -> dict[Tensor, Tensor | None]:
     """J^T w of some parameters, for weights ``(k, b)`` or several, ``(s, k, b)``.
 
     Results own their memory, with strides as autograd would give them.
@@ -108,27 +106,22 @@ def weighted_sums(
     each, settings = list(found.values()), settings_now()
     sums = _by_program(each, stack, settings, partial(_in_bundles, found, stack, settings))
     totals = [x if x is None or weights.dim() == 3 else x[0] for x in sums]
-    yield from zip(found, _owned(totals, [columns.parameter for columns in each]), strict=True)
+    owned = _owned(totals, [columns.parameter for columns in each])
+    return dict(zip(found, owned, strict=True))
 
 
 def _in_bundles(
     found: Mapping[Tensor, Columns], weights: Tensor, settings: Hashable
 ) -> list[Tensor | None]:
     """The weighted sums of some parameters, bundle by bundle."""
-    devices = {id(columns): parameter.device for parameter, columns in found.items()}
-    sums: dict[int, Tensor | None] = {}
-    for bundle in bundled(found.values()):
-        moved = weights.to(devices[id(bundle[0])])
-        if len(bundle) == 1:
-            alone = _by_program(bundle, moved, settings, partial(_one_by_one, bundle, moved))
-        else:
-            alone = _sums_of(bundle, moved)
-        sums.update(zip(map(id, bundle), alone, strict=True))
+    devices = {columns: parameter.device for parameter, columns in found.items()}
+    sums: dict[Columns, Tensor | None] = {}
+    for bundle in bundled(devices):
+        moved = weights.to(devices[bundle[0]])
+        compute = partial(_sums_of, bundle, moved)
+        alone = _by_program(bundle, moved, settings, compute) if len(bundle) == 1 else compute()
+        sums.update(zip(bundle, alone, strict=True))
     return [sums[columns] for columns in devices]
-
-
-def _one_by_one(each: Sequence[Columns], weights: Tensor) -> list[Tensor | None]:
-    return [columns.weighted_sum(weights) for columns in each]
 
 
 def _by_program(
@@ -175,6 +168,8 @@ def _by_program(
 
 def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> Sequence[Tensor | None]:
     """The weighted sums of a bundle, with weights ``(s, k, b)``."""
+    if len(bundle) == 1:
+        return [bundle[0].weighted_sum(weights)]
     total = weighted_sum([_stack(_only_blocks(bundle))], weights, bundle[0].kernels)
     parts = [total.select(1, i).reshape(len(weights), -1) for i in range(len(bundle))]
     views = [from_storage(part, x.parameter) for part, x in zip(parts, bundle, strict=True)]
@@ -280,9 +275,6 @@ def in_places(columns: Columns, parameter: Region) -> Columns:
     if columns.parameter == parameter:
         return columns
     moved = Columns(parameter, columns.kernels)
-    if columns.dtype is not None:
-        dense = columns.dense()
-        shape = *dense.shape[:2], *parameter.shape
-        rows = from_storage(dense.flatten(0, 1), columns.parameter).reshape(shape)
+    if (rows := columns.rows()) is not None:
         moved.add(parameter, rows_block(rows))
     return moved

@@ -173,7 +173,7 @@ class Jacobian:
         """
         with exact(self.device):
             weights = self._parts.weights_of(w, can_be_stack=True)
-            found = dict(self._parts.weighted_sums(weights))
+            found = self._parts.weighted_sums(weights)
             shape, dtype = weights[0].shape[:-2], self.dtype
             gradients = {}
             for parameter, name in self._names.items():
@@ -211,7 +211,7 @@ class Jacobian:
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
         with exact(self.device):
-            return as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)))
+            return as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)).items())
 
     def _add(self, gradients: dict[Tensor, Tensor]) -> None:
         """Adds gradients to ``.grad``, and lets go of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -76,13 +76,13 @@ class MergedParts:
     """Parts with equally many objectives per sample, whose samples are taken together.
 
     The blocks of a group are those that one backward pass of all samples would have given: rows
-    are formed once, and a product of all samples is one product. ``starts`` has the number of the
-    first objective of each part, among those of all parts.
+    are formed once, and a product of all samples is one product. Each part is ``numbered`` by its
+    first objective among those of all parts.
     """
 
-    def __init__(self, parts: Sequence[JacobianPart], starts: Sequence[int]) -> None:
-        self._parts = parts
-        self._starts = starts
+    def __init__(self, numbered: Sequence[tuple[int, JacobianPart]]) -> None:
+        self._numbered = numbered
+        self._parts = parts = [part for _, part in numbered]
         self.per_sample = parts[0].objectives.per_sample
         self.samples = sum(part.objectives.samples for part in parts)
 
@@ -103,8 +103,8 @@ class MergedParts:
 
     def numbers(self) -> Tensor:
         """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
-        pairs = zip(self._parts, self._starts, strict=True)
-        return torch.cat([part.objectives.numbers(start) for part, start in pairs], 1).flatten()
+        numbers = [part.objectives.numbers(start) for start, part in self._numbered]
+        return torch.cat(numbers, 1).flatten()
 
     def add_products(self, total: Tensor, other: MergedParts, parameters: Iterable[Tensor]) -> None:
         """Adds inner products with the rows of a group, or with its own, to ``(K B, K' B')``."""
@@ -125,18 +125,16 @@ class Parts:
     def __init__(self, parts: Sequence[JacobianPart]) -> None:
         self.each = tuple(parts)
         self.sizes = [part.m for part in parts]
-        self._starts = [0, *accumulate(self.sizes)][:-1]
+        starts = accumulate(self.sizes[:-1], initial=0)
+        self._numbered = list(zip(starts, self.each, strict=True))
 
     @cached_property
     def groups(self) -> list[MergedParts]:
         """Parts by the number of objectives per sample."""
-        kinds: dict[int, list[int]] = {}
-        for i, part in enumerate(self.each):
-            kinds.setdefault(part.objectives.per_sample, []).append(i)
-        return [
-            MergedParts([self.each[i] for i in kind], [self._starts[i] for i in kind])
-            for kind in kinds.values()
-        ]
+        kinds: dict[int, list[tuple[int, JacobianPart]]] = {}
+        for start, part in self._numbered:
+            kinds.setdefault(part.objectives.per_sample, []).append((start, part))
+        return [MergedParts(kind) for kind in kinds.values()]
 
     def products(self, other: Parts, parameters: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
         """Inner products of the rows with those of other parts, or of the same, ``(m, m')``."""
@@ -165,26 +163,23 @@ class Parts:
             for part, x in pairs
         ]
 
-    def weighted_sums(self, weights: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def weighted_sums(self, weights: Sequence[Tensor]) -> dict[Tensor, Tensor | None]:
         """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero."""
         totals: dict[Tensor, Tensor | None] = {}
         for part, w in zip(self.each, weights, strict=True):
-            for parameter, found in weighted_sums(part.columns, w):
+            for parameter, found in weighted_sums(part.columns, w).items():
                 if found is not None:
                     found = in_numbers_of(parameter, found)
-                if len(self.each) == 1:
-                    yield parameter, found
-                    continue
                 total = totals.get(parameter)
                 if total is None:
                     totals[parameter] = found
                 elif found is not None:
                     total += found
-        yield from totals.items()
+        return totals
 
     def put_rows(self, rows: Tensor, parameter: Tensor, index: Tensor) -> None:
         """Writes the rows of some objectives, of which those that are zero stay as they are."""
-        for part, start in zip(self.each, self._starts, strict=True):
+        for start, part in self._numbered:
             (among,) = torch.nonzero((index >= start) & (index < start + part.m), as_tuple=True)
             found = part.rows(parameter, index[among] - start)
             if found is not None:

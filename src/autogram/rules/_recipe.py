@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, reduce
 from typing import NamedTuple
 
@@ -250,10 +250,7 @@ def _equations(
 
     ``None`` in the place of an equation that no product can have.
     """
-    pairs = list(zip(labels, are_one, strict=True))
-    found = Counter(x for of in labels for x in set(of))
-    alone = {x for x, terms in found.items() if terms == 1 and x not in output}
-    targets = [_target(of, ones, _larger(pairs) | alone) for of, ones in pairs]
+    targets = _targets(output, labels, are_one)
     inputs = [target.replace("1", "") for target in targets]
     equations: list[str | None] = []
     for i, target in enumerate(targets):
@@ -264,22 +261,20 @@ def _equations(
     return equations, repeated
 
 
+def _targets(output: str, labels: Sequence[str], are_one: Sequence[Sequence[bool]]) -> list[str]:
+    """The indices of each term, with ``1`` where it is broadcast, or adds up a single element."""
+    terms = [list(zip(of, ones, strict=True)) for of, ones in zip(labels, are_one, strict=True)]
+    larger = {x for term in terms for x, is_one in term if not is_one}
+    counts = Counter(x for of in labels for x in set(of))
+    left_out = larger | {x for x, count in counts.items() if count == 1 and x not in output}
+    return ["".join(["1" if one and x in left_out else x for x, one in term]) for term in terms]
+
+
 def _are_one(shape: Sequence[int]) -> tuple[bool, ...]:
     """Which dimensions have size one: all that decides what is broadcast."""
     if 1 not in shape:
         return (False,) * len(shape)
     return tuple([bool(n == 1) for n in shape])  # sizes that a compiler leaves open have no hash
-
-
-def _target(labels: str, are_one: Sequence[bool], left_out: Collection[str]) -> str:
-    """The indices of a term, with ``1`` for those of size one that are to be left out."""
-    pairs = zip(labels, are_one, strict=True)
-    return "".join("1" if is_one and label in left_out else label for label, is_one in pairs)
-
-
-def _larger(terms: Iterable[tuple[str, Sequence[bool]]]) -> set[str]:
-    """The indices that are larger than one in some term, along which others are broadcast."""
-    return {x for of, ones in terms for x, is_one in zip(of, ones, strict=True) if not is_one}
 
 
 def addend(
@@ -302,8 +297,7 @@ def addend(
 def _sum_equation(own: tuple[bool, ...], others: tuple[tuple[bool, ...], ...]) -> str:
     """The equation of a tensor that is added to others, by which of their sizes are one."""
     output, labels = broadcast(len(own), *map(len, others))
-    terms = list(zip(labels, (own, *others), strict=True))
-    return f"{output}->{_target(labels[0], own, _larger(terms))}"
+    return f"{output}->{_targets(output, labels, (own, *others))[0]}"
 
 
 @lru_cache

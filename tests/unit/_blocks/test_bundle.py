@@ -76,13 +76,13 @@ def test_gramian(found: dict[Tensor, Columns]) -> None:
 def test_weighted_sums(found: dict[Tensor, Columns], count: int) -> None:
     weights = torch.randn(count, K, B, dtype=torch.float64)
     expected = {p: columns.weighted_sum(weights) for p, columns in found.items()}
-    actual = dict(weighted_sums(found, weights))
+    actual = weighted_sums(found, weights)
     assert set(actual) == set(found)
     for parameter, gradient in actual.items():
         assert gradient[0].shape == parameter.shape
         assert gradient[0].stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter])
-    for parameter, gradient in weighted_sums(found, weights[0]):
+    for parameter, gradient in weighted_sums(found, weights[0]).items():
         assert gradient.shape == parameter.shape
         assert gradient.stride() == parameter.stride()
         assert_close_to_reference(gradient, expected[parameter][0])
@@ -99,14 +99,14 @@ def test_weighted_sums_by_one_program(
     monkeypatch.setattr(Program, "__call__", lambda self, *x: runs.append(self) or call(self, *x))
     for count in (1, 2, 1, 2):  # each of these is another form
         before = [weighted_sums(found, torch.ones(count, K, B).double()) for _ in range(2)]
-        assert all(list(sums) for sums in before)
+        assert all(before)
         for columns in found.values():
             for x in factors(columns):
                 x.copy_(torch.randn_like(x))
                 columns.single._versions = None  # as those of a new step
         weights = torch.randn(count, K, B, dtype=torch.float64)
         runs.clear()
-        actual = dict(weighted_sums(found, weights))
+        actual = weighted_sums(found, weights)
         assert len(runs) == 1
         for parameter, columns in found.items():
             assert actual[parameter].untyped_storage().nbytes() == actual[parameter].nbytes
@@ -130,7 +130,7 @@ def test_gradients_share_no_memory() -> None:
         found[p] = Columns(Region.of_parameter(p), kernels())
         found[p].add(Region.of_parameter(p), Block("kbo->kbo", (cotangent,)))
     weights = torch.randn(1, K, B, dtype=torch.float64)
-    first, second = dict(weighted_sums(found, weights)).values()
+    first, second = weighted_sums(found, weights).values()
     assert torch.equal(first, second)
     first.zero_()
     assert second.any()
@@ -150,7 +150,7 @@ def test_sums_of_a_bundle_are_there_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bundle, "weighted_sum", watched)
     member = 20 + sum(x.numel() for x in factors(columns_of(MATRICES[0])))
     found = {p: columns_of(p, 2 * member - 1) for p in [torch.zeros(4, 5) for _ in range(6)]}
-    sums = dict(weighted_sums(found, torch.randn(K, B, dtype=torch.float64)))
+    sums = weighted_sums(found, torch.randn(K, B, dtype=torch.float64))
     assert len(totals) == 3
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in sums.values())
 
@@ -184,7 +184,7 @@ def test_what_was_changed_is_refused() -> None:
     with pytest.raises(ChangedTensorError):
         gram_of_bundle(list(found.values()))
     with pytest.raises(ChangedTensorError):
-        list(weighted_sums(found, torch.ones(1, K, B, dtype=torch.float64)))
+        weighted_sums(found, torch.ones(1, K, B, dtype=torch.float64))
 
 
 def test_others_are_left_alone() -> None:
@@ -254,7 +254,7 @@ def test_rows_are_weighed_together_where_a_launch_takes_longer(
     for _ in range(2):  # how to contract is found in the first call
         weights = torch.rand(1, 8)
         with Operators() as operators:
-            sums = dict(weighted_sums(found, weights))
+            sums = weighted_sums(found, weights)
         for parameter, x in zip(found, rows, strict=True):
             assert_close_to_reference(sums[parameter], (weights @ x[0]).squeeze(0))
     assert operators.names.count("aten::mm") + operators.names.count("aten::bmm") == products
