@@ -53,12 +53,6 @@ class TracedKernels(Kernels):
         return tensor.permute(order).reshape(shape)
 
     @override
-    def product_sum(self, x: Tensor, y: Tensor, summed: tuple[int, ...]) -> Tensor:
-        dtype = self.accumulating(x.dtype, y.dtype)
-        product = x.to(dtype) * y.to(dtype)
-        return product.sum(summed) if summed else product
-
-    @override
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
         return distinct_or_repeated(indices, size)
 
