@@ -61,9 +61,15 @@ def bilinear(
 
 
 @register_rule(*variants("matmul", "mm", "bmm", "mv"), holds_for_complex=True)
-def matmul(input: Tensor, other: Tensor) -> list[Recipe] | None:
-    """Both sides of a matrix product, with batches broadcast."""
-    return _of_product(input, other)
+def matmul(input: Tensor, other: Tensor, *, scale: float = 1) -> list[Recipe] | None:
+    """Both sides of a matrix product, times a number, with batches broadcast."""
+    dims = input.dim(), other.dim()
+    if dims == (2, 2) and are_numbers(scale):  # nothing is broadcast
+        options = {"scale": scale, "is_complex": input.is_complex()}
+        of_input, of_other = formula_of("op,ip->oi", **options), formula_of("op,oi->ip", **options)
+        return [Recipe((input,), of_input, (other,)), Recipe((other,), of_other, (input,))]
+    output, *labels = _matmul_labels(*dims)
+    return multilinear(output, *zip((input, other), labels, strict=True), scale=scale)
 
 
 @register_rule(torch.Tensor.__rmatmul__, holds_for_complex=True)
@@ -79,7 +85,7 @@ def addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> list[Recipe] | None:
     """``beta * input + alpha * mat1 @ mat2``."""
-    recipes = _of_product(mat1, mat2, alpha)
+    recipes = matmul(mat1, mat2, scale=alpha)
     left, right = tuple(mat1.shape), tuple(mat2.shape)
     shape = (*left[:-1], *right[max(1, len(right) - 1) :])
     return None if recipes is None else [*recipes, addend(input, shape, scale=beta)]
@@ -175,17 +181,6 @@ def _by_group(
     of_input = gathered.split(input, 0).unflatten(0, (samples, groups))
     of_cotangent = gathered.split(cotangent, 1).unflatten(1, (samples, groups))
     return (Block("kbeto,beti->kbeio", (of_cotangent, of_input)),)
-
-
-def _of_product(left: Tensor, right: Tensor, scale: float = 1) -> list[Recipe] | None:
-    """Recipes of both sides of a matrix product, times a number."""
-    dims = left.dim(), right.dim()
-    if dims == (2, 2) and are_numbers(scale):  # nothing is broadcast
-        options = {"scale": scale, "is_complex": left.is_complex()}
-        of_left, of_right = formula_of("op,ip->oi", **options), formula_of("op,oi->ip", **options)
-        return [Recipe((left,), of_left, (right,)), Recipe((right,), of_right, (left,))]
-    output, *labels = _matmul_labels(*dims)
-    return multilinear(output, *zip((left, right), labels, strict=True), scale=scale)
 
 
 @lru_cache
