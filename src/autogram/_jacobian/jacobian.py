@@ -179,7 +179,7 @@ class Jacobian:
             for parameter, name in self._names.items():
                 if (gradient := found.get(parameter)) is None:
                     gradient = _zeros(parameter, shape, dtype)
-                gradients[name] = gradient.to(_in_numbers_of(parameter, dtype))
+                gradients[name] = gradient.to(_dtype_for(parameter, dtype))
             return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
@@ -332,10 +332,10 @@ class Jacobian:
 
 def _zeros(parameter: Tensor, first: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros for gradients of a parameter, in its own kind of numbers."""
-    return parameter.new_zeros((*first, *parameter.shape), dtype=_in_numbers_of(parameter, dtype))
+    return parameter.new_zeros((*first, *parameter.shape), dtype=_dtype_for(parameter, dtype))
 
 
-def _in_numbers_of(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _dtype_for(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype of results for a parameter, which is complex where this is."""
     return dtype.to_complex() if parameter.is_complex() else dtype
 
