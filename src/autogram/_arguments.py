@@ -191,16 +191,7 @@ def _kinds_in_torchjd(value: Any) -> set[str]:
 
 
 def check_square(gramian: Tensor) -> None:
-    """Refuses what is no square matrix of real numbers."""
-    check_floating(gramian)
-    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
-        raise InvalidOperandError(
-            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
-        )
-
-
-def check_floating(gramian: Tensor) -> None:
-    """Refuses what is no tensor of real floating-point numbers."""
+    """Refuses what is no square matrix of real floating-point numbers."""
     given: object = gramian
     if not isinstance(given, Tensor) or not gramian.is_floating_point():
         kind = type(given).__name__
@@ -208,10 +199,19 @@ def check_floating(gramian: Tensor) -> None:
             f"The Gramian is a {kind}{f' of {given.dtype}' if isinstance(given, Tensor) else ''}. "
             "Pass a tensor of real floating-point numbers, as `compute_gramian` returns it."
         )
+    if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
+        raise InvalidOperandError(
+            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
+        )
 
 
 def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
-    """The weights that a user's function gives, detached, in at least float32."""
+    """The weights that a user's function gives, detached, in at least float32.
+
+    Of no objectives, it is not called.
+    """
+    if not len(gramian):
+        return gramian.new_zeros(0)
     version = gramian._version
     with without_autocast(gramian.device):
         weights = weighting(gramian)

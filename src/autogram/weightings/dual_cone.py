@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_floating
+from autogram._arguments import check_square
 from autogram._errors import InvalidOperandError
 from autogram.weightings.projection import Certificate, Projector
 
@@ -29,7 +29,7 @@ class _DualCone:
 
     def _preferences(self, gramian: Tensor) -> Tensor:
         """The preferences, ``(m,)``."""
-        check_floating(gramian)
+        check_square(gramian)
         m = len(gramian)
         if self.pref_vector is None:
             return torch.full((m,), 1 / max(m, 1), dtype=torch.float64, device=gramian.device)

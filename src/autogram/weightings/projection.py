@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_floating
+from autogram._arguments import check_square
 from autogram._errors import (
     InexactWeightsWarning,
     InvalidOperandError,
@@ -112,12 +112,12 @@ class Projector:
         Warns:
             InexactWeightsWarning: The tolerance was not reached.
         """
-        check_floating(gramian)
-        m = vectors.shape[-1] if vectors.dim() else 0
-        if gramian.dim() != 2 or gramian.shape != (m, m):
+        check_square(gramian)
+        m = len(gramian)
+        if vectors.shape[-1:] != (m,):
             raise InvalidOperandError(
-                f"The Gramian has shape {tuple(gramian.shape)}, and the vectors have "
-                f"{tuple(vectors.shape)}. Pass a Gramian `(m, m)` and vectors `(*, m)`."
+                f"The vectors have shape {tuple(vectors.shape)}, and the Gramian has "
+                f"{tuple(gramian.shape)}. Pass vectors `(*, m)` and a Gramian `(m, m)`."
             )
         if not vectors.numel():
             return vectors.clone()
