@@ -1,13 +1,12 @@
 """Agreement: what all ranks know before they exchange data, and errors that all of them raise.
 
-A chorus is for passes that gather parameters from all ranks, of which all make equally many.
+Where passes gather parameters from all ranks, all make equally many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from struct import Struct
 
 from autogram._containers import Latest
@@ -15,7 +14,7 @@ from autogram._distributed.group import Group
 from autogram._distributed.share import Share
 from autogram._errors import RankError, listed
 
-_DONE, _PASS, _FAILED = range(3)
+_DONE, _PASS = range(2)
 _UNKNOWN = (-2, -2)
 _MOST = 64  # steps of different shapes that are remembered
 _NUMBER, _INTEGER = Struct("=d"), Struct("=q")  # of the same bits
@@ -36,6 +35,7 @@ class Agreement:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._known = Latest[Digests, list[Share]](_MOST)
+        self._is_in_call = False
         self.calls = 0
 
     def shares(self, own: Share | None, error: BaseException | None) -> list[Share]:
@@ -76,6 +76,37 @@ class Agreement:
         _compare_scales([bits for bits, _ in found])
         _compare_wrapped([wrapped for _, wrapped in found])
 
+    def before_pass(self) -> None:
+        """Waits until all ranks are ready for a pass, or raises if one has failed."""
+        if self._is_in_call:
+            self._told(None, _PASS)
+
+    @contextmanager
+    def call(self, go_along: Callable[[], None]) -> Iterator[None]:
+        """One call of an engine, in which all ranks make equally many passes.
+
+        How many a rank makes depends on what it knows: where the samples lie, whether a check is
+        due. Ranks vote before each pass. A rank that is done goes along with the passes of others,
+        by a function that makes a pass whose result nobody needs.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        if self._is_in_call:
+            yield
+            return
+        self._is_in_call = True
+        try:
+            yield
+            while (_PASS,) in self._told(None, _DONE):
+                go_along()
+        except RankError:
+            raise
+        except Exception as error:
+            self._told(error, _DONE)  # raises
+        finally:
+            self._is_in_call = False
+
     def _digests(self, own: Share | None, error: BaseException | None) -> Digests:
         """What each rank has, by a hash."""
         return self._told(error, *(_UNKNOWN if own is None else own.digest))
@@ -97,53 +128,6 @@ class Agreement:
             f"ranks; the next one works. Rank {ranks[0]} says: {said}",
             ranks=ranks,
         ) from error
-
-
-@dataclass(eq=False)
-class Chorus:
-    """Lets ranks vote before each pass, until all of them are done.
-
-    How many passes a rank makes depends on what it knows: where the samples lie, whether a check
-    is due. A rank that is done goes along with the passes of others.
-    """
-
-    group: Group
-    agreement: Agreement
-    _is_open: bool = False
-
-    def before_pass(self) -> None:
-        """Waits until all ranks are ready for a pass, or raises if one has failed."""
-        if self._is_open:
-            self._vote(_PASS)
-
-    @contextmanager
-    def call(self, go_along: Callable[[], None]) -> Iterator[None]:
-        """One call of an engine, on all ranks. ``go_along`` makes a pass whose result nobody needs.
-
-        Raises:
-            RankError: A rank has failed.
-        """
-        if self._is_open:
-            yield
-            return
-        self._is_open = True
-        try:
-            yield
-            while self._vote(_DONE):
-                go_along()
-        except RankError:
-            raise
-        except Exception as error:
-            self._vote(_FAILED, error)
-        finally:
-            self._is_open = False
-
-    def _vote(self, vote: int, error: Exception | None = None) -> bool:
-        """Whether some rank makes a pass now."""
-        votes = [vote for (vote,) in self.group.gather_numbers(vote)]
-        if _FAILED in votes:
-            self.agreement.confirm(error)
-        return _PASS in votes
 
 
 def _compare(shares: Sequence[Share]) -> None:

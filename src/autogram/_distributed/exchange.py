@@ -12,19 +12,11 @@ from torch import Tensor
 
 from autogram._blocks import Columns, Factors, block_of
 from autogram._distributed.group import Group
-from autogram._distributed.plan import UNDER_WAY, ExchangePlan, Packet, Slice
-from autogram._distributed.share import Data, Operand, Share, cut, flat, shaped
-
-_ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
+from autogram._distributed.plan import UNDER_WAY, ExchangePlan, Offsets, Packet, Slice
+from autogram._distributed.share import Data, Share, flat, shaped
 
 # In the place of an error, where what was sent is not what there is.
 _VOID = RuntimeError("void")
-
-Offsets = dict[tuple[int, int | None], tuple[slice, Operand, slice]]
-"""Where tensors are in a buffer, and which of their samples.
-
-By the slot, and the dimension along which it is cut into samples.
-"""
 
 
 class Exchange:
@@ -35,7 +27,6 @@ class Exchange:
     Attributes:
         shares: What each rank has.
         is_confirmed: Whether all ranks know that none of them has failed.
-        sent: How many bytes this rank has sent, by the way.
         early: How many buckets have left before all columns were there.
     """
 
@@ -53,7 +44,6 @@ class Exchange:
         self._error: Exception | None = None
         self.early = 0
         self.is_confirmed = False
-        self.sent: dict[str, int] = {"rows": 0, "ring": 0}
         self.starts = [0, *accumulate(share.m for share in shares)]
         dtype = reduce(torch.promote_types, [share.dtype for share in shares])
         m = self.starts[-1]
@@ -130,7 +120,6 @@ class Exchange:
         received = sent.new_empty(self.starts[-1] * step)
         sizes = [of.m * step for of in self.shares]
         work = self._group.exchange(sent, received, sizes)
-        self.sent["rows"] += share.m * step * (world - 1) * sent.element_size()
 
         def contract() -> None:
             work.wait()
@@ -161,7 +150,7 @@ class Exchange:
         Each pair of ranks meets once.
         """
         world, rank = self._group.size, self._group.rank
-        sizes = [_needs(share, packet)[1] for share in self.shares]
+        sizes = [packet.places_in(share)[1] for share in self.shares]
         own = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
         self._attempt(self._pack, own, data, packet)
         to: list[int] = []
@@ -175,7 +164,6 @@ class Exchange:
             if 2 * distance != world or not takes:
                 to.append((rank + distance) % world)
         works = self._group.pass_on(own, to, received)
-        self.sent["ring"] += len(own) * len(to)
 
         def contract() -> None:
             for work in works:
@@ -188,7 +176,7 @@ class Exchange:
 
     def _pack(self, buffer: Tensor, data: Data, packet: Packet) -> None:
         """Writes the factors of this rank into a buffer, one behind the other."""
-        places, _ = _needs(data.share, packet)
+        places, _ = packet.places_in(data.share)
         for where, operand, samples in places.values():
             found = flat(data.tensors[operand.slot], operand, samples)
             buffer[where].view(operand.dtype).copy_(found)
@@ -196,7 +184,7 @@ class Exchange:
     def _contract(self, data: Data, packet: Packet, rank: int, buffer: Tensor) -> None:
         """Adds the products of this rank's rows with those of another, whose factors are there."""
         share, own = self.shares[rank], data.share
-        places, _ = _needs(share, packet)
+        places, _ = packet.places_in(share)
         before, start = self.starts[self._group.rank], self.starts[rank]
         for name in packet.names:
             for number, columns in data.columns(name):
@@ -236,19 +224,3 @@ class Exchange:
         product = jacobian._parts.products(jacobian._parts, parameters, jacobian.dtype)
         last = first + len(product)
         self._total[first:last, first:last] += product.to(self._total)
-
-
-def _needs(share: Share, packet: Packet) -> tuple[Offsets, int]:
-    """Where each tensor is in the buffer of a rank, and the size of the buffer."""
-    places: Offsets = {}
-    at = 0
-    for name in packet.names:
-        for piece in share.pieces.get(name, ()):
-            samples = packet.samples(share.sizes[piece.part][1])
-            for operand in piece.operands:
-                key = operand.slot, operand.sample
-                if key not in places:
-                    size = cut(operand, samples)[1] * operand.dtype.itemsize
-                    places[key] = slice(at, at + size), operand, samples
-                    at += -(-size // _ALIGNED) * _ALIGNED
-    return places, at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autogram._blocks import as_real, in_numbers_of
 from autogram._capture.autograd.grad import add_to_grad, dtype_of_grad
-from autogram._capture.shards import Shards
 from autogram._distributed.group import Group
+from autogram._distributed.ranks import Ranks
 from autogram._distributed.wrapper import Wrappers
 from autogram._jacobian import Jacobian
 
@@ -19,32 +19,29 @@ _BUCKET = 2**22  # elements of gradients that are summed by one call
 
 
 def accumulate(
-    group: Group,
+    ranks: Ranks,
     own: dict[str, Tensor],
     names: Mapping[Tensor, str],
-    reached: Sequence[str],
     wrappers: Wrappers,
-    shards: Shards,
     outside: Mapping[Tensor, Tensor],
 ) -> None:
     """Adds the sum over ranks of their Jᵀ w to ``.grad``.
 
     Args:
-        group: The ranks.
+        ranks: The ranks, whose last step it is.
         own: Jᵀ w of this rank by name, which is let go of.
         names: The parameters of the engine.
-        reached: The parameters that any rank's losses reach, in the same order on all ranks.
         wrappers: What runs the forward passes.
-        shards: The sharded parameters.
         outside: Gradients of other parameters, which wrappers wait for together with these.
     """
     parameters = {name: p for p, name in names.items()}
-    split = {name: p for name in reached if (p := shards[name]) is not None}
+    reached = ranks.reached
+    split = {name: p for name in reached if (p := ranks.shards[name]) is not None}
     for name, parameter in split.items():
         add_to_grad([(parameter, _scattered(parameter, _gradient(own, name, parameters)))])
     by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]
     summands = (_gradient(own, name, parameters) for name in by_us)
-    for name, total in zip(by_us, _sums(group, summands), strict=True):
+    for name, total in zip(by_us, _sums(ranks.group, summands), strict=True):
         add_to_grad([(parameters[name], total.to(dtype_of_grad(parameters[name])))])
     wrapped = {
         parameter: _gradient(own, name, parameters)

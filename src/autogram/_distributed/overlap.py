@@ -49,24 +49,20 @@ class Overlap:
     channel: Channel
     kind: str  # what the pass is for, as what is kept depends on it
     start: Callable[[Sequence[Share], torch.device], Exchange]  # for tensors on a device
-    key: Hashable = None  # that of the graph, once it is known
+    key: tuple[str, Hashable] | None = None  # that of the graph, once the others were asked
     exchange: Exchange | None = None  # goes on, if all ranks have foreseen what they have
-    _has_begun: bool = False
     _passes: int = 0
     _names: Mapping[Tensor, str] = field(default_factory=dict)
 
-    def begin(self, key: Hashable, device: torch.device) -> None:
-        """Asks the other ranks what they foresee, before the pass."""
-        if not self._has_begun:  # else it is a second attempt, with less memory
-            self._ask(key, None, device)
+    def begin(
+        self, key: Hashable, device: torch.device, error: BaseException | None = None
+    ) -> None:
+        """Asks the other ranks what they foresee, before the first pass, or behind a missing one.
 
-    def end(self, error: BaseException | None, device: torch.device) -> None:
-        """Asks the other ranks if that has not happened, as there was no pass on this one."""
-        if not self._has_begun:
-            self._ask(None, error, device)
-
-    def _ask(self, key: Hashable, error: BaseException | None, device: torch.device) -> None:
-        self._has_begun = True
+        A second attempt, with less memory, asks nobody.
+        """
+        if self.key is not None:
+            return
         self.key = self.kind, key
         shares = self.agreement.foreseen(self.foresight.of(self.key), error)
         if shares is not None:

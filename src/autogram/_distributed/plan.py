@@ -14,14 +14,22 @@ from typing import Literal
 
 from autogram._blocks import Region, cost_of_products, cost_of_rows, overlap
 from autogram._distributed.group import Link
-from autogram._distributed.share import Piece, Share, cut
+from autogram._distributed.share import Operand, Piece, Share, cut
 
 Way = Literal["rows", "ring"]
 
 # Elements at once, of which many are on the way while others are contracted.
 _BUCKET = 2**22
 
+_ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
+
 UNDER_WAY = 2  # buckets or packets that are exchanged while another is formed
+
+Offsets = dict[tuple[int, int | None], tuple[slice, Operand, slice]]
+"""Where tensors are in a buffer, and which of their samples.
+
+By the slot, and the dimension along which it is cut into samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,21 @@ class Packet:
         """The range of samples of a part that has some number of them."""
         step = -(-count // self.pieces)
         return slice(min(count, self.piece * step), min(count, (self.piece + 1) * step))
+
+    def places_in(self, share: Share) -> tuple[Offsets, int]:
+        """Where each tensor of a rank is in its buffer, and the size of the buffer in bytes."""
+        places: Offsets = {}
+        at = 0
+        for name in self.names:
+            for piece in share.pieces.get(name, ()):
+                samples = self.samples(share.sizes[piece.part][1])
+                for operand in piece.operands:
+                    key = operand.slot, operand.sample
+                    if key not in places:
+                        size = cut(operand, samples)[1] * operand.dtype.itemsize
+                        places[key] = slice(at, at + size), operand, samples
+                        at += -(-size // _ALIGNED) * _ALIGNED
+        return places, at
 
 
 @dataclass(frozen=True)
@@ -136,12 +159,7 @@ def _pair(first: Piece, second: Piece, share: Share, places: int) -> float:
 
 def _bytes(share: Share, name: str) -> int:
     """How many bytes the factors of a parameter have, each tensor once."""
-    found = {
-        (operand.slot, operand.sample): cut(operand, slice(None))[1] * operand.dtype.itemsize
-        for piece in share.pieces.get(name, ())
-        for operand in piece.operands
-    }
-    return sum(found.values())
+    return Packet((name,), 0, 1, 0).places_in(share)[1]
 
 
 def _buckets(
@@ -155,21 +173,17 @@ def _buckets(
     bucket: list[Slice] = []
     taken = 0
     for name in names:
-        canonical = regions[name].canonical
-        size = canonical.shape[0] if canonical.shape else 1
-        if not regions[name].is_gapless:
-            buckets += [tuple(bucket)] if bucket else []
-            buckets.append((Slice(name, 0, size, regions[name].places),))  # in one piece
-            bucket, taken = [], 0
-            continue
-        step = regions[name].places // size
-        start = 0
-        while start < size:
+        region, start = regions[name], 0
+        size = region.canonical.shape[0] if region.canonical.shape else 1
+        units = size if region.is_gapless else 1  # with gaps, it goes in one piece
+        step = region.places // units
+        while start < units:
             if bucket and taken + step > room:
                 buckets.append(tuple(bucket))
                 bucket, taken = [], 0
-            stop = min(size, start + max(1, (room - taken) // step))
-            bucket.append(Slice(name, start, stop, (stop - start) * step))
+            stop = min(units, start + max(1, (room - taken) // step))
+            end = stop if region.is_gapless else size
+            bucket.append(Slice(name, start, end, (stop - start) * step))
             taken += (stop - start) * step
             start = stop
     # In the order in which backward passes complete them, more or less.

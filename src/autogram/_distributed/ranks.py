@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +16,13 @@ from autogram._capture.forward.session import Session
 from autogram._capture.recording import Channel
 from autogram._capture.shards import Shards
 from autogram._containers import Latest
-from autogram._distributed.agreement import Agreement, Chorus
+from autogram._distributed.agreement import Agreement
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.group import Given, Group, Link
 from autogram._distributed.overlap import Foresight, Overlap
 from autogram._distributed.plan import ExchangePlan, Way, make_plan
 from autogram._distributed.share import Data, Share, data_of
+from autogram._distributed.wrapper import Wrappers
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
@@ -40,32 +40,26 @@ class Ranks:
         way: The way of all parameters, or ``None`` for the cheapest of each.
         link: The connection of the ranks, measured once.
         plan: That of the last step.
-        form: Brings weights into the form of the losses of the last Gramian.
-        sent, early: As for the exchange of the last step.
+        early: As for the exchange of the last step.
         repeated: How many steps were exchanged again, as a rank had something else than foreseen.
     """
 
-    def __init__(self, given: Given, session: Session) -> None:
+    def __init__(self, given: Given, session: Session, channel: Channel) -> None:
         self.group = Group(given)  # or an error, before there are hooks of shards
         self.shards = Shards(session.parameters.roots, session)
         self.agreement = Agreement(self.group)
-        self.chorus = Chorus(self.group, self.agreement)
+        self.channel = channel
+        if self.shards:  # passes gather parameters from all ranks
+            channel.before_pass = self.agreement.before_pass
         self.link: Link | None = None
         self.way: Way | None = None
         self.plan: ExchangePlan | None = None
-        self.sent: dict[str, int] = {}
-        self.form: Callable[[Tensor], Any] = lambda own: own
         self.early = 0
         self.repeated = 0
         self._overlap: Overlap | None = None
         self._foresight = Foresight()
         self._shares: Sequence[Share] = ()
         self._plans = Latest[tuple[object, ...], ExchangePlan](_MOST)  # by the digests of shares
-
-    @property
-    def before_pass(self) -> Callable[[], None] | None:
-        """Is called before each pass, if passes communicate."""
-        return self.chorus.before_pass if self.shards else None
 
     def gramian(self, compute: Callable[[], Jacobian]) -> Tensor:
         """The Gramian of all ranks' objectives, of which ``compute`` gives this rank's Jacobian.
@@ -158,15 +152,22 @@ class Ranks:
         return weights.to(gramian)
 
     @contextmanager
-    def listening(self, channel: Channel, kind: str) -> Iterator[None]:
-        """Lets rows leave while a pass goes on, whose Jacobian is the next to be exchanged."""
-        if self.shards:  # passes gather parameters meanwhile
-            yield
-            return
-        self._overlap = Overlap(self.agreement, self._foresight, channel, kind, self._start)
-        channel.listener = self._overlap
+    def passing(self, losses: Losses, wrappers: Wrappers, kind: str | None) -> Iterator[None]:
+        """Lets a block make passes for losses of this rank, beside the other ranks.
+
+        Args:
+            losses: The losses.
+            wrappers: What runs the forward passes of the step.
+            kind: What the block is for, if its Jacobian is the next to be exchanged: rows leave
+                while its pass goes on.
+        """
+        channel, overlap = self.channel, None
+        if kind is not None and not self.shards:
+            overlap = Overlap(self.agreement, self._foresight, channel, kind, self._start)
+        self._overlap = channel.listener = overlap
         try:
-            yield
+            with together(self, losses), wrappers.passing(channel, parts_of(losses)):
+                yield
         except RankError:
             self._overlap = None
             raise
@@ -175,13 +176,12 @@ class Ranks:
 
     def _start(self, shares: Sequence[Share], device: torch.device) -> Exchange:
         """Begins to exchange what the ranks have, by a plan that is found once."""
-        with exact(device):
-            key = tuple([share.digest for share in shares])
-            if (plan := self._plans.get(key)) is None:
-                self.link = self.link or self.group.measure(device)
-                plan = self._plans[key] = make_plan(shares, self.link, self.way)
-            self.plan = plan
-            return Exchange(self.group, shares, plan, device)
+        key = tuple([share.digest for share in shares])
+        if (plan := self._plans.get(key)) is None:
+            self.link = self.link or self.group.measure(device)
+            plan = self._plans[key] = make_plan(shares, self.link, self.way)
+        self.plan = plan
+        return Exchange(self.group, shares, plan, device)
 
     def _exchanged(self, compute: Callable[[], Jacobian]) -> tuple[Exchange, Tensor]:
         """What the ranks have computed together, before they know whether one of them failed."""
@@ -199,32 +199,31 @@ class Ranks:
             error = raised
         overlap, self._overlap = self._overlap, None
         exchange, total = None, None
-        if overlap is not None:
-            overlap.end(error, device)
-            if (exchange := overlap.exchange) is not None:
-                with exact(device):
-                    total = overlap.finish(data, error)
-                self.repeated += total is None
-        if exchange is None or total is None:
-            shares = self.agreement.shares(None if data is None else data.share, error)
-            assert data is not None
+        with exact(device):
             if overlap is not None:
-                self._foresight.learn(overlap.key, data.share)
-            exchange = self._start(shares, device)
-            with exact(device):
+                overlap.begin(None, device, error)  # if there was no pass
+                if (exchange := overlap.exchange) is not None:
+                    total = overlap.finish(data, error)
+                    self.repeated += total is None
+            if exchange is None or total is None:
+                shares = self.agreement.shares(None if data is None else data.share, error)
+                assert data is not None
+                if overlap is not None:
+                    self._foresight.learn(overlap.key, data.share)
+                exchange = self._start(shares, device)
                 total = exchange(data)
-        self._shares, self.sent, self.early = exchange.shares, exchange.sent, exchange.early
+        self._shares, self.early = exchange.shares, exchange.early
         return exchange, total
 
 
-def together(ranks: Ranks | None, channel: Channel, losses: Losses) -> AbstractContextManager[None]:
+def together(ranks: Ranks | None, losses: Losses) -> AbstractContextManager[None]:
     """One call of an engine, in which all ranks make equally many passes, if these communicate.
 
     The passes begin at the losses.
     """
-    if ranks is None or ranks.before_pass is None:
+    if ranks is None or ranks.channel.before_pass is None:
         return nullcontext()
-    return ranks.chorus.call(partial(_go_along, channel, losses))
+    return ranks.agreement.call(partial(_go_along, ranks.channel, losses))
 
 
 def _go_along(channel: Channel, losses: Losses) -> None:

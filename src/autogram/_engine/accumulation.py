@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
 
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
-from autogram._losses import Losses, shapes_of, weights_like
+from autogram._losses import Losses
 
 
 class Accumulation:
@@ -27,7 +26,6 @@ class Accumulation:
     def __init__(self, step: Step) -> None:
         self._step: Step | None = step
         self._is_open = False
-        self._forms: list[tuple[Any, int]] = []
         self._found: tuple[Tensor, list[Any]] | None = None
 
     def add(self, losses: Losses, *, retain_graph: bool = False) -> None:
@@ -47,10 +45,7 @@ class Accumulation:
                 "Losses are added outside of the block of `engine.accumulate`. Call `add` inside: "
                 "`with engine.accumulate(weighting) as batch: batch.add(losses)`."
             )
-        with self._step.passing(losses):
-            given, losses = losses, self._step.engine._checked(losses)
-            self._step.add(losses, retain_graph=retain_graph)
-        self._forms.append((shapes_of(given), losses.numel()))
+        self._step.add(losses, retain_graph=retain_graph)
 
     @property
     def gramian(self) -> Tensor:
@@ -80,21 +75,7 @@ class Accumulation:
         self._is_open = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         step, self._step = self._step, None
-        if step is None:
-            return
-        if step.wrappers is not None and (error is None or isinstance(error, Exception)):
-            step.error = error  # raised behind the block, on all ranks
-        elif kind is not None or not any(size for _, size in self._forms):
-            return
-        gramian, weights = step.finish()
-        parts = weights.flatten().split([size for _, size in self._forms])
-        each = zip(parts, self._forms, strict=True)
-        batch_dim = step.engine._batch_dim
-        self._found = gramian, [weights_like(part, form, batch_dim) for part, (form, _) in each]
+        if step is not None:
+            self._found = step.finish(error)

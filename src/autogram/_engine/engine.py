@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Literal, overload
 
 from torch import Tensor
@@ -11,14 +13,13 @@ from autogram._arguments import Weighting, check_keep, weights_by, weights_of
 from autogram._blocks import Keep
 from autogram._capture.distribution import is_exchanged
 from autogram._capture.samples.objectives import Objectives
-from autogram._distributed import together
-from autogram._engine import distributed as others
+from autogram._distributed import Wrappers, together
 from autogram._engine.accumulation import Accumulation
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
-from autogram._losses import L, Losses, weights_like
+from autogram._losses import L, Losses, shapes_of, weights_like
 
 
 class Engine(Hooked):
@@ -116,11 +117,11 @@ class Engine(Hooked):
                 is enough, the engine and its Jacobians have this limit from then on.
             RemovedEngineError: The engine was removed.
         """
-        if self._ranks is not None:
-            return others.gramian_of_ranks(self, self._ranks, self.jacobian, losses)
-        if not (losses := self._checked(losses)).numel():
-            return self.jacobian(losses).gramian()
-        return self._drivers.run(losses).gramian
+        if self._ranks is None:
+            return self._drivers.run(self._checked(losses)).gramian
+        gramian = self._ranks.gramian(partial(self._jacobian_of_rank, losses))
+        self._form = shapes_of(losses)
+        return gramian
 
     def jacobian(self, losses: Losses, *, keep: Keep = "auto") -> Jacobian:
         """The Jacobian of the losses, as an operator that keeps factors and not rows.
@@ -141,11 +142,9 @@ class Engine(Hooked):
             InvalidOptionError: ``keep`` is none of these.
             AutogramError: As for :meth:`compute_gramian`.
         """
-        with together(self._ranks, self._channel, losses):
+        with together(self._ranks, losses):
             check_keep(keep)
             losses = self._checked(losses)
-            if not losses.numel():
-                return self._without_objectives(losses)
             run = self._drivers.run(losses, form=keep, is_summed=False)
         exchanged, names = is_exchanged(self._channel, losses), run.names
         part = JacobianPart.of(run.objectives, run.columns, names)
@@ -221,25 +220,16 @@ class Engine(Hooked):
         References:
             Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
         """
-        if self._ranks is not None:
-            both = others.backward_of_ranks(
-                self, self._ranks, losses, weighting, scaler, retain_graph=retain_graph
-            )
-            return both if return_gramian else both[0]
-        given, losses = losses, self._checked(losses)
         scale = Scale(weighting, scaler)
-        scale.check()
-        if not losses.numel():
-            gramian = self.compute_gramian(losses)
-            found = weights_like(gramian.new_zeros(0), given, self._batch_dim)
-            return (found, gramian) if return_gramian else found
-        with self._devices.step() as arena:
-            step = Step(self, "engine.backward", "rows", scale, arena)
-            gramian = step.add(losses, retain_graph=retain_graph, is_only=True)
-            gramian, weights = step.finish(gramian)
+        memory = self._devices.step() if self._ranks is None else nullcontext()
+        with (
+            memory as arena,
+            Accumulation(Step(self, "rows", scale, is_only=True, arena=arena)) as step,
+        ):
+            step.add(losses, retain_graph=retain_graph)
             # The rows are gone before another step may write where they are.
-        found = weights_like(weights, given, self._batch_dim)
-        return (found, gramian) if return_gramian else found
+        gramian, (weights,) = step.gramian, step.weights
+        return (weights, gramian) if return_gramian else weights
 
     def accumulate(
         self, weighting: Weighting, *, keep: Keep = "auto", scaler: GradScaler | None = None
@@ -284,7 +274,7 @@ class Engine(Hooked):
         check_keep(keep)
         scale = Scale(weighting, scaler)
         scale.check()
-        return Accumulation(Step(self, "engine.accumulate", keep, scale))
+        return Accumulation(Step(self, keep, scale))
 
     def weights(self, losses: L, weighting: Weighting, *, scaler: GradScaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
@@ -305,17 +295,18 @@ class Engine(Hooked):
             InvalidOperandError: As for :meth:`backward`.
             AutogramError: As for :meth:`compute_gramian`.
         """
-        if self._ranks is not None:
-            return others.weights_of_ranks(
-                self, self._ranks, self.jacobian, losses, weighting, scaler
-            )
         scale = Scale(weighting, scaler)
-        scale.check()
-        total = self._checked(losses)
-        with scale.passing():
-            gramian = self.compute_gramian(scale.of(total))
-        weights = weights_by(scale.weighting, gramian) if len(gramian) else gramian.new_zeros(0)
-        weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
+        if (ranks := self._ranks) is not None:
+            compute = partial(self._jacobian_of_rank, losses, scale)
+            weights = ranks.own(ranks.weights(compute, scale.weighting, scale.number)[0])
+            self._form = shapes_of(losses)
+        else:
+            scale.check()
+            total = self._checked(losses)
+            with scale.applied(total) as scaled:
+                gramian = self.compute_gramian(scaled)
+            weights = weights_by(scale.weighting, gramian)
+            weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return weights_like(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 
     def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
@@ -344,7 +335,15 @@ class Engine(Hooked):
         """
         losses = self._checked(losses)
         sketching = Sketching(self._channel, dimensions, seed)
-        if not losses.numel():
-            return Sketch(sketching.rows(Objectives(losses, None)), seed)
         run = self._drivers.run(losses, sinks=[sketching], is_summed=False)
         return Sketch(sketching.rows(run.objectives), seed)
+
+    def _jacobian_of_rank(self, losses: Losses, scale: Scale | None = None) -> Jacobian:
+        """The Jacobian of the losses of this rank, times the scale if there is one."""
+        assert self._ranks is not None
+        with self._ranks.passing(losses, Wrappers(self._ranks.group), "Gramian"):
+            if scale is None:
+                return self.jacobian(losses)
+            scale.check()
+            with scale.applied(self._checked(losses)) as scaled:
+                return self.jacobian(scaled)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from autogram._arguments import check_losses, check_modules, check_options
@@ -21,14 +20,11 @@ from autogram._capture.forward.checkpoints import Checkpoints
 from autogram._capture.forward.session import Parameters, Session, hook_all
 from autogram._capture.limit import limit_of_bytes
 from autogram._capture.recording import Channel
-from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
-from autogram._capture.samples.survey import Survey
 from autogram._capture.shards import Shards
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
-from autogram._jacobian import Jacobian, JacobianPart
-from autogram._losses import Losses, as_one_tensor
+from autogram._losses import Losses, as_one_tensor, weights_like
 from autogram._report import Report, make_report
 from autogram.hooks import HookManager
 
@@ -64,8 +60,8 @@ class Hooked:
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
         self._hooks = hooks
-        self._ranks = ranks = None if is_alone else Ranks(distributed, session)
-        channel.before_pass = None if ranks is None else ranks.before_pass
+        self._ranks = ranks = None if is_alone else Ranks(distributed, session, channel)
+        self._form: Losses | None = None  # of the losses of the last Gramian of all ranks
         shards = None if ranks is None else ranks.shards
         hook_all(session, hooks)
         self._remove = weakref.finalize(self, _take_off, hooks, session, shards)
@@ -90,10 +86,8 @@ class Hooked:
         References:
             Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
         """
-        with together(self._ranks, self._channel, losses):
-            losses = self._checked(losses)
-            if losses.numel():
-                self._drivers.run(losses, must_verify=True)
+        with together(self._ranks, losses):
+            self._drivers.run(self._checked(losses), must_verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.
@@ -170,8 +164,8 @@ class Hooked:
             weights: ``(M,)``, in the order of the Gramian.
 
         Returns:
-            The part, in the form of the losses that this rank gave. ``losses.backward(own)`` is the
-            backward pass of a step in two passes.
+            The part, in the form of the losses that this rank gave, or of several micro-batches
+            ``(m,)``. ``losses.backward(own)`` is the backward pass of a step in two passes.
 
         Raises:
             InvalidOperandError: The weights have another shape, or the engine was made without
@@ -183,21 +177,13 @@ class Hooked:
                 "its own. Make it with `Engine(model, distributed=True)`, or use the weights as "
                 "they are."
             )
-        return self._ranks.form(self._ranks.own(weights))
+        own = self._ranks.own(weights)
+        return own if self._form is None else weights_like(own, self._form, self._batch_dim)
 
     def remove(self) -> None:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
         self._devices.free()
-
-    def _without_objectives(self, losses: Tensor | None) -> Jacobian:
-        """The Jacobian of losses without elements."""
-        if losses is None:
-            device = next((p.device for p in self._channel.parameters_now()), torch.device("cpu"))
-            losses = torch.zeros(0, device=device)
-        survey = Survey(self._channel, losses)
-        names = self._channel.names({}, survey.passes, survey.left_out)
-        return Jacobian([JacobianPart.of(Objectives(losses, None), {}, ())], names, self._limit)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""

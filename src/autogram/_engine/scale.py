@@ -5,7 +5,8 @@ Where something overflows, weights and gradients are no numbers, so that the sca
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Scale:
     def __init__(self, weighting: Weighting, scaler: GradScaler | None) -> None:
         self._weighting = weighting
         self._scaler = scaler
-        self._scales: list[Tensor] = []  # of each call of `of`, on the device
+        self._scales: list[Tensor] = []  # of each time that it was applied, on the device
 
     def check(self) -> None:
         """Refuses what is no weighting, and what is no scaler. To be called before all else.
@@ -44,18 +45,15 @@ class Scale:
         if not scaler.is_enabled():
             self._scaler = None
 
-    def of(self, losses: Tensor) -> Tensor:
-        """Losses times the scale."""
-        if self._scaler is None:
-            return losses
-        # Public, and it does not wait for the device, as `get_scale` does.
-        self._scales.append(self._scaler.scale(torch.ones((), device=losses.device)))
-        scaled: Tensor = self._scaler.scale(losses)
-        return scaled
-
-    def passing(self) -> AbstractContextManager[None]:
-        """Lets passes for the losses overflow, if there is a scaler."""
-        return expecting_overflow(self._scaler is not None)
+    @contextmanager
+    def applied(self, losses: Tensor) -> Iterator[Tensor]:
+        """Gives losses times the scale to a block, whose passes may overflow if there is one."""
+        if self._scaler is not None:
+            # Public, and it does not wait for the device, as `get_scale` does.
+            self._scales.append(self._scaler.scale(torch.ones((), device=losses.device)))
+            losses = self._scaler.scale(losses)
+        with expecting_overflow(self._scaler is not None):
+            yield losses
 
     def weighting(self, gramian: Tensor) -> Tensor:
         """The weights by the Gramian of the losses, from that of the scaled ones.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from autogram._distributed import Ranks, Wrappers, accumulate, gradients_of, tog
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
-from autogram._losses import Losses, parts_of
+from autogram._losses import Losses, shapes_of, weights_like
 
 
 @dataclass(eq=False)
@@ -26,95 +27,139 @@ class Step:
     """The backward pass of a step, in which losses are added one after the other."""
 
     engine: Hooked
-    call: str  # of the user
     keep: Keep
     scale: Scale
-    arena: Arena | None = None  # where to put rows, if losses are added once
-    error: BaseException | None = None  # what has failed on this rank, to be told to the others
+    is_only: bool = False  # whether losses are added once: the Gramian is added up on the way
+    arena: Arena | None = None  # where to put rows then
 
     def __post_init__(self) -> None:
         # What runs the forward passes of several ranks, or `None` where no other one waits.
         ranks = self.engine._ranks
-        self.wrappers = None if ranks is None else Wrappers(ranks.group)
+        self._wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[JacobianPart] = []
         self._names: dict[Tensor, str] = {}
-        self._empty: Tensor | None = None  # losses without elements
+        self._forms: list[tuple[Losses, int]] = []  # those of the losses, and how many they are
+        self._gramian: Tensor | None = None  # of the scaled losses, if it was added up
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
         self._last: Losses = []  # where a pass for the sake of other ranks begins
 
-    @contextmanager
-    def passing(self, losses: Losses) -> Iterator[None]:
-        """Lets passes go through what wraps the model around some losses of the step."""
-        if self.wrappers is None:
-            yield
-            return
-        ranks, channel = self.engine._ranks, self.engine._channel
-        self._last = losses if channel.before_pass is not None else []
-        with together(ranks, channel, losses), self.wrappers.passing(channel, parts_of(losses)):
-            yield
-
-    def add(self, losses: Tensor, *, retain_graph: bool, is_only: bool = False) -> Tensor:
+    def add(self, losses: Losses, *, retain_graph: bool) -> None:
         """Takes in the rows of some losses.
 
         Args:
             losses: The objectives. Without any, others may give gradients to the parameters.
             retain_graph: Whether their graph is needed by others. It is kept until the end of the
                 step where leaves that are not of J need it.
-            is_only: Whether there are no others, so that the Gramian is added up on the way.
-
-        Returns:
-            The Gramian ``(m, m)`` of the scaled losses, empty if it was not added up.
         """
-        engine = self.engine
-        if not losses.numel():
-            self._empty = losses
-            return losses.new_zeros(0, 0)
-        if self.wrappers is None and is_exchanged(engine._channel, losses):
-            refuse_gradients(self.call)
-        losses = self.scale.of(losses)
-        with self.scale.passing():
+        with self._passing(losses):
+            total = self.engine._checked(losses)
+            if self.is_only:  # else it was checked before the first losses
+                self.scale.check()
+            self._take(total, retain_graph=retain_graph)
+        self._forms.append((losses if self.is_only else shapes_of(losses), total.numel()))
+
+    @contextmanager
+    def _passing(self, losses: Losses) -> Iterator[None]:
+        """Lets passes go through what wraps the model around some losses of the step."""
+        ranks = self.engine._ranks
+        if ranks is None or self._wrappers is None:
+            yield
+            return
+        self._last = losses if ranks.channel.before_pass is not None else []
+        with ranks.passing(losses, self._wrappers, "step" if self.is_only else None):
+            yield
+
+    def _take(self, losses: Tensor, *, retain_graph: bool) -> None:
+        """Makes the pass for some losses."""
+        engine, channel = self.engine, self.engine._channel
+        is_alone = self._wrappers is None
+        if is_alone and losses.numel() and is_exchanged(channel, losses):
+            refuse_gradients("engine.backward" if self.is_only else "engine.accumulate")
+        is_summed = self.is_only and is_alone
+        with self.scale.applied(losses) as losses:
             run = engine._drivers.run(
                 losses,
                 form=self.keep,
                 arena=self.arena,
                 is_step=True,
-                retain_graph=retain_graph or engine._channel.before_pass is not None,
-                is_summed=is_only and self.wrappers is None,
+                retain_graph=retain_graph or channel.before_pass is not None,
+                is_summed=is_summed,
             )
         outside, names = run.outside, run.names
-        if self.wrappers is not None:
-            self.wrappers.check_outside(outside)
+        if self._wrappers is not None:
+            self._wrappers.check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
         self._parts.append(JacobianPart.of(run.objectives, run.columns, names))
         for parameter, name in names.items():
             self._names.setdefault(parameter, name)
-        return run.gramian
+        self._gramian = run.gramian if is_summed else None
 
-    def finish(self, gramian: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def finish(self, error: BaseException | None) -> tuple[Tensor, list[Any]] | None:
         """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
 
-        The Gramian of the scaled losses may be known.
+        Args:
+            error: What has failed on this rank, if it has: it is told to the others.
 
         Returns:
-            The Gramian ``(m, m)`` of the losses, and the weights of all objectives, one by one or
-            in the shape of the losses if these were added once. Of several ranks, the Gramian of
-            the objectives of all, and the weights of this one's.
+            The Gramian ``(m, m)`` of the losses, of all ranks if there are several, and the weights
+            of this one's, in the form of the losses each time that some were added. Or ``None`` if
+            there is no other rank, and no objective or an error.
         """
-        if self.engine._ranks is not None and self.wrappers is not None:
-            gramian, weights = self._finish_with_others(self.engine._ranks, self.wrappers)
-            with together(self.engine._ranks, self.engine._channel, self._last):
-                self._differentiate_rest(weights)
-            return self.scale.unscaled(gramian), weights
+        engine, sizes = self.engine, [size for _, size in self._forms]
+        if engine._ranks is not None and self._wrappers is not None:
+            if error is not None and not isinstance(error, Exception):
+                return None
+            gramian, weights = self._finish_with_others(engine._ranks, self._wrappers, error)
+            engine._form = shapes_of(self._forms[0][0]) if self.is_only else weights.to("meta")
+        elif error is not None or not (self.is_only or any(sizes)):
+            return None
+        else:
+            gramian, weights = self._finish_alone()
+        each = zip(weights.flatten().split(sizes), self._forms, strict=True)
+        found = [weights_like(part, form, engine._batch_dim) for part, (form, _) in each]
+        return self.scale.unscaled(gramian), found
+
+    def _finish_alone(self) -> tuple[Tensor, Tensor]:
+        """One Gramian and one set of weights, and Jᵀ w."""
         jacobian = Jacobian(self._parts, self._names, self.engine._limit)
-        gramian = jacobian.gramian() if gramian is None else gramian
+        gramian = jacobian.gramian() if self._gramian is None else self._gramian
         weights = weights_by(self.scale.weighting, gramian)
         gradients = jacobian._gradients_of(weights)
         # A hook on a parameter may take a step of it, which neither factors nor graph would bear.
         self._differentiate_rest(weights)
         jacobian._add(gradients)
-        return self.scale.unscaled(gramian), weights
+        return gramian, weights
+
+    def _finish_with_others(
+        self, ranks: Ranks, wrappers: Wrappers, error: BaseException | None
+    ) -> tuple[Tensor, Tensor]:
+        """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
+        channel = self.engine._channel
+        found: list[Jacobian] = []
+
+        def jacobian() -> Jacobian:
+            if error is not None:
+                raise error
+            wrappers.check_waiting()
+            if not self._parts:
+                device = next((p.device for p in channel.parameters_now()), torch.device("cpu"))
+                self._take(torch.zeros(0, device=device, requires_grad=True), retain_graph=False)
+            found.append(Jacobian(self._parts, self._names, self.engine._limit))
+            return found[0]
+
+        weights, gramian = ranks.weights(
+            jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
+        )
+        own = ranks.own(weights)
+        with ranks.agreeing():
+            rest = self._wrapped_rest(own, wrappers)
+            gradients = gradients_of(found[0], own)
+        accumulate(ranks, gradients, found[0]._names, wrappers, rest)
+        with together(ranks, self._last):
+            self._differentiate_rest(own)
+        return gramian, own
 
     def _differentiate_rest(self, weights: Tensor) -> None:
         """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
@@ -138,7 +183,7 @@ class Step:
 
     def _without_wrapped(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Those of some leaves that are not frozen since, and no affair of a wrapper."""
-        wrappers = self.wrappers
+        wrappers = self._wrappers
         return [x for x in leaves if x.requires_grad and not (wrappers and wrappers.has(x))]
 
     def _wrapped_rest(self, weights: Tensor, wrappers: Wrappers) -> dict[Tensor, Tensor]:
@@ -159,28 +204,3 @@ class Step:
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 found[leaf] = found[leaf] + gradient if leaf in found else gradient
         return found
-
-    def _finish_with_others(self, ranks: Ranks, wrappers: Wrappers) -> tuple[Tensor, Tensor]:
-        """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
-        found: list[Jacobian] = []
-
-        def jacobian() -> Jacobian:
-            if self.error is not None:
-                raise self.error
-            wrappers.check_waiting()
-            if self._parts:
-                found.append(Jacobian(self._parts, self._names, self.engine._limit))
-            else:
-                found.append(self.engine._without_objectives(self._empty))
-            return found[0]
-
-        weights, gramian = ranks.weights(
-            jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
-        )
-        own = ranks.own(weights)
-        with ranks.agreeing():
-            rest = self._wrapped_rest(own, wrappers)
-            gradients = gradients_of(found[0], own)
-        names = found[0]._names
-        accumulate(ranks.group, gradients, names, ranks.reached, wrappers, ranks.shards, rest)
-        return gramian, own

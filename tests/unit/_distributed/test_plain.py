@@ -136,6 +136,7 @@ def accumulation(rank: int) -> None:
     world = World(losses=two_of_each)
     model, twin = world.model(), world.model()
     engine = Engine(model, distributed=True)
+    engine.compute_gramian(world.losses(model(world.batch(rank, 0))))  # has a form of its own
     for step in range(STEPS):
         numbers = [(step + other) % 3 for other in range(RANKS)]  # none at times
         rows = []
@@ -155,6 +156,9 @@ def accumulation(rank: int) -> None:
         assert_close_to_reference(flat_gradient(model), jacobian.T @ weighting(expected))
         assert_same_on_all(flat_gradient(model))
         assert [x.dim() for x in batches.weights] == [2] * numbers[rank]
+        own = engine.own(weighting(expected))  # one after the other
+        found = [x.flatten() for x in batches.weights]
+        torch.testing.assert_close(own, torch.cat([*found, own[:0]]))
 
 
 def coupled_objectives(rank: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autogram import Engine
 from autogram._distributed import plan as plans
 from autogram._distributed.group import Link
-from autogram._distributed.plan import costs_of, make_plan
+from autogram._distributed.plan import Packet, costs_of, make_plan
 from autogram._distributed.share import Share, data_of
 from tests.unit._distributed.worlds import Parts
 from tests.unit.engines import per_sample
@@ -101,10 +101,8 @@ def _is_smallest(bucket: Sequence[object]) -> bool:
     return len(bucket) == 1 and bucket[0].stop == bucket[0].start + 1
 
 
-def _elements(share: Share, packet: object) -> int:
-    from autogram._distributed.exchange import _needs
-
-    return _needs(share, packet)[1] // 8  # the tests' dtype
+def _elements(share: Share, packet: Packet) -> int:
+    return packet.places_in(share)[1] // 8  # the tests' dtype
 
 
 def _assert_complete(buckets: Sequence[Sequence[object]], shares: Sequence[Share]) -> None:

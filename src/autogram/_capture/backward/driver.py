@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from autogram._blocks import Devices
@@ -87,6 +88,8 @@ class Driver:
     def run(self, losses: Tensor, **asked: Any) -> Run:
         """Makes one call. What is asked for are fields of the run, which has the results, too."""
         with exact(losses.device):
+            if not losses.numel():
+                return self._without_pass(losses)
             run = self._begin(losses, **asked)
             # A search or a check needs the graph again, and so do leaves that are no part of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
@@ -104,6 +107,14 @@ class Driver:
     def is_settled(self) -> bool:
         """Whether a call equal to the last one needs no search, and some result was confirmed."""
         return self._is_repeatable and self._schedule.is_confirmed
+
+    def _without_pass(self, losses: Tensor) -> Run:
+        """A call for losses without elements: a Jacobian without rows."""
+        survey, objectives = Survey(self._channel, losses), Objectives(losses, None)
+        run = Run(self._channel, self._devices, survey, objectives, check=None)
+        dtype = torch.promote_types(losses.dtype, torch.float32)
+        run.gramian = losses.new_zeros(0, 0, dtype=dtype)
+        return run
 
     def _begin(self, losses: Tensor, *, must_verify: bool = False, **asked: Any) -> Run:
         """Begins a call: its survey, its objectives, and its check if one is due."""

@@ -161,8 +161,8 @@ class Run:
 
     @cached_property
     def outside(self) -> list[Tensor]:
-        """The leaves behind the losses that are no part of J."""
-        return leaves_outside(self.survey)
+        """The leaves behind the losses that are no part of J, if there are any losses."""
+        return leaves_outside(self.survey) if self.survey.losses.numel() else []
 
     @cached_property
     def inside(self) -> list[Tensor]:
