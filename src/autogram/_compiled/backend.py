@@ -125,12 +125,11 @@ def _outer(graph: fx.GraphModule, function: Callable[..., Any], *further: str) -
     backward passes that have no variants, and overwrite what others need.
     """
     outer, inputs = fx.Graph(), []
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            given = outer.placeholder(node.target)
-            given.meta = copy.copy(node.meta)
-            given._dynamo_source = getattr(node, "_dynamo_source", None)
-            inputs.append(given)
+    for node in graph.graph.find_nodes(op="placeholder"):
+        given = outer.placeholder(node.target)
+        given.meta = copy.copy(node.meta)
+        given._dynamo_source = getattr(node, "_dynamo_source", None)
+        inputs.append(given)
     for name in further:
         inputs.append(outer.placeholder(name))
         inputs[-1]._dynamo_source = None
@@ -151,7 +150,7 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
     indices without a dimension of samples are constants. What is taken for another one wrongly
     costs time, and no exactness.
     """
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    nodes = graph.graph.find_nodes(op="placeholder")
     parameters, others = [], []
     for position, (node, x) in enumerate(zip(nodes, inputs, strict=True)):
         is_parameter = isinstance(x, nn.Parameter)

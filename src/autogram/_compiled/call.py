@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
@@ -26,16 +26,9 @@ from autogram._capture.tracked import (
 )
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._compiled.placement import find_carried
-from autogram._compiled.tracing.part import Part
+from autogram._compiled.tracing.part import Part, Source
 from autogram._compiled.tracing.sizes import OpenSizes
 from autogram._errors import ChangedTensorError, listed
-
-_CHANGED = (
-    "A tensor from which a compiled part computes a parameter's value, such as a weight times a "
-    "buffer, was changed in place after the part had read it, so that the rows of the parameter "
-    "cannot be computed. Make a new tensor: `x = x * 2`, not `x.mul_(2)`. Or change the tensor "
-    "behind the engine's pass."
-)
 
 
 class PartCall:
@@ -57,10 +50,8 @@ class PartCall:
         self.roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
         self.rows_of = tuple(i for i in self.roots if i in part.rows or i not in part.roots)
         self.sizes: OpenSizes = part.sizes.of(args)
-        # Tensors without a graph are saved with the node, which notices changes in place.
+        # All others are saved with the node, which notices changes in place.
         self._given = {i: args[i] for i in part.derived_from if not _is_saved(args[i])}
-        tensors = [(i, x) for i, x in self._given.items() if isinstance(x, Tensor)]
-        self._versions = {i: x._version for i, x in tensors if not x.is_leaf}
         self._first = recording.count
         self._uses: tuple[RuleUse | None, ...] | None = None
         recording.count += len(part.uses)
@@ -78,7 +69,7 @@ class PartCall:
         They are made when the engine first asks for them.
         """
         if self._uses is None:
-            tracked = [self._tracked(i, node) for i in range(len(self.part.sources))]
+            tracked = {source: self._tracked(source, node) for source in self.part.sources}
             self._uses = tuple(self._use(i, tracked) for i in range(len(self.part.uses)))
         return self._uses
 
@@ -107,26 +98,33 @@ class PartCall:
         own: dict[Use, Folded] = {use: x for i, x in places.items() if (use := uses[i])}
         return own, [inputs[i] for i in part.tensors]
 
-    def _use(self, number: int, tracked: Sequence[Tracked | None]) -> RuleUse | None:
+    def use_of_rows(self, edges: Mapping[int, GradientEdge], output: Tensor) -> FallbackUse:
+        """The use of what has no rule in the part, for a tensor that the call has computed."""
+        rows = self.rows_of
+        functions = list(dict.fromkeys(chain(*[self.part.rows.get(i, ()) for i in rows])))
+        name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
+        roots, inputs = tuple(self.roots[i] for i in rows), tuple(edges[i] for i in rows)
+        return FallbackUse.of(self.recording, name, output, roots, inputs)
+
+    def _use(self, number: int, tracked: Mapping[Source, Tracked | None]) -> RuleUse | None:
         """A use of this call."""
         use, resolve = self.part.uses[number], self.part.sizes.resolve
-        reads = tuple(t for i in use.reads if (t := tracked[i]) is not None)
+        reads = tuple(t for x in use.reads if (t := tracked[x]) is not None)
         if not reads:
             return None
         recipes = []
         for operands, formula, saved in use.recipes:
-            own = tuple(None if i is None else tracked[i] for i in operands)
+            own = tuple(None if x is None else tracked[x] for x in operands)
             if any(own):
                 recipes.append(KeptRecipe(own, resolve(formula, self.sizes), saved))
         shape = resolve(use.shape, self.sizes)
         known = self._first + number, use.function, shape, reads, recipes, use.rule
         return RuleUse(self.recording, *known)
 
-    def _tracked(self, number: int, node: Any) -> Tracked | None:
+    def _tracked(self, source: Source, node: Any) -> Tracked | None:
         """A tracked tensor of the part, if it is of parameters of the engine that get no rows."""
-        source = self.part.sources[number]
         roots = [self.roots[i] for i in source.inputs if i in self.roots]
-        if not roots or self.part.has_rows(number):
+        if not roots or self.part.has_rows(source):
             return None
         if source.region is not None:
             (root,) = roots
@@ -140,14 +138,17 @@ class PartCall:
         found = entry_of(node)
         assert found is not None
         saved = [i for i in self.part.derived_from if i not in self._given]
-        if any(self._given[i]._version != version for i, version in self._versions.items()):
-            raise ChangedTensorError(_CHANGED)
         try:
             given = {**self._given, **dict(zip(saved, found.saved_tensors, strict=True))}
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
-            raise ChangedTensorError(_CHANGED) from error
+            raise ChangedTensorError(
+                "A tensor from which a compiled part computes a parameter's value, such as a "
+                "weight times a buffer, was changed in place after the part had read it, so that "
+                "the rows of the parameter cannot be computed. Make a new tensor: `x = x * 2`, not "
+                "`x.mul_(2)`. Or change the tensor behind the engine's pass."
+            ) from error
         (derived,) = source.derivation.run([given[i] for i in source.derivation.inputs])
         sources = tuple({id(p): p for root in roots for p in root.sources}.values())
         shape, edge = real_shape(derived), get_gradient_edge(derived)
@@ -200,10 +201,7 @@ class CompiledPart:
                     outputs[position] = x
             if read:
                 changed = [x for x, version in before if x._version != version]
-                results = _Results(calls, outputs, changed)
-                for call in calls:
-                    _add_rows(call, edges, results)
-                outputs = results.outputs
+                outputs = _with_rows(calls, edges, outputs, changed)
         unbatched = set(chain(*part.outputs))
         batched = [x for i, x in enumerate(outputs) if i not in unbatched]
         for recorder in recorders:
@@ -215,8 +213,8 @@ class CompiledPart:
 
 
 def _is_saved(given: Any) -> bool:
-    """Whether an argument is kept by the node: tensors that autograd has no graph of."""
-    return isinstance(given, Tensor) and given.grad_fn is None and not given.is_inference()
+    """Whether an argument is kept by the node."""
+    return isinstance(given, Tensor) and not given.is_inference()
 
 
 @lru_cache(maxsize=64)
@@ -264,42 +262,33 @@ def _apart(args: Sequence[Any], read: Collection[int]) -> list[Any]:
     return found
 
 
-class _Results:
-    """The tensors that a call has computed or changed, without those that are views of others."""
+def _with_rows(
+    calls: Sequence[PartCall],
+    edges: dict[int, GradientEdge],
+    outputs: Sequence[Any],
+    changed: Sequence[Tensor],
+) -> list[Any]:
+    """What a call gives, behind taps for explicit rows of what has no rule in the part.
 
-    def __init__(
-        self, calls: Sequence[PartCall], outputs: Sequence[Any], changed: Sequence[Tensor]
-    ) -> None:
-        self.outputs = list(outputs)  # behind the taps
-        # The base of what is a view within the call alone has no graph.
-        pairs = [(base_of(x), x) for x in outputs if isinstance(x, Tensor)]
-        own = [x if base.grad_fn is None else base for base, x in pairs]
-        self._own = {id(x): x for x in own if calls_of(x.grad_fn) is calls}
-        self._changed = [
-            x for x in changed if any(calls_of(node) is calls for node in nodes_behind(x))
-        ]
+    Taps are on the tensors that the call has computed or changed. What is a view of one is made
+    again, from what is behind the tap.
+    """
+    # The base of what is a view within the call alone has no graph.
+    pairs = [(base_of(x), x) for x in outputs if isinstance(x, Tensor)]
+    own = {id(x): x for x in [x if base.grad_fn is None else base for base, x in pairs]}
+    behind = {at: x for at, x in own.items() if calls_of(x.grad_fn) is calls}
+    changed = [x for x in changed if any(calls_of(node) is calls for node in nodes_behind(x))]
+    for call in calls:
+        if call.rows_of:
+            behind = {at: tap(call.use_of_rows(edges, x), x, ()) for at, x in behind.items()}
+            for x in changed:
+                tap(call.use_of_rows(edges, x), x, (), in_place=True)
+    behind.update({id(base_of(x)): base_of(x) for x in changed})
 
-    def tap(self, make_use: Callable[[Tensor], Use]) -> None:
-        """Puts a tap on each. What is a view is made again, from what is behind the tap."""
-        behind = {at: tap(make_use(x), x, ()) for at, x in self._own.items()}
-        for x in self._changed:
-            tap(make_use(x), x, (), in_place=True)
-            behind[id(base_of(x))] = base_of(x)
-        for position, x in enumerate(self.outputs):
-            base = behind.get(id(base_of(x))) if isinstance(x, Tensor) else None
-            if id(x) in behind:
-                self.outputs[position] = behind[id(x)]
-            elif base is not None:
-                self.outputs[position] = x._view_func(base)
-        self._own = {id(x): x for x in map(behind.__getitem__, self._own)}
+    def again(x: Any) -> Any:
+        if id(x) in behind:
+            return behind[id(x)]
+        base = behind.get(id(base_of(x))) if isinstance(x, Tensor) else None
+        return x if base is None else x._view_func(base)
 
-
-def _add_rows(call: PartCall, edges: dict[int, GradientEdge], results: _Results) -> None:
-    """Puts taps on the results of a call, for explicit rows of what has no rule in the part."""
-    rows, recording = call.rows_of, call.recording
-    if not rows:
-        return
-    functions = list(dict.fromkeys(chain(*[call.part.rows.get(i, ()) for i in rows])))
-    name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
-    roots, inputs = tuple(call.roots[i] for i in rows), tuple(edges[i] for i in rows)
-    results.tap(lambda x: FallbackUse.of(recording, name, x, roots, inputs))
+    return [again(x) for x in outputs]

@@ -21,11 +21,6 @@ Form = tuple[Any, ...]
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.permute.default)
 
 
-def inputs(module: fx.GraphModule) -> list[fx.Node]:
-    """The inputs of a graph."""
-    return [node for node in module.graph.nodes if node.op == "placeholder"]
-
-
 def shows_in(module: fx.GraphModule) -> list[fx.Node]:
     """Where cotangents are shown, in the order of the pass."""
     return [node for node in module.graph.nodes if node.target is SHOW]
@@ -145,8 +140,7 @@ def fixed(
         ]
         run = fx.Interpreter(module).run
         made = make_fx(run, decomposition_table=dict(decompositions))(*examples)
-    results: Any = made.graph.output_node().args[0]
-    return made, dict(zip(nodes, results, strict=True)), examples
+    return made, dict(zip(nodes, results(made), strict=True)), examples
 
 
 def _compute_less(graph: fx.Graph) -> None:

@@ -45,7 +45,6 @@ from autogram._compiled.graphs import (
     finished,
     fixed,
     form_of,
-    inputs,
     origin,
     results,
     shows_in,
@@ -86,7 +85,7 @@ class Backward:
         self._boxed_call = True  # AOTAutograd reads this: it gives a list, which may be emptied
         self._part, self._graph, self._compile = part, graph, compile
         part.backward = graph
-        part.dtypes |= dtypes(graph)
+        self._dtypes = dtypes(graph)
         self._decompositions = decompositions
         self._results = len(results(graph))
         self._gradients_of = arguments_of_gradients(graph)
@@ -125,7 +124,7 @@ class Backward:
 
     def _taps(self, args: list[Any], call: PartCall, node: Any, current: Pass) -> Sequence[Any]:
         """Shows the cotangents of the uses, and gives what goes on to other nodes."""
-        call.recording.dtypes |= self._part.dtypes
+        call.recording.dtypes |= self._dtypes
         uses = call.all_uses(node)
         given = list(args)
         inside, variant = self._choose(call, uses, given, current)
@@ -234,7 +233,7 @@ class Backward:
                     module.graph, inside, tensors, asked, decompositions
                 )
             wanted += contracted.results
-        given = inputs(module)
+        given = module.graph.find_nodes(op="placeholder")
         places = {x: i for i, x in enumerate(given)}
         for x in chain(*factors.values()):  # what autograd saved anyway needs no result
             if x not in places:

@@ -45,8 +45,8 @@ class History:
 
     def __init__(self, module: fx.GraphModule, batched: Collection[int]) -> None:
         self._module = module
-        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self._positions = {node: position for position, node in enumerate(inputs)}
+        inputs = enumerate(module.graph.find_nodes(op="placeholder"))
+        self._positions = {node: position for position, node in inputs}
         self._batched = batched
         self._nodes: dict[int, tuple[fx.Node, weakref.ref[Tensor]]] = {}
         self._autocast: dict[fx.Node, _Autocast] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from autogram._compiled.tracing.sizes import Sizes
 from autogram.rules import Formula
 
 
-class Source(NamedTuple):
+@dataclass(eq=False)
+class Source:
     """A tracked tensor of a part. An input that is derived has neither region nor derivation."""
 
     inputs: tuple[int, ...]  # the positions of the roots that it is computed from
@@ -27,48 +29,38 @@ class Source(NamedTuple):
 
 
 class PartUse(NamedTuple):
-    """A use in a part, of which any size may be symbolic, with numbers for tracked tensors."""
+    """A use in a part, of which any size may be symbolic."""
 
     function: str
     shape: tuple[Any, ...]
-    reads: tuple[int, ...]
-    recipes: tuple[tuple[tuple[int | None, ...], Formula, slice], ...]
+    reads: tuple[Source, ...]
+    recipes: tuple[tuple[tuple[Source | None, ...], Formula, slice], ...]
     rule: Callable[..., Any] | None
 
 
+@dataclass(eq=False)
 class Part:
-    """What was recorded of a part, which is a graph of Dynamo, when AOTAutograd traced it last.
+    """What was recorded of a part, which is a graph of Dynamo, when AOTAutograd traced it last."""
 
-    Attributes:
-        parameters: The positions of the inputs that are parameters.
-        roots: The positions of parameters and derived inputs.
-        sources: The tracked tensors of its uses.
-        derived_from: The positions of the inputs that derivations of these take.
-        uses: In the order of the forward pass.
-        guesses: The positions of roots that are used where nothing but a size has told that samples
-            are.
-        rows: The positions of parameters that get explicit rows, with the calls that have no rule.
-        dtypes: Those in which autocast carried out uses.
-        outputs: How outputs are computed that no sample is in.
-        sizes: Which numbers the symbols of its sizes stand for.
-        tensors: The positions of inputs that are tensors.
-        backward: The graph of its backward pass, once there is one.
-    """
+    graph: fx.GraphModule
+    inputs: PartInputs
+    uses: tuple[PartUse, ...] = ()  # in the order of the forward pass
+    sources: tuple[Source, ...] = ()  # the tracked tensors of the uses
+    derived_from: tuple[int, ...] = ()  # positions of inputs that derivations of sources take
+    guesses: tuple[int, ...] = ()
+    """Positions of roots that are used where nothing but a size has told that samples are."""
+    rows: dict[int, list[str]] = field(default_factory=dict)
+    """Positions of roots that get explicit rows, with the calls that have no rule."""
+    outputs: dict[tuple[int, ...], Derivation] = field(default_factory=dict)
+    """How outputs are computed that no sample is in."""
+    sizes: Sizes = field(default_factory=lambda: Sizes(()))
+    """Which numbers the symbols of its sizes stand for."""
+    tensors: tuple[int, ...] = ()  # positions of inputs that are tensors
+    backward: fx.GraphModule | None = None  # the graph of its backward pass, once there is one
 
-    def __init__(self, graph: fx.GraphModule, inputs: PartInputs) -> None:
-        self._graph, self._inputs = graph, inputs
-        self.parameters = tuple(inputs.parameters)
-        self.roots = (*self.parameters, *inputs.derived)
-        self.sources: tuple[Source, ...] = ()
-        self.derived_from: tuple[int, ...] = ()
-        self.uses: tuple[PartUse, ...] = ()
-        self.guesses: tuple[int, ...] = ()
-        self.rows: dict[int, list[str]] = {}
-        self.dtypes: set[torch.dtype] = set()
-        self.outputs: dict[tuple[int, ...], Derivation] = {}
-        self.sizes = Sizes(())
-        self.tensors: tuple[int, ...] = ()
-        self.backward: fx.GraphModule | None = None
+    def __post_init__(self) -> None:
+        self.parameters = tuple(self.inputs.parameters)  # positions of inputs
+        self.roots = (*self.parameters, *self.inputs.derived)
 
     def trace(self, *args: Any) -> Sequence[Any]:
         """What AOTAutograd traces: runs the graph on its arguments, and keeps what was recorded.
@@ -76,7 +68,7 @@ class Part:
         The last argument is what leads to engines.
         """
         args = args[:-1]
-        outputs, tapping = record(self._graph, args, self._inputs)
+        outputs, tapping = record(self.graph, args, self.inputs)
         self._take(args, tapping)
         return outputs
 
@@ -85,28 +77,26 @@ class Part:
         positions = {id(x): i for i, x in enumerate(args) if i in self.roots}
         self.sizes = Sizes(args)
         self.tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
-        self.dtypes, self.outputs = tapping.dtypes, tapping.outputs
+        self.outputs = tapping.outputs
         self.guesses = tuple(positions[id(x)] for x in tapping.guesses)
         self.rows = {}
         for name, parameter in tapping.without_rule:
             self.rows.setdefault(positions[id(parameter)], []).append(name)
-        numbers: dict[Tracked, int] = {}
-        sources: list[Source] = []
+        sources: dict[Tracked, Source] = {}
 
-        def number(tracked: Tracked) -> int:
-            if tracked not in numbers:
-                numbers[tracked] = len(sources)
+        def source_of(tracked: Tracked) -> Source:
+            if tracked not in sources:
                 inputs = tuple(positions[id(p)] for p in tracked.sources)
                 region, way = tracked.region, tapping.derivations.get(tracked)
                 if region is not None:
                     start = Region.of_parameter(tracked.sources[0]).offset
                     region = region.shifted(-start)
-                sources.append(Source(inputs, region, tracked.dtype, way))
-            return numbers[tracked]
+                sources[tracked] = Source(inputs, region, tracked.dtype, way)
+            return sources[tracked]
 
-        self.uses = tuple(_part_use(use, number) for use in tapping.uses)
-        self.sources = tuple(sources)
-        ways = [source.derivation for source in sources if source.derivation is not None]
+        self.uses = tuple(_part_use(use, source_of) for use in tapping.uses)
+        self.sources = tuple(sources.values())
+        ways = [source.derivation for source in self.sources if source.derivation is not None]
         self.derived_from = tuple(dict.fromkeys(i for way in ways for i in way.inputs))
         self._widen_rows()
 
@@ -116,28 +106,28 @@ class Part:
         Rows through the part are of all uses of a parameter in it.
         """
         for use in self.uses:
-            regions = [self.sources[i].region for i in use.reads]
+            regions = [source.region for source in use.reads]
             formulas = [formula for _, formula, _ in use.recipes]
             if not self.sizes.know((use.shape, regions, formulas)):
-                for position in [x for i in use.reads for x in self.sources[i].inputs]:
+                for position in [x for source in use.reads for x in source.inputs]:
                     self.rows.setdefault(position, []).append(use.function)
         count = -1
         while count < len(self.rows):
             count = len(self.rows)
             for use in self.uses:
-                for i in filter(self.has_rows, use.reads):
-                    for position in self.sources[i].inputs:
+                for source in filter(self.has_rows, use.reads):
+                    for position in source.inputs:
                         self.rows.setdefault(position, [use.function])
 
-    def has_rows(self, source: int) -> bool:
+    def has_rows(self, source: Source) -> bool:
         """Whether a tracked tensor is of parameters that get explicit rows."""
-        return not self.rows.keys().isdisjoint(self.sources[source].inputs)
+        return not self.rows.keys().isdisjoint(source.inputs)
 
 
-def _part_use(use: RuleUse, number: Callable[[Tracked], int]) -> PartUse:
+def _part_use(use: RuleUse, source_of: Callable[[Tracked], Source]) -> PartUse:
     """A use without tensors."""
     recipes = tuple(
-        (tuple(None if t is None else number(t) for t in operands), formula, saved)
+        (tuple(None if t is None else source_of(t) for t in operands), formula, saved)
         for operands, formula, saved in use.recipes
     )
-    return PartUse(use.function, use.shape, tuple(map(number, use.reads)), recipes, use.rule)
+    return PartUse(use.function, use.shape, tuple(map(source_of, use.reads)), recipes, use.rule)

@@ -16,7 +16,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind
 from autogram._capture.forward.decision import Batch, Decision, Reads, UseRows, UseRule, decide
 from autogram._capture.forward.recorder import Recorder
@@ -57,7 +56,6 @@ class TracedTapping(Tapping):
         self.derivations: dict[Tracked, Derivation] = {}
         self.outputs: dict[tuple[int, ...], Derivation] = {}
         self.without_rule: list[tuple[str, Tensor]] = []
-        self.dtypes: set[torch.dtype] = set()
         self.guesses: set[Tensor] = set()
 
     def run_with_rule(
@@ -102,8 +100,6 @@ class TracedTapping(Tapping):
         assert isinstance(use, RuleUse)
         self.uses.append(use)
         self.recording.count += 1
-        if (dtype := autocast_dtype(output.device.type)) is not None:
-            self.dtypes.add(dtype)
         if not in_place:
             tapped: Tensor = TracedTap.apply(output, use, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
             return tapped
