@@ -5,10 +5,9 @@ Needs lightning or pytorch-lightning, whose modules the mixin is for; it imports
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from autogram import Engine, InvalidOptionError, UnsupportedError
 from autogram._arguments import Weighting
@@ -17,22 +16,11 @@ from autogram.integrations._micro_batches import MicroBatches
 
 __all__ = ["JacobianDescent"]
 
-if TYPE_CHECKING:  # what it is mixed into, which nobody needs to install for the types
-
-    class _Module(nn.Module):
-        automatic_optimization: bool
-        trainer: Any
-
-        def optimizers(self) -> Any: ...
-        def on_fit_start(self) -> None: ...
-        def on_fit_end(self) -> None: ...
-        def __getstate__(self) -> dict[str, Any]: ...
-
-else:
-    _Module = object
+# What it is mixed into, which nobody needs to install for the types.
+_Module: Any = object
 
 
-class JacobianDescent(_Module):
+class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `LightningModule`
     """A mixin for a ``LightningModule``, by manual optimization.
 
     The module has a ``weighting``, as for :meth:`autogram.Engine.backward`, and computes losses in
