@@ -65,10 +65,9 @@ def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
 
 def gradients_of(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
     """Jᵀ w of this rank, of the parameters that its losses reach."""
-    reached = {p for part in jacobian._parts.each for p in part.columns}
-    names = {name for p, name in jacobian._names.items() if p in reached}
-    found = jacobian.vjp(weights) if names else {}
-    return {name: gradient for name, gradient in found.items() if name in names}
+    reached = {jacobian._names[p] for part in jacobian._parts.each for p in part.columns}
+    found = jacobian.vjp(weights) if reached else {}
+    return {name: gradient for name, gradient in found.items() if name in reached}
 
 
 def _gradient(found: dict[str, Tensor], name: str, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -95,12 +95,12 @@ def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Ex
     costs = {name: costs_of(name, regions[name], shares, link) for name in names}
     alone: dict[str, Way] = dict.fromkeys(names, "rows")
     mixed = {name: min(of, key=of.__getitem__) for name, of in costs.items()}
-    plans = []
-    for ways in (alone, mixed):
-        plan = _plan(ways, regions, shares)
-        total = sum(costs[name][found] for name, found in ways.items())
-        plans.append((total + link.call * plan.messages, plan))
-    return min(plans, key=lambda found: found[0])[1]
+
+    def cost(plan: ExchangePlan) -> float:
+        of_ways = sum(costs[name][found] for name, found in plan.ways.items())
+        return of_ways + link.call * plan.messages
+
+    return min((_plan(ways, regions, shares) for ways in (alone, mixed)), key=cost)
 
 
 def _plan(
