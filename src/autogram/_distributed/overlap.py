@@ -19,25 +19,10 @@ from autogram._distributed.agreement import Agreement
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.share import Data, Share
 
-_MOST = 64  # graphs that are remembered
-_ERRORS = 3  # after which a graph does not tell
+Foresight = Latest[Hashable, tuple[Share, int]]
+"""What a rank had last behind a graph, and how often that was not what it had before."""
 
-
-class Foresight:
-    """What this rank had behind the graphs that it has seen."""
-
-    def __init__(self) -> None:
-        self._shares = Latest[Hashable, tuple[Share, int]](_MOST)
-
-    def of(self, key: Hashable) -> Share | None:
-        """What this rank will have, or ``None`` if nobody knows."""
-        share, errors = self._shares.get(key, (None, 0))
-        return share if errors < _ERRORS else None
-
-    def learn(self, key: Hashable, share: Share) -> None:
-        """Notes what this rank had. What differs from time to time is not foreseen any more."""
-        known, errors = self._shares.get(key, (share, 0))
-        self._shares[key] = share, errors + (known.digest != share.digest)
+_ERRORS = 3  # after which a graph does not tell what a rank will have
 
 
 @dataclass(eq=False)
@@ -64,10 +49,17 @@ class Overlap:
         if self.key is not None:
             return
         self.key = self.kind, key
-        shares = self.agreement.foreseen(self.foresight.of(self.key), error)
+        share, errors = self.foresight.get(self.key, (None, 0))
+        own = share if errors < _ERRORS else None
+        shares = self.agreement.foreseen(own, error)
         if shares is not None:
             self._names = self.channel.parameters()
             self.exchange = self.start(shares, device)
+
+    def learn(self, share: Share) -> None:
+        """Notes what this rank had. What differs from time to time is not foreseen any more."""
+        known, errors = self.foresight.get(self.key, (share, 0))
+        self.foresight[self.key] = share, errors + (known.digest != share.digest)
 
     def restart(self, objectives: object) -> None:
         """Notes that a pass begins."""

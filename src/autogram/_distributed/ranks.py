@@ -27,7 +27,7 @@ from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
 
-_MOST = 64  # plans that are remembered
+_MOST = 64  # plans and graphs that are remembered
 
 
 class Ranks:
@@ -57,7 +57,7 @@ class Ranks:
         self.early = 0
         self.repeated = 0
         self._overlap: Overlap | None = None
-        self._foresight = Foresight()
+        self._foresight = Foresight(_MOST)
         self._shares: Sequence[Share] = ()
         self._plans = Latest[tuple[object, ...], ExchangePlan](_MOST)  # by the digests of shares
 
@@ -209,7 +209,7 @@ class Ranks:
                 shares = self.agreement.shares(None if data is None else data.share, error)
                 assert data is not None
                 if overlap is not None:
-                    self._foresight.learn(overlap.key, data.share)
+                    overlap.learn(data.share)
                 exchange = self._start(shares, device)
                 total = exchange(data)
         self._shares, self.early = exchange.shares, exchange.early
