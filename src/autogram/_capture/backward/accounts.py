@@ -24,8 +24,6 @@ class Account:
     """The blocks that have arrived; ``None`` once they are complete and taken."""
     expected: int = 0
     """How many uses, and derived tensors, have not arrived."""
-    is_reached: bool = False
-    """Whether a use has arrived, also without a cotangent."""
 
 
 class Accounts(dict["Tensor | Tracked", Account]):

@@ -156,10 +156,9 @@ class Assembly:
         if self._run.summary is not None:
             self._run.summary.add(use, layout, subset, found)
         tracked, region, block = found
-        account = self._accounts[tracked]
-        account.is_reached = True
-        assert account.columns is not None
-        account.columns.add(region, block, subset)
+        columns = self._accounts[tracked].columns
+        assert columns is not None
+        columns.add(region, block, subset)
 
     def finish(self, parameter: Tensor) -> None:
         """Takes the columns of a parameter to which nothing else will be added."""
@@ -255,20 +254,19 @@ class Assembly:
         complete: Complete = []
         for owner in owners:
             account = self._accounts[owner]
-            account.is_reached = True
             account.expected -= 1
             if account.expected == 0 and self._is_complete:
                 complete += self._finish(account)
         return complete
 
     def _finish(self, account: Account) -> Complete:
-        """Closes an account. An account that no use has reached has no columns.
+        """Closes an account, unless it is closed.
 
         Columns of a parameter are complete. Rows of a derived tensor are pulled back, and added to
         the columns of its parameters, some of which may be complete by that.
         """
         owner, columns, account.columns = account.owner, account.columns, None
-        if columns is None or not account.is_reached:
+        if columns is None:
             return []
         if isinstance(owner, Tensor):
             return [(owner, columns)]
