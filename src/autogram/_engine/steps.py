@@ -86,7 +86,7 @@ class Step:
                 retain_graph=retain_graph or channel.before_pass is not None,
                 is_summed=is_summed,
             )
-        outside, names = run.outside, run.names
+        outside, names = run.survey.outside if losses.numel() else [], run.names
         if self._wrappers is not None:
             self._wrappers.check_outside(outside)
         if outside:

@@ -93,7 +93,7 @@ class Driver:
             run = self._begin(losses, **asked)
             # A search or a check needs the graph again, and so do leaves that are no part of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
-            run.retain_graph = run.retain_graph or needs_graph or bool(run.outside)
+            run.retain_graph = run.retain_graph or needs_graph or bool(run.survey.outside)
             try:
                 self._make_passes(run)
             except NonFiniteError:

@@ -38,7 +38,7 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
     is_alone = run.channel.before_pass is None and run.channel.listener is None
     if m == 1 or run.form == "factors" or not is_alone or survey.may_hide_taps:
         return False
-    parameters, sizes = run.inside, [prod(use.shape) for use in survey.uses]
+    parameters, sizes = survey.inside, [prod(use.shape) for use in survey.uses]
     read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
     if not read.issubset(parameters) or not all(p.requires_grad for p in parameters):
         return False  # some are no leaves, or were frozen since
@@ -56,7 +56,7 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
 
 def assemble_rows(run: Run) -> None:
     """Gives a run the columns of all parameters, as :func:`assemble` does, from ordinary passes."""
-    losses, parameters = run.objectives.losses, run.inside
+    losses, parameters = run.objectives.losses, run.survey.inside
     cotangents = run.objectives.cotangents()
     gradients: dict[Tensor, list[Tensor | None]] = {parameter: [] for parameter in parameters}
     for number, cotangent in enumerate(cotangents, 1):

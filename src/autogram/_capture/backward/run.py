@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from string import ascii_uppercase
 from typing import Protocol
 
@@ -23,7 +22,7 @@ from autogram._blocks import (
     Region,
     Subset,
 )
-from autogram._capture.backward.verification import Check, leaves_outside
+from autogram._capture.backward.verification import Check
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
@@ -159,17 +158,6 @@ class Run:
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
 
-    @cached_property
-    def outside(self) -> list[Tensor]:
-        """The leaves behind the losses that are no part of J, if there are any losses."""
-        return leaves_outside(self.survey) if self.survey.losses.numel() else []
-
-    @cached_property
-    def inside(self) -> list[Tensor]:
-        """The leaves behind the losses that are part of J."""
-        outside = set(self.outside)
-        return [leaf for leaf in self.survey.leaves if leaf not in outside]
-
     @property
     def names(self) -> dict[Tensor, str]:
         """The parameters that have columns, and all others that could have, with their names."""
@@ -185,7 +173,7 @@ def fill_with_nan(run: Run) -> None:
     survey = run.survey
     run.objectives = Objectives(survey.losses, None)
     m = survey.losses.numel()
-    run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in run.inside}
+    run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in survey.inside}
     for sink in run.sinks:  # what it has taken is not what there is
         sink.restart(run.objectives)
     if run.is_summed:

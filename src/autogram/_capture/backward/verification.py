@@ -135,7 +135,7 @@ class Check:
         parameters = [p for p in names if p.requires_grad and p not in survey.left_out]
         # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
         # this one may add to these.
-        leaves = parameters + [x for x in leaves_outside(survey) if x.requires_grad]
+        leaves = parameters + [x for x in survey.outside if x.requires_grad]
         with without_hooks(leaves):
             gradients = Pass(survey.channel).differentiate(survey.losses, leaves, self.vector)
         norms: dict[Tensor, float] = {}
@@ -224,12 +224,6 @@ class Schedule:
             self.confirmed = self.calls
         if self.calls >= self._due:
             self._due = self.calls + min(self.calls, _LONGEST)
-
-
-def leaves_outside(survey: Survey) -> list[Tensor]:
-    """The leaves behind the losses that are no part of J."""
-    leaves, inside, left_out = survey.leaves, survey.names, survey.left_out
-    return [x for x in leaves if x not in inside or (left_out and x in left_out)]
 
 
 _SILENCING = threading.Lock()

@@ -93,6 +93,18 @@ class Survey:
         known = () if self.may_hide_taps else self.passes
         return self.channel.parameters(self.leaves, known)
 
+    @cached_property
+    def outside(self) -> list[Tensor]:
+        """The leaves that are no part of J."""
+        inside, left_out = self.names, self.left_out
+        return [x for x in self.leaves if x not in inside or (left_out and x in left_out)]
+
+    @cached_property
+    def inside(self) -> list[Tensor]:
+        """The leaves that are part of J."""
+        outside = set(self.outside)
+        return [x for x in self.leaves if x not in outside]
+
     def key_without(self, free: bytes) -> bytes:
         """The key without the sizes of nodes that are ``free``, and of the uses that they show.
 
