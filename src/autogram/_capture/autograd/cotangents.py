@@ -118,7 +118,7 @@ def many_vjps(
 
     ends = {edge.node for edge in edges}
     nodes = nodes_behind(output, lambda node: node in ends or is_tap_of(channel, node))
-    return _products(channel, vjp, cotangents, nodes, len(inputs))
+    return carried_out(channel, vjp, cotangents, nodes, len(inputs))
 
 
 def vjps_of_node(
@@ -150,6 +150,11 @@ def vjps_of_node(
     return carried_out(channel, vjp, cotangents, [node], len(inputs))
 
 
+def is_batchable(nodes: Iterable[Any]) -> bool:
+    """Whether several cotangents may go through all of these nodes of a graph together."""
+    return not any(_UNBATCHED.get(type(node).__name__, lambda _: False)(node) for node in nodes)
+
+
 def carried_out(
     channel: Channel,
     function: Callable[[Tensor], dict[int, Tensor]],
@@ -157,32 +162,16 @@ def carried_out(
     nodes: Iterable[Any],
     count: int,
 ) -> list[Tensor | None]:
-    """What a function makes of each cotangent by calling some nodes, outside of any pass.
+    """What a function makes of each cotangent by some nodes, at once where that is possible.
 
     The function numbers its results, of which there are at most ``count``.
     """
-    with torch.no_grad():
-        return _products(channel, function, cotangents, nodes, count)
-
-
-def is_batchable(nodes: Iterable[Any]) -> bool:
-    """Whether several cotangents may go through all of these nodes of a graph together."""
-    return not any(_UNBATCHED.get(type(node).__name__, lambda _: False)(node) for node in nodes)
-
-
-def _products(
-    channel: Channel,
-    vjp: Callable[[Tensor], dict[int, Tensor]],
-    cotangents: Tensor,
-    nodes: Iterable[Any],
-    count: int,
-) -> list[Tensor | None]:
-    """Products of all cotangents with each input, by one pass where that is possible."""
     found = None
-    if channel.is_batchable and len(cotangents) > 1:
-        found = _together(vjp, cotangents, nodes)
-    if found is None:
-        found = _one_by_one(vjp, cotangents)
+    with torch.no_grad():
+        if channel.is_batchable and len(cotangents) > 1:
+            found = _together(function, cotangents, nodes)
+        if found is None:
+            found = _one_by_one(function, cotangents)
     return [found.get(i) for i in range(count)]
 
 
