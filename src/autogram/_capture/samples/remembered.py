@@ -19,7 +19,8 @@ from autogram._capture.samples.replays import copied_to_cpu
 from autogram._capture.samples.survey import Survey
 from autogram._containers import Latest
 
-# In the place of proofs that are for graphs of the same sizes: at others, values decide.
+_ANY_SIZES = b""  # the key of a proof that is for one call, whatever the sizes are
+# There, in the place of proofs that are for graphs of the same sizes: at others, values decide.
 _OF_SIZES = Proof(is_for_one_call=True)
 _FEW = 4  # sizes that are new so often may be new each time
 
@@ -177,9 +178,7 @@ class RememberedGraph:
     @property
     def proof(self) -> Proof | None:
         """What the layouts depend on, if a graph of this structure was looked at."""
-        found = [self._structure.proofs.get(x) for x in self._proof_keys]
-        whatever_sizes, pattern, without_route, these = found
-        return these or without_route or whatever_sizes or pattern
+        return next(filter(None, map(self._structure.proofs.get, self._proof_keys)), None)
 
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
@@ -188,20 +187,19 @@ class RememberedGraph:
             of.free = proof.routes.free
             self._key = self._survey.key_without(of.free)
             self.known = self._all.layouts.get(self._key)
-        whatever_sizes, pattern, without_route, these = self._proof_keys
         if proof.is_for_sizes or (proof.is_for_one_call and of.free is not None):
-            if of.proofs.get(whatever_sizes, _OF_SIZES) is _OF_SIZES:
-                of.proofs[whatever_sizes] = _OF_SIZES
-                of.proofs[these if proof.routes is None else without_route] = proof
+            if of.proofs.get(_ANY_SIZES, _OF_SIZES) is _OF_SIZES:
+                of.proofs[_ANY_SIZES] = _OF_SIZES
+                of.proofs[self._survey.key if proof.routes is None else self._key] = proof
         else:
-            of.proofs[whatever_sizes if proof.is_for_one_call else pattern] = proof
+            of.proofs[_ANY_SIZES if proof.is_for_one_call else self._pattern] = proof
 
     def forget_proof(self, *, for_good: bool) -> None:
         """Forgets what the layouts depend on; for good where a new proof would be no better."""
         for key in self._proof_keys:
             self._structure.proofs.pop(key, None)
         if for_good:
-            self._structure.proofs[self._proof_keys[0]] = Proof(is_for_one_call=True)
+            self._structure.proofs[_ANY_SIZES] = Proof(is_for_one_call=True)
 
     def wants_proof(self) -> bool:
         """Notes the sizes, and tells whether to prove what the graph depends on at these.
@@ -259,13 +257,13 @@ class RememberedGraph:
 
     @property
     def _proof_keys(self) -> tuple[bytes, ...]:
-        """Keys of a proof: the first key if the proof is for one call, and else the others.
+        """Keys of proofs, those first that are for the fewest graphs.
 
-        The second key has a pattern of sizes: at other sizes, samples may lie along other
-        dimensions, which nodes may not carry. The last key has all sizes, and the third all but
-        those of nodes on a route.
+        The first key has all sizes, and the second all but those of nodes on a route. The last key
+        has a pattern of sizes: at other sizes, samples may lie along other dimensions, which nodes
+        may not carry.
         """
-        return b"", self._pattern, self._key + b"routes", self._survey.key
+        return self._survey.key, self._key, _ANY_SIZES, self._pattern
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:
