@@ -50,7 +50,7 @@ class Known:
         """
         found = dict(zip(survey.uses, self.layouts, strict=True))
         changes = [_differ(constant.value(survey), old) for constant, old in self.constants.items()]
-        if self.proof.routes is None:
+        if not self.proof.routes.hops:
             return found, changes
         if (routed := self.proof.routes.owners(survey)) is None:
             return None
@@ -126,7 +126,7 @@ class _Structure:
     """What is remembered of graphs of one structure."""
 
     proofs: Latest[bytes, Proof] = field(default_factory=Latest)  # by `RememberedGraph._proof_keys`
-    free: bytes | None = None  # the nodes whose sizes are in no key, where there are routes
+    free: bytes = b""  # the nodes whose sizes are in no key, where there are routes
     # The keys of graphs that were seen while proofs were for graphs of the same sizes.
     unproven: Latest[bytes, None] = field(default_factory=Latest)
     news: int = 0  # how often sizes were new, where there are routes
@@ -158,7 +158,7 @@ class RememberedGraph:
         if structure is None:
             structure = remembered.structures[survey.structure] = _Structure()
         self._structure, self._key = structure, survey.key
-        if structure.free is not None:
+        if structure.free:
             self._key = survey.key_without(structure.free)  # of nodes on a route
         self.known = remembered.layouts.get(survey.key) or remembered.layouts.get(self._key)
         self.refusal = remembered.refusals.get(self._key)
@@ -183,14 +183,14 @@ class RememberedGraph:
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
         of = self._structure
-        if proof.routes is not None:
+        if proof.routes.hops:
             of.free = proof.routes.free
             self._key = self._survey.key_without(of.free)
             self.known = self._all.layouts.get(self._key)
-        if proof.is_for_sizes or (proof.is_for_one_call and of.free is not None):
+        if proof.is_for_sizes or (proof.is_for_one_call and of.free):
             if of.proofs.get(_ANY_SIZES, _OF_SIZES) is _OF_SIZES:
                 of.proofs[_ANY_SIZES] = _OF_SIZES
-                of.proofs[self._survey.key if proof.routes is None else self._key] = proof
+                of.proofs[self._key if proof.routes.hops else self._survey.key] = proof
         else:
             of.proofs[_ANY_SIZES if proof.is_for_one_call else self._pattern] = proof
 
@@ -214,7 +214,7 @@ class RememberedGraph:
         if self._key in of.unproven:
             return True
         of.unproven[self._key] = None
-        of.news += of.free is not None
+        of.news += bool(of.free)
         return of.news >= _FEW and of.news & (of.news - 1) == 0
 
     def doubt(self) -> None:
@@ -227,8 +227,7 @@ class RememberedGraph:
         proof, survey = self.proof, self._survey
         if proof is None or proof.is_for_one_call or survey.may_hide_taps:
             return
-        if proof.routes is not None:
-            found = proof.routes.others(survey, found)
+        found = proof.routes.others(survey, found)
         if not proof.is_about(dims_of(survey, found)):
             return
         samples = self._objectives.samples
@@ -239,7 +238,7 @@ class RememberedGraph:
         layouts = tuple(found.get(use, ()) for use in survey.uses)
         constants = {x: x.value(survey).clone() for x in proof.constants}
         # Sizes of other nodes may decide where a route is for others.
-        is_free = proof.routes is not None and proof.routes.free == self._structure.free
+        is_free = proof.routes.free == self._structure.free
         key = self._key if is_free else survey.key
         together: InOrder | None = layouts
         shown = self._all.shown.get(key)

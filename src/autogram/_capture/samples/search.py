@@ -14,7 +14,6 @@ from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import Scales, are_none, owners_by_zeros, show_uses
 from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
 from autogram._capture.samples.proofs.regular import narrowed
-from autogram._capture.samples.proofs.routes import Routes
 from autogram._capture.samples.proofs.spots import Layouts, Spot, shown
 from autogram._capture.samples.proofs.trials import tried
 from autogram._capture.samples.remembered import Remembered, RememberedGraph
@@ -68,7 +67,7 @@ class Search:
         self._found: Layouts | None = None
         self._has_changed: Flag | None = None  # without constants, nothing can
         self._watched = Proof()  # whose spots and nodes the pass watches
-        self._routes: Routes | None = None  # by which some layouts were computed
+        self._routed: frozenset[int] = frozenset()  # taps whose layouts were computed by routes
         self._heard: list[Tensor] = []
         self._moved: list[Tensor] = []
         self._scales: Scales | None = None
@@ -80,7 +79,7 @@ class Search:
             raise MixedSamplesError(reason)
         known = self.graph.known
         # In a captured call, the host cannot read what a trial finds, or where routes lead.
-        is_read = known is not None and bool(known.proof.trials or known.proof.routes)
+        is_read = known is not None and bool(known.proof.trials or known.proof.routes.hops)
         if known is not None and not (known.are_doubted if self._replays is None else is_read):
             recalled = known.recall(self._survey, self._objectives.samples)
             if recalled is not None:
@@ -88,7 +87,7 @@ class Search:
                 changed = self._has_changed = self._flag(changes) if changes else None
                 if changed is None or not (changed.is_ready and changed.read()):
                     self._found, self._watched = found, known.proof
-                    self._routes = known.proof.routes
+                    self._routed = known.proof.routes.taps
         if self._found is None and self._survey.uses:
             self.run()
 
@@ -122,7 +121,7 @@ class Search:
     def _is_certain(self, use: Use) -> bool:
         """Whether a use has the layout that was found, whatever its cotangent is."""
         layouts = self._found.get(use, ()) if self._found else ()
-        is_routed = self._routes is not None and self._survey.uses[use] in self._routes.taps
+        is_routed = self._survey.uses[use] in self._routed
         return len(layouts) == 1 and (is_routed or isinstance(layouts[0], Folded))
 
     @property
@@ -206,7 +205,7 @@ class Search:
             if known is None or recalled is None or Flag(recalled[1]).read():
                 raise
             self._forget()
-            self._found, self._routes = recalled[0], known.proof.routes
+            self._found, self._routed = recalled[0], known.proof.routes.taps
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
@@ -273,8 +272,7 @@ class Search:
             use: fitting_layouts(use, owners, is_finite) for use, owners in uses.items()
         }
         if proof is not None:
-            others = found if proof.routes is None else proof.routes.others(survey, found)
-            if proof.is_about(dims_of(survey, others)):
+            if proof.is_about(dims_of(survey, proof.routes.others(survey, found))):
                 self._watched, self._is_proven = proof, True
             else:
                 self._search_by_zeros(wanted, None)

@@ -89,7 +89,7 @@ class Proof:
     # Of nodes whose constants or numbers decide. It is not known to whom places without a cotangent
     # belong, so that these nodes are tried before anything is remembered.
     moving: tuple[Trial, ...] = ()
-    routes: Routes | None = None  # where values take samples to irregular places, if they do
+    routes: Routes = Routes()  # where values take samples to irregular places
     is_for_one_call: bool = False  # as values decide that are neither constants nor seen by trials
     dims: Dims = ()  # where samples were found: of samples in others, a proof says nothing
 
@@ -101,7 +101,7 @@ class Proof:
     def is_for_sizes(self) -> bool:
         """Whether the proof is for one graph, of the same sizes."""
         trials = (*self.trials, *self.moving)
-        return self.routes is not None or any(trial.is_for_sizes for trial in trials)
+        return bool(self.routes.hops) or any(trial.is_for_sizes for trial in trials)
 
 
 class Prover:
@@ -145,7 +145,7 @@ class Prover:
                 return Proof(is_for_one_call=True)
         routes = find_routes(self.survey, self.ways, regular, uses)
         for spot, layouts in regular.items():
-            if routes is not None and routes.free[spot.node]:
+            if routes.hops and routes.free[spot.node]:
                 continue
             if not spot.is_input and layouts is not None:
                 decided_by = self._deciding(spot, layouts)
@@ -157,12 +157,10 @@ class Prover:
                     return Proof(is_for_one_call=True)
                 (trials if decided_by is None else moving).append(trial)
         silent = [spot for spot, layouts in regular.items() if layouts is None]
-        if routes is not None:
-            silent = routes.without_told(silent)
-            uses = routes.others(self.survey, uses)
+        of_values = tuple(constants), tuple(routes.without_told(silent))
         tried = tuple(trials), tuple(moving)
-        dims = dims_of(self.survey, uses)
-        return Proof(tuple(constants), tuple(silent), *tried, routes, dims=dims)
+        dims = dims_of(self.survey, routes.others(self.survey, uses))
+        return Proof(*of_values, *tried, routes, dims=dims)
 
     def _trial(self, spot: Spot) -> Trial | None:
         """How to try a node, if one layout fits its result and one fits each of its inputs."""

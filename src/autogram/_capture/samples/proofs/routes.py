@@ -11,7 +11,7 @@ Where owners arrive at regular places, they are compared with the samples there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,14 +46,15 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """How samples get to irregular places, for graphs of one structure."""
+    """How samples get to irregular places, for graphs of one structure; by default, none does."""
 
-    places: Mapping[Spot, Folded]  # regular ones, in results of nodes at either end
-    hops: tuple[Hop, ...]  # each behind those that it needs
-    taps: frozenset[int]  # on irregular results, by number
+    # Regular ones, in results of nodes at either end.
+    places: Mapping[Spot, Folded] = field(default_factory=dict)
+    hops: tuple[Hop, ...] = ()  # each behind those that it needs
+    taps: frozenset[int] = frozenset()  # on irregular results, by number
     # For each node of the survey, 1 if hops go through it, so that what it saved may be of any
     # sizes, and 2 if its results may be so, too: they are irregular, or lead to no tap.
-    free: bytes
+    free: bytes = b""
 
     def owners(self, survey: Survey) -> tuple[dict[int, Tensor], list[Tensor]] | None:
         """The owners of the results of taps in a call, as in :mod:`.moves`, by the taps' numbers.
@@ -108,14 +109,14 @@ class Routes:
         return {use: layouts for use, layouts in found.items() if numbers[use] not in self.taps}
 
 
-def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> Routes | None:
+def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> Routes:
     """The routes to all results in which a search has found samples in irregular places.
 
-    ``None`` where there are none, or a node in front of one moves samples in an unknown way.
+    No routes where a node in front of one moves samples in an unknown way.
     """
     irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
     if not irregular or survey.may_hide_taps:
-        return None
+        return Routes()
     for number in ways:  # also what had no cotangent, or too little to tell its places
         if any(spot in irregular for spot in results_of_node(survey, number)):
             targets = [way.target for way in ways[number]]
@@ -131,13 +132,13 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
         node = survey.nodes[number]
         is_of_several = number in survey.uses.values() and len(results) > 1
         if use_of(node) is None and (shown_by(node) or is_of_several):
-            return None
+            return Routes()
         nodes.add(number)
         for spot in around:
             layouts = regular.get(spot)
             if layouts and spot not in irregular:
                 if len(layouts) > 1 or layouts[0].dim:
-                    return None
+                    return Routes()
                 places[spot] = layouts[0]
         for arrival, target, _ in ways[number]:
             if target in irregular or target in places:
@@ -150,9 +151,9 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
     for spot in irregular:
         free[spot.node] = 2
     if any(free[spot.node] == 2 for spot in places):
-        return None  # a node has both
+        return Routes()  # a node has both
     routes = Routes(places, tuple(hops), taps, bytes(free))
-    return routes if _agree(routes, survey, uses) else None
+    return routes if _agree(routes, survey, uses) else Routes()
 
 
 def _agree(routes: Routes, survey: Survey, uses: Layouts) -> bool:
