@@ -157,6 +157,9 @@ class Prover:
                     return Proof(is_for_one_call=True)
                 (trials if decided_by is None else moving).append(trial)
         silent = [spot for spot, layouts in regular.items() if layouts is None]
+        # And inputs that no search has reached, where it may depend on values what a node does.
+        others = [way for trial in trials for way in self.ways[trial.node] if not way.moves_nothing]
+        silent += [way.arrival for way in others if way.arrival not in regular]
         of_values = tuple(constants), tuple(routes.without_told(silent))
         tried = tuple(trials), tuple(moving)
         dims = dims_of(self.survey, routes.others(self.survey, uses))
@@ -167,13 +170,9 @@ class Prover:
         regular = self._regular
         place = _place(regular[spot])
         inputs: list[tuple[int, Folded]] = []
-        silent: list[int] = []
         for arrival, target, stays in self.ways[spot.node]:
             arrived, total = regular.get(arrival), regular.get(target)
-            if stays:
-                continue
-            if arrived is None:
-                silent.append(arrival.position)
+            if stays or arrived is None:
                 continue
             given = _place(arrived)
             if given is None or (total is not None and _place(total) != given):
@@ -182,7 +181,7 @@ class Prover:
         node = self.survey.nodes[spot.node]
         if place is None or self.survey.may_hide_taps or not can_try(node):
             return None  # what was changed in place may be shown by a tap inside of the node
-        return Trial(spot.node, place, tuple(inputs), tuple(silent))
+        return Trial(spot.node, place, tuple(inputs))
 
     def _call(self, number: int) -> Any | None:
         """What this engine, or else another one, is shown of a call of a compiled part."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from autogram._blocks import Folded
-from autogram._capture.autograd.graph import in_dense, kind_of_node
+from autogram._capture.autograd.graph import kind_of_node
 from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.samples.proofs.carrying import is_packed
@@ -39,7 +39,6 @@ class Trial(NamedTuple):
     node: int  # its number in the survey; it has one result
     place: Folded  # in its result; in another call, the number of samples may be another
     inputs: tuple[tuple[int, Folded], ...]  # the numbers of some inputs, with the places in these
-    silent: tuple[int, ...]  # the numbers of inputs that had no cotangent
 
     @property
     def is_for_sizes(self) -> bool:
@@ -108,8 +107,7 @@ def _try(
     """Carries out one node once more, or more often for more samples than exponents."""
     node = survey.nodes[trial.node]
     yes, no = torch.tensor([True, False], device="cpu")
-    new = [given[position] for position in trial.silent]
-    if not can_try(node) or any(x is not None and (in_dense(x) != 0).any() for x in new):
+    if not can_try(node):
         tell(no, no)
         return
     if cotangent.layout != torch.strided:
