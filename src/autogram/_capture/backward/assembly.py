@@ -114,7 +114,7 @@ class Assembly:
         """
         if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
-        layouts = {use: known for use in uses if (known := self._search.known(use)) is not None}
+        layouts = {use: known for use in uses if (known := self._search.regular(use)) is not None}
         return {use: layouts[use] for use in self._accounts.closed(layouts)}
 
     def has_room(self, device: torch.device, elements: int) -> bool:

@@ -142,7 +142,7 @@ class Driver:
             Objectives(losses, batch_dim if losses.dim() else None),
             check,
             replays,
-            summary=None if survey.parameters in self._summaries else Summary(self.limit),
+            summary=None if survey.key_of_report in self._summaries else Summary(self.limit),
             must_verify=must_verify,
             **asked,
         )
@@ -155,7 +155,7 @@ class Driver:
             self._assemble_one_sample(run)
             if run.check is not None:
                 self._confirm(run, run.check)
-        key = run.survey.parameters
+        key = run.survey.key_of_report
         self.summary = run.summary or self._summaries[key]
         if run.summary is not None:
             self._summaries[key] = self.summary
@@ -171,7 +171,7 @@ class Driver:
 
     def _assemble_one_sample(self, run: Run) -> None:
         """Makes the passes of a run whose batch is one sample."""
-        known = self._summaries.get(run.survey.parameters)
+        known = self._summaries.get(run.survey.key_of_report)
         is_by_use = self._on_unseen == "error" or self._is_short_of_memory
         if is_by_use or not are_rows_cheaper(run, known):
             with showing(run.survey.tail):

@@ -112,7 +112,7 @@ class Search:
             raise UnknownLayoutError(None if is_of_few else use)
         return None
 
-    def known(self, use: Use) -> Folded | None:
+    def regular(self, use: Use) -> Folded | None:
         """The only layout that a use can have, whatever its cotangent is, if there is one."""
         layouts = self._found.get(use, ()) if self._found and self._scales is None else ()
         only = layouts[0] if len(layouts) == 1 else None

@@ -78,7 +78,7 @@ class Survey:
         self.key = _digest([self.structure, self._sizes, self._inside])
         of_uses = [(use.recording.names, of) for use in self.uses for of in use.reads]
         # The key, and the names of all parameters that are left out or read by the uses.
-        self.parameters = (
+        self.key_of_report = (
             self.key,
             tuple([names.get(p) for names, of in of_uses for p in of.sources]),
             tuple(self.left_out.values()),
