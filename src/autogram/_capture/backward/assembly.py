@@ -26,7 +26,6 @@ from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.derived import pull_back_factors
 from autogram._capture.limit import retried
-from autogram._capture.samples.search import Search
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Contribution, RuleUse, Use, pull_back
 from autogram._errors import NotConnectedError
@@ -38,16 +37,14 @@ _MOST_IN_PARTS = 2**17
 Complete = list[tuple[Tensor, Columns]]
 
 
-def assemble(run: Run, search: Search | None = None) -> None:
-    """Makes one pass past the taps, which gives a run the columns of all parameters.
-
-    Without a search, all is one sample.
-    """
+def assemble(run: Run) -> None:
+    """Makes one pass past the taps, which gives a run the columns of all parameters."""
+    search = run.search
     assembly = visit(
         run.channel,
         run.objectives.losses,
         run.objectives.cotangents(),
-        lambda: Assembly(run, search),
+        lambda: Assembly(run),
         retain_graph=run.retain_graph or not (search is None or search.knows_all),
         is_step=run.is_step,
     )
@@ -65,8 +62,8 @@ class Assembly:
     pass, and one by one, to compare each parameter.
     """
 
-    def __init__(self, run: Run, search: Search | None, *, is_by_use: bool = True) -> None:
-        self._run, self._search = run, search
+    def __init__(self, run: Run, *, is_by_use: bool = True) -> None:
+        self._run, self._search = run, run.search
         self.limit, self.form = run.devices.limit, run.form
         self._accounts = Accounts(run, run.survey.uses if is_by_use else ())
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
@@ -77,7 +74,7 @@ class Assembly:
         self._is_complete = not run.survey.may_hide_taps
         # Whether nothing but the Gramian and what a fused step keeps is asked for.
         is_bare = run.is_summed and run.summary is None and not run.sinks
-        self._is_bare = is_bare and self._is_complete and search is not None
+        self._is_bare = is_bare and self._is_complete and run.search is not None
         run.unseen.clear()
         for each in (run.check, run.summary, *run.sinks):
             if each is not None:

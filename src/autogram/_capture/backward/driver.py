@@ -151,7 +151,7 @@ class Driver:
         """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
         self._is_repeatable = True
         if run.objectives.samples == 1 or not self._collect_per_sample(run):
-            run.objectives = Objectives(run.survey.losses, None)
+            run.objectives, run.search = Objectives(run.survey.losses, None), None
             self._assemble_one_sample(run)
             if run.check is not None:
                 self._confirm(run, run.check)
@@ -165,7 +165,7 @@ class Driver:
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
             tell_of_compiled(self._channel, run.survey, self._on_unseen)
-        self.summary.has_searched = run.has_searched
+        self.summary.has_searched = run.search is not None and run.search.has_searched
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 
@@ -186,6 +186,7 @@ class Driver:
     def _collect_per_sample(self, run: Run) -> bool:
         """Makes the passes, and returns whether the losses have turned out to be per-sample."""
         search = Search(self._remembered, run.objectives, run.survey, run.replays)
+        run.search = search
         try:
             self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:
@@ -235,12 +236,11 @@ class Driver:
             while True:
                 try:
                     with search.watched():
-                        assemble(run, search)
+                        assemble(run)
                     search.finish()
                     break
                 except UnknownLayoutError as unknown:
                     search.run(unknown.use)
-        run.has_searched = search.has_searched
         if run.check is None:
             return
         try:

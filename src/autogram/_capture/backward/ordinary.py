@@ -68,7 +68,7 @@ def assemble_rows(run: Run) -> None:
             found = current.differentiate(losses, parameters, own, retain_graph=is_needed)
         for rows_of, gradient in zip(gradients.values(), found, strict=True):
             rows_of.append(gradient)
-    assembly = Assembly(run, None, is_by_use=False)
+    assembly = Assembly(run, is_by_use=False)
     whole = Recording(run.channel, run.survey.names, count=-1)
     use = FallbackUse.of(whole, "an ordinary pass", losses, (), ())
     while gradients:

@@ -26,6 +26,7 @@ from autogram._capture.backward.verification import Check
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Replays
+from autogram._capture.samples.search import Search
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Contribution, RuleUse, Use
 
@@ -149,8 +150,8 @@ class Run:
     """Whether the pass stands for the user's own backward pass."""
     is_misled: bool = False
     """Whether the batch is one sample because of a wrong guess, which later calls do not make."""
-    has_searched: bool = False
-    """Whether this call searched for the samples. If not, their layouts were remembered."""
+    search: Search | None = None
+    """The search for the samples, or ``None`` where the batch is one sample."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that the recorder did not see, and the graph has shown."""
     columns: dict[Tensor, Columns] = field(default_factory=dict)
