@@ -135,13 +135,16 @@ class Driver:
         if (listener := self._channel.listener) is not None:
             listener.begin(survey.key, losses.device)
             asked.setdefault("sinks", [listener])
+        objectives, search = Objectives(losses, batch_dim if losses.dim() else None), None
+        if objectives.samples != 1:
+            search = Search(self._remembered, objectives, survey, replays)
         return Run(
             self._channel,
             self._devices,
             survey,
-            Objectives(losses, batch_dim if losses.dim() else None),
+            objectives,
             check,
-            replays,
+            search,
             summary=None if survey.key_of_report in self._summaries else Summary(self.limit),
             must_verify=must_verify,
             **asked,
@@ -150,7 +153,7 @@ class Driver:
     def _make_passes(self, run: Run) -> None:
         """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
         self._is_repeatable = True
-        if run.objectives.samples == 1 or not self._collect_per_sample(run):
+        if run.search is None or not self._collect_per_sample(run, run.search):
             run.objectives, run.search = Objectives(run.survey.losses, None), None
             self._assemble_one_sample(run)
             if run.check is not None:
@@ -183,10 +186,8 @@ class Driver:
             self._is_short_of_memory |= is_out_of_memory(error)
             raise
 
-    def _collect_per_sample(self, run: Run) -> bool:
+    def _collect_per_sample(self, run: Run, search: Search) -> bool:
         """Makes the passes, and returns whether the losses have turned out to be per-sample."""
-        search = Search(self._remembered, run.objectives, run.survey, run.replays)
-        run.search = search
         try:
             self._search(run, search)
         except (MixedSamplesError, VerificationError) as error:

@@ -25,7 +25,6 @@ from autogram._blocks import (
 from autogram._capture.backward.verification import Check
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.replays import Replays
 from autogram._capture.samples.search import Search
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Contribution, RuleUse, Use
@@ -129,8 +128,8 @@ class Run:
     objectives: Objectives
     check: Check | None
     """The verification of this call, if one is due."""
-    replays: Replays | None = None
-    """Where comparisons are left, if the call is captured into a CUDA graph."""
+    search: Search | None = None
+    """The search for the samples, or ``None`` where the batch is one sample."""
     form: Keep | None = None
     """Whether to keep factors or rows, or ``None`` to keep nothing."""
     arena: Arena | None = None
@@ -150,8 +149,6 @@ class Run:
     """Whether the pass stands for the user's own backward pass."""
     is_misled: bool = False
     """Whether the batch is one sample because of a wrong guess, which later calls do not make."""
-    search: Search | None = None
-    """The search for the samples, or ``None`` where the batch is one sample."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that the recorder did not see, and the graph has shown."""
     columns: dict[Tensor, Columns] = field(default_factory=dict)
