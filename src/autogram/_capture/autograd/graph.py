@@ -281,7 +281,7 @@ def _kind(node: Any) -> NodeKind:
     operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
     if operation == CHANGE:
         arguments.append(lambda node: (found := changed_slice(node)) and kept_by_slice(found))
-        sizes.append(lambda node: (found := changed_slice(node)) and (*found.whole, *found.part))
+        sizes.append(lambda node: [of.numbers for of in changed_slice(node) or ()])
     elif operation == "AsStrided":
         arguments.append(kept_dims)
     return NodeKind(next(_NUMBERS), operation, tensors, tuple(arguments), tuple(sizes))

@@ -7,12 +7,13 @@ at the node. The node of a view by ``as_strided`` does not tell the strides of w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from autogram._blocks import Region
 
 CHANGE = "CopySlices"
 """The operation of nodes behind tensors of which a slice was changed in place."""
@@ -20,29 +21,16 @@ CHANGE = "CopySlices"
 _KEY = "autogram: the slice that was changed"  # in the dict that a node keeps for its users
 
 
-class Geometry(NamedTuple):
-    """Where the elements of a tensor lie in memory."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Geometry:
-        """The geometry of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-
 class ChangedSlice(NamedTuple):
     """The slice of a tensor that an element-wise call changed in place."""
 
-    whole: Geometry
-    part: Geometry
+    whole: Region
+    part: Region
 
 
 def note_change(node: Any, whole: Tensor, part: Tensor) -> None:
     """Notes at the node behind a tensor that an element-wise call changed a slice of it."""
-    node.metadata[_KEY] = ChangedSlice(Geometry.of(whole), Geometry.of(part))
+    node.metadata[_KEY] = ChangedSlice(Region.of(whole), Region.of(part))
 
 
 def changed_slice(node: Any) -> ChangedSlice | None:
@@ -60,10 +48,9 @@ def kept_by_slice(found: ChangedSlice) -> tuple[int, ...]:
     whole, part = found
     if part.offset < whole.offset:
         return ()
-    theirs = _digits(whole.sizes, whole.strides)
-    ours = _digits(part.sizes, part.strides, part.offset - whole.offset)
+    theirs, ours = _digits(whole), _digits(part, part.offset - whole.offset)
     kept = {way: dim for dim, way in ours.items()}
-    return tuple([kept.get(theirs.get(dim, (0, 0)), -1) for dim in range(len(whole.sizes))])
+    return tuple([kept.get(theirs.get(dim, (0, 0)), -1) for dim in range(len(whole.shape))])
 
 
 def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
@@ -76,13 +63,11 @@ def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
     node tells the strides of the viewed tensor, and equal graphs may differ in them. The gradient
     that the node returns has these strides, and costs nothing on a device without memory.
     """
-    sizes, strides = node._saved_size, node._saved_stride
-    viewed = node(torch.empty(sizes, device="meta"))
+    view = Region(0, node._saved_size, node._saved_stride)
+    viewed = node(torch.empty(view.shape, device="meta"))
     # From the first element of both tensors to the last one. The offsets themselves are not known.
-    reach = viewed.untyped_storage().nbytes() // viewed.element_size() - 1
-    steps = viewed.stride()
-    ours = _digits(sizes, strides, slack=reach - _span(sizes, strides))
-    theirs = _digits(viewed.shape, steps, slack=reach - _span(viewed.shape, steps))
+    places = viewed.untyped_storage().nbytes() // viewed.element_size()
+    ours, theirs = (_digits(of, slack=places - of.places) for of in (view, Region.of(viewed)))
     return tuple(
         [
             (dim, other)
@@ -101,15 +86,13 @@ def is_pointwise(name: str) -> bool:
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
-def _digits(
-    sizes: Sequence[int], strides: Sequence[int], start: int = 0, slack: int = 0
-) -> dict[int, tuple[int, int]]:
+def _digits(of: Region, start: int = 0, slack: int = 0) -> dict[int, tuple[int, int]]:
     """The dimensions whose index is a digit of each element's position.
 
     That is, ``position % period // stride``. For each of them, stride and period. The first
     element's position is ``start``, or at most ``slack`` behind it.
     """
-    dims = zip(sizes, strides, strict=True)
+    dims = zip(of.shape, of.strides, strict=True)
     ways = [(d, n, step) for d, (n, step) in enumerate(dims) if n > 1 and step]
     found = {}
     for dim, size, stride in ways:
@@ -118,8 +101,3 @@ def _digits(
         if start % period + slack + sum(inner) < stride:
             found[dim] = stride, period
     return found
-
-
-def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """How far the last element of a tensor is from its first."""
-    return sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram._capture.autograd.slices import ChangedSlice, Geometry, kept_by_slice
+from autogram._blocks import Region
+from autogram._capture.autograd.slices import ChangedSlice, kept_by_slice
 
 SHAPE = (3, 4, 4)
 SLICES = (..., 0, 2, slice(1, None), slice(None, None, 2), slice(0, 1))
@@ -45,7 +46,7 @@ def test_every_basic_slice(order: tuple[int, ...], gaps: int) -> None:
         part = whole[index]
         for dims in permutations(range(part.dim())):
             moved = part.permute(dims)
-            found = kept_by_slice(ChangedSlice(Geometry.of(whole), Geometry.of(moved)))
+            found = kept_by_slice(ChangedSlice(Region.of(whole), Region.of(moved)))
             assert list(found) == kept_by_elements(whole, moved), index
             seen.add(found)
     assert len(seen) > 20
@@ -59,7 +60,7 @@ def test_strides_that_are_none_of_the_whole_tensor() -> None:
         for *strides, start in product(range(13), range(13), range(4)):
             if start + sum((n - 1) * by for n, by in zip(sizes, strides, strict=True)) < 24:
                 part = numbers.as_strided(sizes, strides, start)
-                found = kept_by_slice(ChangedSlice(Geometry.of(whole), Geometry.of(part)))
+                found = kept_by_slice(ChangedSlice(Region.of(whole), Region.of(part)))
                 expected = kept_by_elements(whole, part)
                 assert all(of in (-1, by) for of, by in zip(found, expected, strict=True))
                 claims += sum(of >= 0 for of in found)

@@ -185,7 +185,7 @@ def _changed(edge: Edge) -> Iterable[int]:
         return ()
     if edge.position == 0:
         return _all(edge)
-    sizes = found.part.sizes
+    sizes = found.part.shape
     missing = len(sizes) - len(edge.given)
     kept = [(d, of) for d, of in enumerate(kept_by_slice(found)) if of >= max(missing, 0)]
     return [d for d, of in kept if edge.given[of - missing] == sizes[of]]

@@ -247,7 +247,7 @@ def _to_changed(passage: Passage, owners: Tensor) -> Tensor | None:
     """
     if (found := changed_slice(passage.node)) is None:
         return None
-    kept, missing = kept_by_slice(found), len(found.part.sizes) - len(passage.given)
+    kept, missing = kept_by_slice(found), len(found.part.shape) - len(passage.given)
     return owners if passage.position == 0 or kept[:1] == (missing,) else None
 
 
