@@ -125,7 +125,7 @@ class Prover:
                     target = results[following][result]
                     arrival = Spot(survey.numbers[node], position, True, target.shape)
                     stays = may_stay and all(spot.shape == target.shape for spot in own)
-                    ways.append(Onward(arrival, target, stays))
+                    ways.append(Onward(own, arrival, target, stays))
         self.spots = [spot for own in results.values() for spot in own]
         self.spots += [x.arrival for ways in found.values() for x in ways if not x.moves_nothing]
         behind = {number: [way.target.node for way in ways] for number, ways in found.items()}
@@ -170,7 +170,7 @@ class Prover:
         regular = self._regular
         place = _place(regular[spot])
         inputs: list[tuple[int, Folded]] = []
-        for arrival, target, stays in self.ways[spot.node]:
+        for _, arrival, target, stays in self.ways[spot.node]:
             arrived, total = regular.get(arrival), regular.get(target)
             if stays or arrived is None:
                 continue
@@ -218,7 +218,7 @@ class Prover:
         kind = kind_of_node(node.__class__)
         saves_values = bool(kind.tensors) or kind.operation == CHANGE  # which does not tell
         constants: list[Constant] = []
-        for arrival, target, stays in self.ways[spot.node]:
+        for _, arrival, target, stays in self.ways[spot.node]:
             arrived = dims if stays else _dims(self._regular.get(arrival))
             total = _dims(self._regular.get(target))
             if not dims or (arrived is not None and total is not None and arrived != total):

@@ -53,12 +53,12 @@ def narrowed(survey: Survey, ways: Ways, regular: Regular) -> Regular:
             continue
         node = survey.nodes[number]
         is_view = kind_of_node(node.__class__).operation in VIEWS
-        for arrival, target, moves_nothing in ways[number]:
-            edge = Edge(node, arrival.position, results[0].shape, target.shape)
+        for way in ways[number]:
+            edge = Edge(node, way.arrival.position, results[0].shape, way.target.shape)
             stride = _stride(known[0], edge.result)
             is_first = known[0].dim == 0 and edge.result[:1] == edge.given[:1]
-            is_kept = moves_nothing or (is_first and keeps_first(edge))
-            for spot in {arrival, target}:
+            is_kept = way.moves_nothing or (is_first and keeps_first(edge))
+            for spot in {way.arrival, way.target}:
                 fitting = found.get(spot) or ()
                 right = {
                     x.dim: x

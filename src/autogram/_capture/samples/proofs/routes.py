@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,21 +26,16 @@ from autogram._capture.samples.proofs.moves import (
     owners_of_input,
     owners_of_sum,
 )
-from autogram._capture.samples.proofs.spots import Layouts, Regular, Spot, Ways, results_of_node
+from autogram._capture.samples.proofs.spots import (
+    Layouts,
+    Onward,
+    Regular,
+    Spot,
+    Ways,
+    results_of_node,
+)
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
-
-
-class Hop(NamedTuple):
-    """The way from the results of a node to one of its inputs, the result of another node.
-
-    If it ``keeps_first``, places along the first dimension stay where there are as many of them.
-    """
-
-    results: tuple[Spot, ...]
-    position: int
-    target: Spot
-    keeps_first: bool
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,9 @@ class Routes:
 
     # Regular ones, in results of nodes at either end.
     places: Mapping[Spot, Folded] = field(default_factory=dict)
-    hops: tuple[Hop, ...] = ()  # each behind those that it needs
+    # Each behind those that it needs, and whether places along the first dimension stay where there
+    # are as many of them.
+    hops: Mapping[Onward, bool] = field(default_factory=dict)
     taps: frozenset[int] = frozenset()  # on irregular results, by number
     # For each node of the survey, 1 if hops go through it, so that what it saved may be of any
     # sizes, and 2 if its results may be so, too: they are irregular, or lead to no tap.
@@ -70,7 +66,7 @@ class Routes:
             if len(of.shape) != len(spot.shape) or of.shape[0] != size:
                 return None
             found[spot] = torch.arange(size, device=of.device) // layout.after % layout.batch
-        for hop in self.hops:
+        for hop, stays in self.hops.items():
             arrived = tuple(map(found.get, hop.results))
             if all(x is None for x in arrived):
                 continue
@@ -78,11 +74,11 @@ class Routes:
             given = tuple(survey.nodes[target.node]._input_metadata[target.position].shape)
             if len(given) != len(target.shape):
                 return None
-            if not hop.keeps_first or owners is None or owners.shape != given[:1]:
-                node = survey.nodes[hop.results[0].node]
+            if not stays or owners is None or owners.shape != given[:1]:
+                node = survey.nodes[hop.arrival.node]
                 results = tuple([tuple(x.shape) for x in node._input_metadata])
                 owners = owners_of_input(
-                    Passage(node, hop.position, given, results, arrived, doubts)
+                    Passage(node, hop.arrival.position, given, results, arrived, doubts)
                 )
                 if owners is None:
                     return None
@@ -97,11 +93,8 @@ class Routes:
 
     def without_told(self, spots: Iterable[Spot]) -> list[Spot]:
         """Those of some spots whose places have owners that are not known."""
-        inputs = {(hop.results[0].node, hop.position) for hop in self.hops}
-        targets = {hop.target for hop in self.hops} - self.places.keys()
-        return [
-            x for x in spots if not ((x.node, x.position) in inputs if x.is_input else x in targets)
-        ]
+        told = {spot for hop in self.hops for spot in (hop.arrival, hop.target)}
+        return [x for x in spots if x not in told or x in self.places]
 
     def others(self, survey: Survey, found: Layouts) -> Layouts:
         """The layouts of all uses in regular places."""
@@ -122,7 +115,7 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
             targets = [way.target for way in ways[number]]
             irregular.update([spot for spot in targets if len(regular.get(spot) or ()) != 1])
     places: dict[Spot, Folded] = {}
-    hops: list[Hop] = []
+    hops: dict[Onward, bool] = {}
     nodes: set[int] = set()
     for number in ways:
         results = results_of_node(survey, number)
@@ -140,11 +133,10 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
                 if len(layouts) > 1 or layouts[0].dim:
                     return Routes()
                 places[spot] = layouts[0]
-        for arrival, target, _ in ways[number]:
-            if target in irregular or target in places:
-                edge = Edge(node, arrival.position, results[0].shape, target.shape)
-                keeps = len(results) == 1 and keeps_first(edge)
-                hops.append(Hop(results, arrival.position, target, keeps))
+        for way in ways[number]:
+            if way.target in irregular or way.target in places:
+                edge = Edge(node, way.arrival.position, results[0].shape, way.target.shape)
+                hops[way] = len(results) == 1 and keeps_first(edge)
     own = {*survey.uses.values()}
     taps = frozenset(spot.node for spot in irregular if spot.node in own)
     free = bytearray([2 * (x not in ways) + (x in nodes) for x in range(len(survey.nodes))])
@@ -152,7 +144,7 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
         free[spot.node] = 2
     if any(free[spot.node] == 2 for spot in places):
         return Routes()  # a node has both
-    routes = Routes(places, tuple(hops), taps, bytes(free))
+    routes = Routes(places, hops, taps, bytes(free))
     return routes if _agree(routes, survey, uses) else Routes()
 
 

@@ -34,6 +34,8 @@ class Spot(NamedTuple):
 class Onward(NamedTuple):
     """How a node leads to another that has taps behind it."""
 
+    results: tuple[Spot, ...]
+    """Those of the node."""
     arrival: Spot
     """The input of the node."""
     target: Spot
