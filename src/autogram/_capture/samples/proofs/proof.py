@@ -50,7 +50,7 @@ from autogram._capture.samples.proofs.carrying import (
     runs_through,
 )
 from autogram._capture.samples.proofs.regular import may_shift
-from autogram._capture.samples.proofs.routes import Routes, find_routes
+from autogram._capture.samples.proofs.routes import NO_ROUTES, Routes, find_routes
 from autogram._capture.samples.proofs.spots import Layouts, Onward, Regular, Spot, results_of_node
 from autogram._capture.samples.proofs.trials import Trial, can_try
 from autogram._capture.samples.survey import Survey
@@ -89,7 +89,7 @@ class Proof:
     # Of nodes whose constants or numbers decide. It is not known to whom places without a cotangent
     # belong, so that these nodes are tried before anything is remembered.
     moving: tuple[Trial, ...] = ()
-    routes: Routes = Routes()  # where values take samples to irregular places
+    routes: Routes = NO_ROUTES  # where values take samples to irregular places
     is_for_one_call: bool = False  # as values decide that are neither constants nor seen by trials
     dims: Dims = ()  # where samples were found: of samples in others, a proof says nothing
 

@@ -102,6 +102,9 @@ class Routes:
         return {use: layouts for use, layouts in found.items() if numbers[use] not in self.taps}
 
 
+NO_ROUTES = Routes()
+
+
 def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> Routes:
     """The routes to all results in which a search has found samples in irregular places.
 
@@ -109,7 +112,7 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
     """
     irregular = {spot for spot, of in regular.items() if of == () and not spot.is_input}
     if not irregular or survey.may_hide_taps:
-        return Routes()
+        return NO_ROUTES
     for number in ways:  # also what had no cotangent, or too little to tell its places
         if any(spot in irregular for spot in results_of_node(survey, number)):
             targets = [way.target for way in ways[number]]
@@ -125,13 +128,13 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
         node = survey.nodes[number]
         is_of_several = number in survey.uses.values() and len(results) > 1
         if use_of(node) is None and (shown_by(node) or is_of_several):
-            return Routes()
+            return NO_ROUTES
         nodes.add(number)
         for spot in around:
             layouts = regular.get(spot)
             if layouts and spot not in irregular:
                 if len(layouts) > 1 or layouts[0].dim:
-                    return Routes()
+                    return NO_ROUTES
                 places[spot] = layouts[0]
         for way in ways[number]:
             if way.target in irregular or way.target in places:
@@ -143,9 +146,9 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
     for spot in irregular:
         free[spot.node] = 2
     if any(free[spot.node] == 2 for spot in places):
-        return Routes()  # a node has both
+        return NO_ROUTES  # a node has both
     routes = Routes(places, hops, taps, bytes(free))
-    return routes if _agree(routes, survey, uses) else Routes()
+    return routes if _agree(routes, survey, uses) else NO_ROUTES
 
 
 def _agree(routes: Routes, survey: Survey, uses: Layouts) -> bool:
