@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.variable import Variable
 
 from autogram._capture.autograd.graph import explaining_freed_graphs, leaves_behind
 from autogram._capture.autograd.streams import Streams
-from autogram._capture.recording import Channel, Receiver, Recording
+from autogram._capture.recording import Channel, Recording
 from autogram._errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
 
@@ -33,9 +33,9 @@ def running_pass() -> Pass | None:
 
 @contextmanager
 def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
-    """Calls functions of nodes in the passes of engines inside of a block that go up to taps.
+    """Calls functions at nodes in each pass of an engine inside of a block, unless taps stop it.
 
-    They get the pass, and the cotangents of the node's inputs and of its results.
+    Each gets the pass, and the cotangents of the node's inputs and of its results.
     """
 
     def call(function: Callable[..., None], *cotangents: tuple[Tensor | None, ...]) -> None:
@@ -49,49 +49,40 @@ def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
 class Pass:
     """A backward pass of an engine.
 
     Other passes may run at the same time: inside of this one, where a hook or a custom autograd
     Function differentiates something, and in other threads. Taps answer to this pass alone.
     Gradients that passes inside of this one add to `.grad` are dropped.
-
-    Args:
-        channel: The channel of the taps that answer.
-        receive: A function that is shown the cotangents of uses, or ``None``.
-        hidden: The size of the leading dimension that a batched pass hides, or ``None``.
-        is_blocked: Whether taps stop the pass, so that only the graph between a tensor and the
-            nearest taps is differentiated.
-        is_step: Whether the pass stands for the user's backward pass, in which inner passes would
-            add to `.grad` of tensors that are not the engine's.
-        is_along: Whether the pass is made only because other processes make theirs.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        receive: Receiver | None = None,
-        *,
-        hidden: int | None = None,
-        is_blocked: bool = False,
-        is_step: bool = False,
-        is_along: bool = False,
-    ) -> None:
-        self.channel = channel
-        self.hidden = hidden
-        self.is_blocked = is_blocked
-        self.receiver: Any = receive
-        self._is_step = is_step
-        self._is_along = is_along
-        self._number: int | None = None
-        self._error: Exception | None = None
-        self._aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}  # by the `id`
-        self._has_nested = False
-        self._kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = []
-        self._reached: set[Recording] = set()
-        self._streams: Streams | None = None  # of a pass with a receiver, not on the CPU alone
-        self._waiting: deque[tuple[_Told, Tensor]] = deque()
-        self._turn = threading.Lock()
+    channel: Channel
+    """The channel of the taps that answer."""
+    receiver: Any = None
+    """A `Receiver`, which is shown the cotangents of uses, if there is one."""
+    _: KW_ONLY
+    hidden: int | None = None
+    """The size of the leading dimension that a batched pass hides."""
+    is_blocked: bool = False
+    """Whether the nearest taps stop the pass, of which nothing behind them is a part."""
+    is_step: bool = False
+    """Whether the pass stands for the user's backward pass, in which inner passes would add to
+    `.grad` of tensors that are not the engine's."""
+    is_along: bool = False
+    """Whether the pass is made only because other processes make theirs."""
+    _number: int | None = None
+    _error: Exception | None = None
+    _aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = field(default_factory=dict)
+    """Gradients by the `id` of the tensors that had them."""
+    _has_nested: bool = False
+    _kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = field(default_factory=list)
+    _reached: set[Recording] = field(default_factory=set)
+    _streams: Streams | None = None
+    """Those of a pass with a receiver that is not on the CPU alone."""
+    _waiting: deque[tuple[_Told, Tensor]] = field(default_factory=deque)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def differentiate(
         self,
@@ -105,7 +96,7 @@ class Pass:
         if isinstance(output, Tensor):
             with torch.enable_grad():
                 output = output.view_as(output)  # with a new node, where no other pass comes along
-        if self.channel.before_pass is not None and not (self._is_along or running_pass()):
+        if self.channel.before_pass is not None and not (self.is_along or running_pass()):
             self.channel.before_pass()
         if self.receiver is not None:
             devices = {cotangent.device}
@@ -241,7 +232,7 @@ class Pass:
                 "and return their gradients, use ordinary layers or `use_reentrant=False`, or give "
                 "the engine modules without these parameters."
             )
-        if changed and self._is_step:
+        if changed and self.is_step:
             raise UnsupportedError(
                 "A backward pass inside of the engine's adds to the gradients of tensors that are "
                 f"not the engine's, of the shapes {listed([str(tuple(x.shape)) for x in changed])}."
