@@ -180,6 +180,15 @@ class RememberedGraph:
         """What the layouts depend on, if a graph of this structure was looked at."""
         return next(filter(None, map(self._structure.proofs.get, self._proof_keys)), None)
 
+    @property
+    def lasting_proof(self) -> Proof | None:
+        """The proof, if it lets layouts be remembered."""
+        proof = self.proof
+        if proof is None or proof.is_for_one_call:
+            return None
+        # A node is tried with one cotangent, and a batched pass has several.
+        return None if proof.trials and self._objectives.per_sample > 1 else proof
+
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
         of = self._structure
@@ -224,8 +233,8 @@ class RememberedGraph:
 
     def keep_layouts(self, found: Layouts) -> None:
         """Keeps layouts for the next call, if all that can change them is noticed."""
-        proof, survey = self.proof, self._survey
-        if proof is None or proof.is_for_one_call or survey.may_hide_taps:
+        proof, survey = self.lasting_proof, self._survey
+        if proof is None or survey.may_hide_taps:
             return
         found = proof.routes.others(survey, found)
         if not proof.is_about(dims_of(survey, found)):
@@ -233,8 +242,6 @@ class RememberedGraph:
         samples = self._objectives.samples
         if not all(keeps_places(survey, trial, samples) for trial in proof.moving):
             return
-        if proof.trials and self._objectives.per_sample > 1:
-            return  # a node is tried with one cotangent, and a batched pass has several
         layouts = tuple(found.get(use, ()) for use in survey.uses)
         constants = {x: x.value(survey).clone() for x in proof.constants}
         # Sizes of other nodes may decide where a route is for others.

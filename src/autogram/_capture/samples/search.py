@@ -198,7 +198,7 @@ class Search:
             self.graph.forget_layouts(and_what_was_shown=False)
         try:
             if use is not None or not self._search_by_scales():
-                self._search_by_zeros(use, self._known_proof() if are_scales_inexact else None)
+                self._search_by_zeros(use, self.graph.lasting_proof if are_scales_inexact else None)
         except NonFiniteError:
             known, samples = self.graph.known, self._objectives.samples
             recalled = None if known is None else known.recall(self._survey, samples)
@@ -230,13 +230,6 @@ class Search:
                 self._scales, self._watched, self._heard = None, Proof(), []
                 self._is_proven = False  # and remembered
         return True
-
-    def _known_proof(self) -> Proof | None:
-        """The proof that is known, if it lets layouts be remembered."""
-        proof = self.graph.proof
-        if proof is None or proof.is_for_one_call:
-            return None
-        return None if proof.trials and self._objectives.per_sample > 1 else proof
 
     def _search_apart(self, found: str) -> None:
         """Lets this search look at each objective of a sample alone, with the numbers of the pass.
