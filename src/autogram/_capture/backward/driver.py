@@ -204,7 +204,8 @@ class Driver:
             return False
         learn, recordings = self._channel.counting.learn, run.survey.recordings
         is_another = learn(recordings, run.objectives.samples, are_apart=True)
-        self._is_repeatable = search.is_remembered and not is_another
+        is_remembered = search.graph.known is not None or not run.survey.uses
+        self._is_repeatable = is_remembered and not is_another
         return True
 
     def _takes_back(self, run: Run) -> bool:

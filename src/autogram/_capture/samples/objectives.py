@@ -44,11 +44,6 @@ class Objectives:
         return self.by_sample(self.losses.isfinite()).all(0).cpu()
 
     @property
-    def are_finite(self) -> bool:
-        """Whether all objectives are finite."""
-        return bool(self.is_finite.all())
-
-    @property
     def layout(self) -> Folded | None:
         """Where the samples lie in the losses."""
         if self.batch_dim is None:

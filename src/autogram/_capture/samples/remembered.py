@@ -12,7 +12,7 @@ from autogram._blocks import Folded, Partial, Placement
 from autogram._capture.samples.layouts import layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proofs.moves import SEVERAL
-from autogram._capture.samples.proofs.proof import Constant, Proof, dims_of
+from autogram._capture.samples.proofs.proof import Constant, Proof
 from autogram._capture.samples.proofs.spots import Layouts
 from autogram._capture.samples.proofs.trials import keeps_places
 from autogram._capture.samples.replays import copied_to_cpu
@@ -236,12 +236,12 @@ class RememberedGraph:
         proof, survey = self.lasting_proof, self._survey
         if proof is None or survey.may_hide_taps:
             return
-        found = proof.routes.others(survey, found)
-        if not proof.is_about(dims_of(survey, found)):
-            return
         samples = self._objectives.samples
+        if not proof.is_about(survey, found):
+            return
         if not all(keeps_places(survey, trial, samples) for trial in proof.moving):
             return
+        found = proof.routes.others(survey, found)
         layouts = tuple(found.get(use, ()) for use in survey.uses)
         constants = {x: x.value(survey).clone() for x in proof.constants}
         # Sizes of other nodes may decide where a route is for others.

@@ -12,7 +12,7 @@ from autogram._blocks import Folded, Partial, Placement, agree
 from autogram._capture.samples.layouts import fitting_layouts, regular_layouts
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import Scales, are_none, owners_by_zeros, show_uses
-from autogram._capture.samples.proofs.proof import Proof, Prover, dims_of
+from autogram._capture.samples.proofs.proof import Proof, Prover
 from autogram._capture.samples.proofs.regular import narrowed
 from autogram._capture.samples.proofs.spots import Layouts, Spot, shown
 from autogram._capture.samples.proofs.trials import tried
@@ -176,11 +176,6 @@ class Search:
         if self._is_proven and self._found is not None:
             self.graph.keep_layouts(self._found)
 
-    @property
-    def is_remembered(self) -> bool:
-        """Whether an equal call needs no search."""
-        return self.graph.known is not None or not self._survey.uses
-
     def run(self, use: Use | None = None) -> None:
         """Searches for the samples by passes of its own, for a use that needs a layout if given."""
         if self._replays is not None:
@@ -210,7 +205,7 @@ class Search:
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
         channel, objectives, proof = self._survey.channel, self._objectives, self.graph.proof
-        if proof is None or not objectives.are_finite or self.graph.wants_proof():
+        if proof is None or not objectives.is_finite.all() or self.graph.wants_proof():
             return False
         try:
             self._scales, self._found, self._is_proven = Scales(channel, objectives), {}, True
@@ -265,11 +260,11 @@ class Search:
             use: fitting_layouts(use, owners, is_finite) for use, owners in uses.items()
         }
         if proof is not None:
-            if proof.is_about(dims_of(survey, proof.routes.others(survey, found))):
+            if proof.is_about(survey, found):
                 self._watched, self._is_proven = proof, True
             else:
                 self._search_by_zeros(wanted, None)
-        elif prover is not None and objectives.are_finite:  # else they are for this call
+        elif prover is not None and objectives.is_finite.all():  # else they are for this call
             fitting = {
                 spot: None if are_none(own) else regular_layouts(spot.shape, own, is_finite)
                 for spot, own in spots.items()

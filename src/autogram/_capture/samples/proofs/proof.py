@@ -93,8 +93,9 @@ class Proof:
     is_for_one_call: bool = False  # as values decide that are neither constants nor seen by trials
     dims: Dims = ()  # where samples were found: of samples in others, a proof says nothing
 
-    def is_about(self, dims: Dims) -> bool:
-        """Whether samples that lie in some dimensions of the uses are where they were found."""
+    def is_about(self, survey: Survey, found: Layouts) -> bool:
+        """Whether samples of uses on no route lie in dimensions in which they were found."""
+        dims = dims_of(survey, self.routes.others(survey, found))
         return all(now <= then for now, then in zip(dims, self.dims, strict=True))
 
     @property
