@@ -14,7 +14,7 @@ from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.owners import Scales, are_none, owners_by_zeros, show_uses
 from autogram._capture.samples.proofs.proof import Proof, Prover
 from autogram._capture.samples.proofs.regular import narrowed
-from autogram._capture.samples.proofs.spots import Layouts, Spot, shown
+from autogram._capture.samples.proofs.spots import Layouts, Spot, shown, spots_of, ways_to_taps
 from autogram._capture.samples.proofs.trials import tried
 from autogram._capture.samples.remembered import Remembered, RememberedGraph
 from autogram._capture.samples.replays import Flag, Replays
@@ -247,8 +247,8 @@ class Search:
         nodes, which takes many times as long.
         """
         objectives, survey = self._objectives, self._survey
-        prover = Prover(survey) if proof is None else None
-        looked_at = () if prover is None else prover.spots
+        ways = ways_to_taps(survey) if proof is None else {}
+        looked_at = spots_of(survey, ways)
         uses, spots = owners_by_zeros(objectives, survey, looked_at, are_apart=self._are_apart)
         if wanted is not None and (wanted not in uses or are_none(uses[wanted])):
             name = describe(wanted)
@@ -264,13 +264,13 @@ class Search:
                 self._watched, self._is_proven = proof, True
             else:
                 self._search_by_zeros(wanted, None)
-        elif prover is not None and objectives.is_finite.all():  # else they are for this call
+        elif objectives.is_finite.all():  # else they are for this call
             fitting = {
                 spot: None if are_none(own) else regular_layouts(spot.shape, own, is_finite)
                 for spot, own in spots.items()
             }
-            regular = narrowed(survey, prover.ways, fitting)
-            self.graph.keep_proof(prover.proof(regular, found))
+            regular = narrowed(survey, ways, fitting)
+            self.graph.keep_proof(Prover(survey, ways, regular, found).proof())
             self.graph.keep_layouts(found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:

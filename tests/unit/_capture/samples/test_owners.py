@@ -17,8 +17,7 @@ from autogram._capture.samples.owners import (
     owners_by_zeros,
     show_uses,
 )
-from autogram._capture.samples.proofs.proof import Prover
-from autogram._capture.samples.proofs.spots import Spot
+from autogram._capture.samples.proofs.spots import Spot, spots_of, ways_to_taps
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from tests.unit.engines import batch
@@ -29,7 +28,8 @@ WIDTH = 4
 def by_zeros(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:
     """The owners of all uses, by passes for parts of the samples."""
     survey = Survey(channel, objectives.losses)
-    return owners_by_zeros(objectives, survey, Prover(survey).spots)[0]
+    looked_at = spots_of(survey, ways_to_taps(survey))
+    return owners_by_zeros(objectives, survey, looked_at)[0]
 
 
 def by_scales(channel: Channel, objectives: Objectives) -> dict[Use, Owners]:

@@ -26,32 +26,24 @@ zero shows no owners, and moves nothing as long as it is zero, which is watched 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Folded
-from autogram._capture.autograd.graph import (
-    VIEWS,
-    calls_of,
-    kind_of_node,
-    nodes_leading_to,
-    use_of,
-)
+from autogram._capture.autograd.graph import VIEWS, calls_of, kind_of_node
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.samples.proofs.carrying import (
     Edge,
     Shape,
     carried,
-    is_elementwise,
     is_packed,
     runs_through,
 )
 from autogram._capture.samples.proofs.regular import may_shift
 from autogram._capture.samples.proofs.routes import NO_ROUTES, Routes, find_routes
-from autogram._capture.samples.proofs.spots import Layouts, Onward, Regular, Spot, results_of_node
+from autogram._capture.samples.proofs.spots import Layouts, Regular, Spot, Ways, results_of_node
 from autogram._capture.samples.proofs.trials import Trial, can_try
 from autogram._capture.samples.survey import Survey
 
@@ -105,46 +97,26 @@ class Proof:
         return bool(self.routes.hops) or any(trial.is_for_sizes for trial in trials)
 
 
+@dataclass
 class Prover:
-    """Proves what the places of samples depend on, from what a search by zeros shows of spots."""
+    """Proves what the places of samples depend on, from the layouts that a search has found."""
 
-    def __init__(self, survey: Survey) -> None:
-        self.survey = survey
-        self._regular: Regular = {}
-        reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
-        results = {
-            node: results_of_node(survey, number)
-            for number, node in enumerate(survey.nodes)
-            if node in reaching
-        }
-        found: dict[int, list[Onward]] = {}
-        for node, own in results.items():
-            ways = found[survey.numbers[node]] = []
-            may_stay = use_of(node) is not None or is_elementwise(node)
-            for position, (following, result) in enumerate(node.next_functions):
-                if following in results:
-                    target = results[following][result]
-                    arrival = Spot(survey.numbers[node], position, True, target.shape)
-                    stays = may_stay and all(spot.shape == target.shape for spot in own)
-                    ways.append(Onward(own, arrival, target, stays))
-        self.spots = [spot for own in results.values() for spot in own]
-        self.spots += [x.arrival for ways in found.values() for x in ways if not x.moves_nothing]
-        behind = {number: [way.target.node for way in ways] for number, ways in found.items()}
-        order = [*TopologicalSorter(behind).static_order()]
-        # Those of each tap, and of each node that leads to one, behind all that lead to it.
-        self.ways = {number: found[number] for number in reversed(order)}
+    survey: Survey
+    ways: Ways
+    regular: Regular
+    uses: Layouts
 
-    def proof(self, regular: Regular, uses: Layouts) -> Proof:
-        """What the places of samples depend on, where a search has found some layouts."""
-        self._regular = regular
+    def proof(self) -> Proof:
+        """What the places of samples depend on, beside the graph."""
+        regular = self.regular
         constants: dict[Constant, None] = {}
         trials: list[Trial] = []
         moving: list[Trial] = []
         for number in sorted({spot.node for spot in regular}):
             call = self._call(number)
-            if call is not None and not self._is_carried(call, number, uses):
+            if call is not None and not self._is_carried(call, number):
                 return Proof(is_for_one_call=True)
-        routes = find_routes(self.survey, self.ways, regular, uses)
+        routes = find_routes(self.survey, self.ways, regular, self.uses)
         for spot, layouts in regular.items():
             if routes.hops and routes.free[spot.node]:
                 continue
@@ -163,12 +135,12 @@ class Prover:
         silent += [way.arrival for way in others if way.arrival not in regular]
         of_values = tuple(constants), tuple(routes.without_told(silent))
         tried = tuple(trials), tuple(moving)
-        dims = dims_of(self.survey, routes.others(self.survey, uses))
+        dims = dims_of(self.survey, routes.others(self.survey, self.uses))
         return Proof(*of_values, *tried, routes, dims=dims)
 
     def _trial(self, spot: Spot) -> Trial | None:
         """How to try a node, if one layout fits its result and one fits each of its inputs."""
-        regular = self._regular
+        regular = self.regular
         place = _place(regular[spot])
         inputs: list[tuple[int, Folded]] = []
         for _, arrival, target, stays in self.ways[spot.node]:
@@ -190,9 +162,9 @@ class Prover:
         own = (x for x in calls if x.recording.channel is self.survey.channel)
         return next(own, calls[0] if calls else None)
 
-    def _is_carried(self, call: Any, number: int, uses: Layouts) -> bool:
+    def _is_carried(self, call: Any, number: int) -> bool:
         """Whether a compiled part takes samples where they were found, whatever its values are."""
-        node, regular = self.survey.nodes[number], self._regular
+        node, regular, uses = self.survey.nodes[number], self.regular, self.uses
         given = [regular.get(spot) for spot in results_of_node(self.survey, number)]
         if any(layouts is not None and len(layouts) != 1 for layouts in given):
             return False
@@ -220,8 +192,8 @@ class Prover:
         saves_values = bool(kind.tensors) or kind.operation == CHANGE  # which does not tell
         constants: list[Constant] = []
         for _, arrival, target, stays in self.ways[spot.node]:
-            arrived = dims if stays else _dims(self._regular.get(arrival))
-            total = _dims(self._regular.get(target))
+            arrived = dims if stays else _dims(self.regular.get(arrival))
+            total = _dims(self.regular.get(target))
             if not dims or (arrived is not None and total is not None and arrived != total):
                 return None
             if stays:

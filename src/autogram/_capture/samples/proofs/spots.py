@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from autogram._blocks import Folded, Placement
-from autogram._capture.autograd.graph import in_dense
+from autogram._capture.autograd.graph import in_dense, nodes_leading_to, use_of
 from autogram._capture.autograd.passes import Pass, hooked
-from autogram._capture.samples.proofs.carrying import Shape
+from autogram._capture.samples.proofs.carrying import Shape, is_elementwise
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 
@@ -57,6 +58,35 @@ def results_of_node(survey: Survey, number: int) -> tuple[Spot, ...]:
     """The results of a node."""
     metadata = survey.nodes[number]._input_metadata
     return tuple([Spot(number, i, False, tuple(x.shape)) for i, x in enumerate(metadata)])
+
+
+def ways_to_taps(survey: Survey) -> Ways:
+    """How all nodes that lead to taps lead there."""
+    reaching = nodes_leading_to([survey.nodes[x] for x in survey.uses.values()], survey.nodes)
+    results = {
+        node: results_of_node(survey, number)
+        for number, node in enumerate(survey.nodes)
+        if node in reaching
+    }
+    found: dict[int, list[Onward]] = {}
+    for node, own in results.items():
+        ways = found[survey.numbers[node]] = []
+        may_stay = use_of(node) is not None or is_elementwise(node)
+        for position, (following, result) in enumerate(node.next_functions):
+            if following in results:
+                target = results[following][result]
+                arrival = Spot(survey.numbers[node], position, True, target.shape)
+                stays = may_stay and all(spot.shape == target.shape for spot in own)
+                ways.append(Onward(own, arrival, target, stays))
+    behind = {number: [way.target.node for way in ways] for number, ways in found.items()}
+    order = [*TopologicalSorter(behind).static_order()]
+    return {number: found[number] for number in reversed(order)}
+
+
+def spots_of(survey: Survey, ways: Ways) -> list[Spot]:
+    """The results of nodes, and the inputs at which a node may have moved samples."""
+    results = [spot for number in ways for spot in results_of_node(survey, number)]
+    return results + [x.arrival for own in ways.values() for x in own if not x.moves_nothing]
 
 
 def shown(
