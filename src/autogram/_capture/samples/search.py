@@ -16,7 +16,7 @@ from autogram._capture.samples.proofs.proof import Proof, Prover
 from autogram._capture.samples.proofs.regular import narrowed
 from autogram._capture.samples.proofs.spots import Layouts, Spot, shown, spots_of, ways_to_taps
 from autogram._capture.samples.proofs.trials import tried
-from autogram._capture.samples.remembered import Remembered, RememberedGraph
+from autogram._capture.samples.remembered import Known, Remembered, RememberedGraph
 from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use, describe
@@ -64,7 +64,7 @@ class Search:
 
     def _forget(self) -> None:
         """Begins with nothing found."""
-        self._found: Layouts | None = None
+        self._found: Layouts = {}
         self._has_changed: Flag | None = None  # without constants, nothing can
         self._watched = Proof()  # whose spots and nodes the pass watches
         self._routed: frozenset[int] = frozenset()  # taps whose layouts were computed by routes
@@ -81,19 +81,23 @@ class Search:
         # In a captured call, the host cannot read what a trial finds, or where routes lead.
         is_read = known is not None and bool(known.proof.trials or known.proof.routes.hops)
         if known is not None and not (known.are_doubted if self._replays is None else is_read):
-            recalled = known.recall(self._survey, self._objectives.samples)
-            if recalled is not None:
-                found, changes = recalled
-                changed = self._has_changed = self._flag(changes) if changes else None
-                if changed is None or not (changed.is_ready and changed.read()):
-                    self._found, self._watched = found, known.proof
-                    self._routed = known.proof.routes.taps
-        if self._found is None and self._survey.uses:
+            self._recall(known)
+        if not self._found and self._survey.uses:
             self.run()
+
+    def _recall(self, known: Known) -> None:
+        """Recalls where the samples were, unless it is clear by now that they are elsewhere."""
+        recalled = known.recall(self._survey, self._objectives.samples)
+        if recalled is not None:
+            found, changes = recalled
+            changed = self._has_changed = self._flag(changes) if changes else None
+            if changed is None or not (changed.is_ready and changed.read()):
+                self._found, self._watched = found, known.proof
+                self._routed = known.proof.routes.taps
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero."""
-        if self._found is None:
+        if not self._found and not self.has_searched:
             raise UnknownLayoutError
         if self._scales is not None and use not in self._found:
             self._measure(use, cotangent[0])
@@ -114,13 +118,13 @@ class Search:
 
     def regular(self, use: Use) -> Folded | None:
         """The only layout that a use can have, whatever its cotangent is, if there is one."""
-        layouts = self._found.get(use, ()) if self._found and self._scales is None else ()
+        layouts = self._found.get(use, ()) if self._scales is None else ()
         only = layouts[0] if len(layouts) == 1 else None
         return only if isinstance(only, Folded) else None
 
     def _is_certain(self, use: Use) -> bool:
         """Whether a use has the layout that was found, whatever its cotangent is."""
-        layouts = self._found.get(use, ()) if self._found else ()
+        layouts = self._found.get(use, ())
         is_routed = self._survey.uses[use] in self._routed
         return len(layouts) == 1 and (is_routed or isinstance(layouts[0], Folded))
 
@@ -128,7 +132,7 @@ class Search:
     def knows_all(self) -> bool:
         """Whether the layout of every use is known, whatever its cotangent will be."""
         is_watched = self._watched.silent or self._watched.trials
-        if self._found is None or is_watched or self._survey.may_hide_taps:
+        if not self._found or is_watched or self._survey.may_hide_taps:
             return False
         if self._is_proven:  # what is to be remembered is read from the graph behind the pass
             return False
@@ -169,11 +173,11 @@ class Search:
             self.graph.forget_proof(for_good=has_moved)
             if not self.has_searched:
                 raise UnknownLayoutError
-        if self._scales is not None and self._found is not None:
+        if self._scales is not None:
             for use in self._scales.uses:
                 if use not in self._found:
                     raise UnknownLayoutError(use)  # the cotangents of all samples add up to zero
-        if self._is_proven and self._found is not None:
+        if self._is_proven:
             self.graph.keep_layouts(self._found)
 
     def run(self, use: Use | None = None) -> None:
@@ -195,12 +199,12 @@ class Search:
             if use is not None or not self._search_by_scales():
                 self._search_by_zeros(use, self.graph.lasting_proof if are_scales_inexact else None)
         except NonFiniteError:
-            known, samples = self.graph.known, self._objectives.samples
-            recalled = None if known is None else known.recall(self._survey, samples)
-            if known is None or recalled is None or Flag(recalled[1]).read():
-                raise
             self._forget()
-            self._found, self._routed = recalled[0], known.proof.routes.taps
+            if self.graph.known is not None:
+                self._recall(self.graph.known)
+            if not self._found or (self._has_changed is not None and self._has_changed.read()):
+                raise
+            self._watched = Proof()  # what is not finite would count as a cotangent
 
     def _search_by_scales(self) -> bool:
         """Makes passes by scales, to be compared with the next pass, if there is a proof."""
@@ -208,7 +212,7 @@ class Search:
         if proof is None or not objectives.is_finite.all() or self.graph.wants_proof():
             return False
         try:
-            self._scales, self._found, self._is_proven = Scales(channel, objectives), {}, True
+            self._scales, self._is_proven = Scales(channel, objectives), True
         except NonFiniteError:  # the numbers are too large
             return False
         self._watched = proof
@@ -276,7 +280,6 @@ class Search:
     def _measure(self, use: Use, cotangent: Tensor) -> None:
         """Finds the layouts of a use that this pass and those by scales show together."""
         assert self._scales is not None
-        assert self._found is not None
         owners = self._scales.owners(use, cotangent)
         if not owners:
             raise UnknownLayoutError(use)
