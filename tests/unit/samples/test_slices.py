@@ -1,6 +1,6 @@
 """Slices of tensors that are changed in place, as decoders write their outputs one by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -245,3 +245,20 @@ def test_changes_without_gradients_and_in_unrecorded_code() -> None:
     x = batch(4, 3)
     for rows in ([0, 1, 2, 3], [1, 0, 2, 3], [0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 2, 3]):
         assert_exact(engine, per_sample(model(x, torch.tensor(rows))), model)
+
+
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
+@pytest.mark.parametrize("rows", [[1], [1, 3], range(5)], ids=["one", "two", "all"])
+def test_products_that_are_added_to_single_samples(rows: Sequence[int]) -> None:
+    """The tap on such a sample is no node of the graph."""
+
+    def change(model: Changing, h: Tensor) -> Tensor:
+        y = h.clone()
+        for row in rows:
+            y[row].addmm_(h[row].sin(), model.last.weight)
+        return y
+
+    model = Changing(change)
+    engine = Engine(model, batch_dim=0, verify="never")
+    for _ in range(3):
+        assert_exact(engine, per_sample(model(batch(5, 6, 3))), model)

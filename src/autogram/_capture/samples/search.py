@@ -125,7 +125,7 @@ class Search:
     def _is_certain(self, use: Use) -> bool:
         """Whether a use has the layout that was found, whatever its cotangent is."""
         layouts = self._found.get(use, ())
-        is_routed = self._survey.uses[use] in self._routed
+        is_routed = self._survey.uses.get(use) in self._routed
         return len(layouts) == 1 and (is_routed or isinstance(layouts[0], Folded))
 
     @property

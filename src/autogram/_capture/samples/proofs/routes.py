@@ -98,8 +98,8 @@ class Routes:
 
     def others(self, survey: Survey, found: Layouts) -> Layouts:
         """The layouts of all uses in regular places."""
-        numbers = survey.uses
-        return {use: layouts for use, layouts in found.items() if numbers[use] not in self.taps}
+        numbers = survey.uses  # but for uses that the survey does not show
+        return {use: of for use, of in found.items() if numbers.get(use) not in self.taps}
 
 
 NO_ROUTES = Routes()
