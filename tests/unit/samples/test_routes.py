@@ -105,6 +105,24 @@ def packed(model: Layers, x: Tensor, step: int) -> Tensor:
     return per_sample(model.third(padded).sin())
 
 
+def scattered(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Some words of each sentence are replaced, in order."""
+    is_replaced = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
+    hidden, is_replaced = model.first(x).tanh(), is_replaced.unsqueeze(2)
+    words = model.second(hidden[is_replaced.squeeze(2)].sin() * model.scale)
+    return per_sample(model.third(hidden.masked_scatter(is_replaced, words)))
+
+
+def picked(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Some words are taken from one sentence after the other."""
+    is_picked = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
+    is_picked[:, 0] = True
+    hidden = model.first(x).tanh()
+    means = [hidden[number][some].mean(0) for number, some in enumerate(is_picked)]
+    firsts = [some[int(number)] for some, number in zip(hidden, counts_of(step) % 6, strict=True)]
+    return per_sample(model.second(torch.stack(means)) * model.third(torch.stack(firsts)))
+
+
 def split(model: Layers, x: Tensor, step: int) -> Tensor:
     words = model.of_each(x)
     return torch.stack([some.square().mean() for some in words.split(counts_of(step).tolist())])
@@ -169,6 +187,8 @@ CASES: dict[str, tuple[Callable[[int], Tensor], Losses]] = {
     "words that are chosen": (sentences, chosen),
     "splines inside of an interval": (sentences, splines),
     "packed sequences": (nodes, packed),
+    "words that are replaced": (sentences, scattered),
+    "words of one sentence after the other": (sentences, picked),
     "pieces": (nodes, split),
     "forces in graphs": (nodes, forces),
     "neighbours that are missing": (nodes, neighbours),

@@ -108,6 +108,16 @@ MOVING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
         ),
         1,
     ),
+    "put by masked_scatter": (
+        (3, 4),
+        lambda x: torch.zeros(6, 4).masked_scatter(MASK[:, None], x),
+        1,
+    ),
+    "elements put by masked_scatter": (
+        (9,),
+        lambda x: torch.zeros(6, 3).masked_scatter(MASKS, x),
+        1,
+    ),
     "slice": ((6, 4), lambda x: x[1:5:2], 0),
     "slice from the end": ((6, 4), lambda x: x[-3:-1], 0),
     "one place": ((6, 4), lambda x: x[-2], 0),
@@ -170,6 +180,16 @@ UNKNOWN: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "what some rows are changed by": ((4,), lambda x: change(torch.zeros(6, 4), (1, ...), x), 1),
     "turned by as_strided": ((4, 4), lambda x: x.as_strided((4, 4), (1, 4)), 0),
     "windows": ((6,), lambda x: x.as_strided((4, 3), (1, 1)), 0),
+    "more than is put by masked_scatter": (
+        (4, 4),
+        lambda x: torch.zeros(6, 4).masked_scatter(MASK[:, None], x),
+        1,
+    ),
+    "more than masked_scatter could put": (
+        (7, 4),
+        lambda x: torch.zeros(6, 4).masked_scatter(MASK[:, None], x),
+        1,
+    ),
     "one row for all places of a mask": ((1, 4), put((MASK,), 6, 4), 1),
     "one matrix for all places, of as many rows": ((4, 4), put((ORDER,), 6, 4, 4), 1),
     "one row for all places of a mask, as long as they": ((3,), put((MASK,), 6, 3), 1),
@@ -269,6 +289,22 @@ def test_pieces() -> None:
         sizes = [len(piece) if piece.dim() == 2 else 1 for piece in pieces]
         numbers = torch.arange(len(pieces)).repeat_interleave(torch.tensor(sizes))
         assert torch.equal(found, torch.where(numbers == 1, -1, numbers))
+
+
+def test_places_with_irregular_rows() -> None:
+    """A place is of the sample that its rows are of, or of several."""
+    x = torch.rand(3, 4, 2, requires_grad=True)
+    alone, shared = torch.tensor([-1, 1, 1, -1]), torch.tensor([-1, 1, 0, -1])
+    for given, expected in ((alone, 1), (shared, SEVERAL)):
+        passage = Passage(x[2].grad_fn, 0, x.shape, ((4, 2),), (given,), [])
+        found = owners_of_input(passage)
+        assert found is not None
+        assert found.tolist() == [-1, -1, expected]
+        node = x.unbind()[0].grad_fn
+        owners = torch.tensor(2), None, given
+        found = owners_of_input(Passage(node, 0, x.shape, ((4, 2),) * 3, owners, []))
+        assert found is not None
+        assert found.tolist() == [2, -1, expected]
 
 
 def test_stacked() -> None:

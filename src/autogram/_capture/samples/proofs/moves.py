@@ -89,7 +89,7 @@ def _move_of(node: Any, position: int, rank: int) -> Move | None:
     if operation in ("Index", "IndexPut", "IndexPutImpl"):
         is_packed_up = is_packed(node._raw_saved_indices)
         return None if is_packed_up or node._saved_indices[0] is None else move
-    if operation in (CHANGE, "AsStrided"):
+    if operation in (CHANGE, "AsStrided", "MaskedScatter"):
         return move
     rank = max(rank, len(node._input_metadata[0].shape))
     if operation == "ConstantPadNd":
@@ -151,6 +151,11 @@ def _unanimous(owners: Tensor) -> Tensor:
     found = owners.amax(-1)
     is_shared = ((owners >= 0) & (owners != found.unsqueeze(-1))).any(-1)
     return found.masked_fill(is_shared, SEVERAL)
+
+
+def _in_one_place(owners: Tensor) -> Tensor:
+    """The owner of a place, where the tensor that has these owners is what lies in it."""
+    return _unanimous(owners.unsqueeze(0)).squeeze(0) if owners.dim() else owners
 
 
 def _places(passage: Passage, size: int, taken: Shape) -> Tensor | None:
@@ -217,10 +222,23 @@ def _to_places(passage: Passage, owners: Tensor) -> Tensor | None:
     return each if each.dim() < 2 else _unanimous(each.flatten(1))
 
 
+def _to_masked(passage: Passage, owners: Tensor) -> Tensor | None:
+    """For an input whose elements are put, in order, in the places of a mask."""
+    (result,), given = passage.results, passage.given
+    if is_packed(passage.node._raw_saved_mask) or not given or prod(given) > prod(result):
+        return None
+    mask = passage.node._saved_mask.expand(result)
+    places = _marked(mask, prod(given), passage.doubts)
+    each = owners.to(places.device).index_select(0, places)
+    return _unanimous(each.view(given[0], prod(given[1:])))
+
+
 def _from_slice(passage: Passage, owners: Tensor) -> Tensor | None:
     """For a result that is a slice of the input, or one place of it."""
     found, there = owners.new_full(passage.given[:1], _NONE), _sliced(passage.node)
-    if owners.dim() and owners.shape != found[there].shape:
+    if isinstance(there, int):
+        owners = _in_one_place(owners)
+    elif owners.dim() and owners.shape != found[there].shape:
         return None
     found[there] = owners
     return found
@@ -268,10 +286,9 @@ def _from_pieces(passage: Passage, like: Tensor) -> Tensor | None:
         size = 1 if is_unbound else shape[0]
         if owners is None:
             pieces.append(like.new_full((size,), _NONE))
-        elif is_unbound and owners.dim():
-            return None
         else:
-            pieces.append(owners.to(like.device).expand(size))
+            own = _in_one_place(owners) if is_unbound else owners
+            pieces.append(own.to(like.device).expand(size))
     return torch.cat(pieces)
 
 
@@ -295,6 +312,7 @@ _MOVES: dict[str, tuple[Move, int | None]] = {
     **dict.fromkeys(("Index", "IndexSelect", "Gather"), (_from_places, 0)),
     **dict.fromkeys(("IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy"), (_to_places, 1)),
     **dict.fromkeys(("IndexReduce", "Scatter", "ScatterAdd", "ScatterReduce"), (_to_places, 1)),
+    "MaskedScatter": (_to_masked, 1),
     **dict.fromkeys(("Slice", "Select"), (_from_slice, None)),
     **dict.fromkeys(("SliceBackward", "SelectBackward"), (_to_slice, None)),
     "ConstantPadNd": (_to_padded, None),
