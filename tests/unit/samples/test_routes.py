@@ -71,11 +71,16 @@ def attention(model: Layers, x: Tensor, step: int) -> Tensor:
     return per_sample(model.third(torch.stack([some.mean(0) for some in x.split(lengths)])))
 
 
+def are_chosen(step: int) -> Tensor:
+    """Some words of each sentence."""
+    found = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
+    found[:, 0] = True
+    return found
+
+
 def chosen(model: Layers, x: Tensor, step: int) -> Tensor:
     """A head for words that are masked, some in each sentence."""
-    is_masked = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
-    is_masked[:, 0] = True
-    hidden = model.first(x).tanh()
+    is_masked, hidden = are_chosen(step), model.first(x).tanh()
     of_words = F.cross_entropy(
         model.of_each(hidden[is_masked]),
         torch.arange(int(is_masked.sum())) % WIDTH,
@@ -107,20 +112,25 @@ def packed(model: Layers, x: Tensor, step: int) -> Tensor:
 
 def scattered(model: Layers, x: Tensor, step: int) -> Tensor:
     """Some words of each sentence are replaced, in order."""
-    is_replaced = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
-    hidden, is_replaced = model.first(x).tanh(), is_replaced.unsqueeze(2)
-    words = model.second(hidden[is_replaced.squeeze(2)].sin() * model.scale)
-    return per_sample(model.third(hidden.masked_scatter(is_replaced, words)))
+    is_replaced, hidden = are_chosen(step), model.first(x).tanh()
+    words = model.second(hidden[is_replaced].sin() * model.scale)
+    return per_sample(model.third(hidden.masked_scatter(is_replaced.unsqueeze(2), words)))
 
 
 def picked(model: Layers, x: Tensor, step: int) -> Tensor:
     """Some words are taken from one sentence after the other."""
-    is_picked = (torch.arange(6) + (step + 1) * torch.arange(SAMPLES).unsqueeze(1)) % 4 == 0
-    is_picked[:, 0] = True
     hidden = model.first(x).tanh()
-    means = [hidden[number][some].mean(0) for number, some in enumerate(is_picked)]
+    means = [hidden[number][some].mean(0) for number, some in enumerate(are_chosen(step))]
     firsts = [some[int(number)] for some, number in zip(hidden, counts_of(step) % 6, strict=True)]
     return per_sample(model.second(torch.stack(means)) * model.third(torch.stack(firsts)))
+
+
+def leaving(model: Layers, x: Tensor, step: int) -> Tensor:
+    """Fewer samples go on: at first those in between, so that a regular layout fits."""
+    left, hidden = (torch.arange(4) + step) % SAMPLES, model.first(x).tanh()
+    places = torch.tensor([[1, 2], [3, 0], [0, 2]][step % 3])
+    last = model.third(model.second(hidden[left]).sin()[places]) * model.scale
+    return per_sample(hidden.index_add(0, left[places], last))
 
 
 def split(model: Layers, x: Tensor, step: int) -> Tensor:
@@ -189,6 +199,7 @@ CASES: dict[str, tuple[Callable[[int], Tensor], Losses]] = {
     "packed sequences": (nodes, packed),
     "words that are replaced": (sentences, scattered),
     "words of one sentence after the other": (sentences, picked),
+    "samples that leave": (lambda _: batch(SAMPLES, WIDTH), leaving),
     "pieces": (nodes, split),
     "forces in graphs": (nodes, forces),
     "neighbours that are missing": (nodes, neighbours),

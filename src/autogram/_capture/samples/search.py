@@ -274,7 +274,7 @@ class Search:
                 for spot, own in spots.items()
             }
             regular = narrowed(survey, ways, fitting)
-            self.graph.keep_proof(Prover(survey, ways, regular, found).proof())
+            self.graph.keep_proof(Prover(survey, ways, regular, found, uses).proof())
             self.graph.keep_layouts(found)
 
     def _measure(self, use: Use, cotangent: Tensor) -> None:

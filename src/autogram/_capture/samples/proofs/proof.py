@@ -25,6 +25,7 @@ zero shows no owners, and moves nothing as long as it is zero, which is watched 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from torch import Tensor
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import VIEWS, calls_of, kind_of_node
 from autogram._capture.autograd.slices import CHANGE
+from autogram._capture.samples.owners import Owners
 from autogram._capture.samples.proofs.carrying import (
     Edge,
     Shape,
@@ -46,6 +48,7 @@ from autogram._capture.samples.proofs.routes import NO_ROUTES, Routes, find_rout
 from autogram._capture.samples.proofs.spots import Layouts, Regular, Spot, Ways, results_of_node
 from autogram._capture.samples.proofs.trials import Trial, can_try
 from autogram._capture.samples.survey import Survey
+from autogram._capture.uses import Use
 
 # Constants of at most this many elements are compared. Larger ones count as changing in each call.
 _LARGEST = 2**22
@@ -105,6 +108,8 @@ class Prover:
     ways: Ways
     regular: Regular
     uses: Layouts
+    seen: Mapping[Use, Owners]
+    """The owners of the places of uses, as the search has seen them."""
 
     def proof(self) -> Proof:
         """What the places of samples depend on, beside the graph."""
@@ -116,7 +121,7 @@ class Prover:
             call = self._call(number)
             if call is not None and not self._is_carried(call, number):
                 return Proof(is_for_one_call=True)
-        routes = find_routes(self.survey, self.ways, regular, self.uses)
+        routes = find_routes(self.survey, self.ways, regular, self.seen)
         for spot, layouts in regular.items():
             if routes.hops and routes.free[spot.node]:
                 continue

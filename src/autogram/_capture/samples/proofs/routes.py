@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autogram._blocks import Folded, Placement
+from autogram._blocks import Folded
 from autogram._capture.autograd.graph import shown_by, use_of
+from autogram._capture.samples.owners import NONE, Owners, are_none
 from autogram._capture.samples.proofs.carrying import Edge
 from autogram._capture.samples.proofs.moves import (
     SEVERAL,
@@ -105,7 +106,9 @@ class Routes:
 NO_ROUTES = Routes()
 
 
-def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> Routes:
+def find_routes(
+    survey: Survey, ways: Ways, regular: Regular, seen: Mapping[Use, Owners]
+) -> Routes:
     """The routes to all results in which a search has found samples in irregular places.
 
     No routes where a node in front of one moves samples in an unknown way.
@@ -148,30 +151,26 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, uses: Layouts) -> 
     if any(free[spot.node] == 2 for spot in places):
         return NO_ROUTES  # a node has both
     routes = Routes(places, hops, taps, bytes(free))
-    return routes if _agree(routes, survey, uses) else NO_ROUTES
+    return routes if _agree(routes, survey, seen) else NO_ROUTES
 
 
-def _agree(routes: Routes, survey: Survey, uses: Layouts) -> bool:
-    """Whether routes lead to where a search has found the samples."""
+def _agree(routes: Routes, survey: Survey, seen: Mapping[Use, Owners]) -> bool:
+    """Whether routes lead to where a search has seen the samples."""
     found = routes.owners(survey)
     if found is None or any(map(bool, found[1])):
         return False
-    for use, number in survey.uses.items():
-        if number in routes.taps and not _fits(use, found[0].get(number), uses.get(use, ())):
-            return False
-    return True
+    own = [(found[0].get(x), seen.get(use)) for use, x in survey.uses.items() if x in routes.taps]
+    return all(_fits(*each) for each in own)
 
 
-def _fits(use: Use, owners: Tensor | None, layouts: Iterable[Placement]) -> bool:
-    """Whether owners are those of some layouts."""
-    places = torch.ones((), device="cpu").expand(use.shape)
-    for layout in layouts:
-        found = layout.owners(places)
-        if owners is None:
-            return False
-        along = owners.cpu()
-        if owners.dim():
-            along = along.view(-1, *(1,) * (len(use.shape) - 1))
-        if bool(((found >= 0) & (found != along)).any()):
-            return False
-    return True
+def _fits(owners: Tensor | None, seen: Owners | None) -> bool:
+    """Whether owners are those of all places that have a cotangent.
+
+    Layouts that fit would not do: they may give places without a cotangent to any sample.
+    """
+    if not seen or are_none(seen):
+        return True
+    if owners is None or (owners.dim() and 0 not in seen):
+        return False
+    places = seen[0] if owners.dim() else next(iter(seen.values()))
+    return bool(((places == owners.cpu()) | (places == NONE)).all())
