@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -73,6 +74,22 @@ class Known:
                     known.append((own, layouts))
                 found[use] = layouts
         return found, [*changes, *clashes]
+
+    def outlasts(self, survey: Survey, samples: int, changes: Sequence[Tensor]) -> bool:
+        """Whether the layouts hold although some of the ``changes`` of `recall` are true.
+
+        So they do if only constants have changed, and each node that saved them keeps samples where
+        they are all the same, as an index that takes other places of each sample.
+        """
+        pairs = zip(self.constants, changes, strict=False)  # behind those, samples that meet
+        nodes = {constant.node for constant, change in pairs if bool(change)}
+        trials = [trial for trial in self.proof.moving if trial.node in nodes]
+        if len(trials) < len(nodes) or any(map(bool, changes[len(self.constants) :])):
+            return False
+        if not all(keeps_places(survey, trial, samples) for trial in trials):
+            return False
+        self.constants = {x: x.value(survey).clone() for x in self.constants}
+        return True
 
 
 @dataclass

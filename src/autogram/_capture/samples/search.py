@@ -66,6 +66,7 @@ class Search:
         """Begins with nothing found."""
         self._found: Layouts = {}
         self._has_changed: Flag | None = None  # without constants, nothing can
+        self._changes: list[Tensor] = []
         self._watched = Proof()  # whose spots and nodes the pass watches
         self._routed: frozenset[int] = frozenset()  # taps whose layouts were computed by routes
         self._heard: list[Tensor] = []
@@ -89,11 +90,20 @@ class Search:
         """Recalls where the samples were, unless it is clear by now that they are elsewhere."""
         recalled = known.recall(self._survey, self._objectives.samples)
         if recalled is not None:
-            found, changes = recalled
-            changed = self._has_changed = self._flag(changes) if changes else None
-            if changed is None or not (changed.is_ready and changed.read()):
+            found, self._changes = recalled
+            changed = self._has_changed = self._flag(self._changes) if self._changes else None
+            if changed is None or not changed.is_ready or self._holds(changed):
                 self._found, self._watched = found, known.proof
                 self._routed = known.proof.routes.taps
+
+    def _holds(self, changed: Flag) -> bool:
+        """Whether what was recalled holds, by what the comparisons say."""
+        if not changed.read():
+            return True
+        known, self._has_changed = self.graph.known, None
+        if known is None or self._replays is not None:
+            return False
+        return known.outlasts(self._survey, self._objectives.samples, self._changes)
 
     def layout(self, use: Use, cotangent: Tensor) -> Placement | None:
         """The layout of a use with this cotangent ``(k, *output)``, or ``None`` if that is zero."""
@@ -164,7 +174,7 @@ class Search:
 
     def finish(self) -> None:
         """Ends a pass, and remembers the layouts that it has shown."""
-        if self._has_changed is not None and self._has_changed.read():
+        if self._has_changed is not None and not self._holds(self._has_changed):
             raise UnknownLayoutError
         if self._heard and self._flag(self._heard).read():
             self.graph.forget_layouts()

@@ -58,6 +58,25 @@ def test_equal_constants_cost_no_pass(is_ready: bool) -> None:
     assert len(passes) == 1
 
 
+IN_PLACE = [[0, 2, 4, 6], [1, 2, 5, 6], [0, 3, 5, 7]]
+MOVED = [[0, 4, 2, 6], [1, 5, 3, 6]]
+
+
+def test_constants_that_leave_samples_in_place_cost_no_pass(is_ready: bool) -> None:
+    """An index into all places takes other places of each sample, or those of other samples."""
+    del is_ready
+    model = nn.Linear(3, 2)
+    engine = Engine(model, batch_dim=0, verify="never")
+    found = []
+    for places in (*IN_PLACE, *MOVED, IN_PLACE[1]):
+        losses = model(batch(4, 3)).tanh().flatten().index_select(0, torch.tensor(places))
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+        found.append(len(passes))
+        assert_exact(engine, losses, model)
+    assert [passes > 1 for passes in found] == [True, False, False, True, True, False]
+
+
 def test_any_of_several_flags() -> None:
     no, yes = torch.tensor(False), torch.tensor(True)
     assert not Flag([]).read()
