@@ -77,7 +77,7 @@ def owners_of_sum(parts: Iterable[Tensor]) -> Tensor:
     if not others:
         return first
     each = torch.broadcast_tensors(first, *[owners.to(first.device) for owners in others])
-    return _unanimous(torch.stack(each, -1))
+    return _unanimous(torch.stack(each).movedim(0, -1))  # reduced by rows, several times as fast
 
 
 def _move_of(node: Any, position: int, rank: int) -> Move | None:
