@@ -33,9 +33,10 @@ def running_pass() -> Pass | None:
 
 @contextmanager
 def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
-    """Calls functions at nodes in each pass of an engine inside of a block, unless taps stop it.
+    """Calls functions at nodes in each pass of an engine inside of a block.
 
-    Each gets the pass, and the cotangents of the node's inputs and of its results.
+    Not in passes that taps stop. Each function gets the pass, and the cotangents of the node's
+    inputs and of its results.
     """
 
     def call(function: Callable[..., None], *cotangents: tuple[Tensor | None, ...]) -> None:
@@ -61,12 +62,12 @@ class Pass:
     channel: Channel
     """The channel of the taps that answer."""
     receiver: Any = None
-    """A `Receiver`, which is shown the cotangents of uses, if there is one."""
+    """A `Receiver`, which is shown the cotangents of uses, or ``None``."""
     _: KW_ONLY
     hidden: int | None = None
     """The size of the leading dimension that a batched pass hides."""
     is_blocked: bool = False
-    """Whether the nearest taps stop the pass, of which nothing behind them is a part."""
+    """Whether taps stop the pass, so that nothing behind the nearest taps is differentiated."""
     is_step: bool = False
     """Whether the pass stands for the user's backward pass, in which inner passes would add to
     `.grad` of tensors that are not the engine's."""

@@ -29,6 +29,7 @@ class Account:
 class Accounts(dict["Tensor | Tracked", Account]):
     """The accounts of parameters and derived tensors, opened when first asked for.
 
+    To ask for an account says that a use or a block has arrived: open accounts have columns.
     A region of a parameter has the account of the parameter. The ``uses`` are expected to arrive.
     """
 

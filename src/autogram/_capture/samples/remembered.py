@@ -21,7 +21,7 @@ from autogram._capture.samples.survey import Survey
 from autogram._containers import Latest
 
 _ANY_SIZES = b""  # the key of a proof that is for one call, whatever the sizes are
-# There, in the place of proofs that are for graphs of the same sizes: at others, values decide.
+# Under that key, where there are proofs for graphs of the same sizes: at others, values decide.
 _OF_SIZES = Proof(is_for_one_call=True)
 _FEW = 4  # sizes that are new so often may be new each time
 
@@ -280,11 +280,11 @@ class RememberedGraph:
 
     @property
     def _proof_keys(self) -> tuple[bytes, ...]:
-        """Keys of proofs, those first that are for the fewest graphs.
+        """Keys of proofs, the first of which counts.
 
-        The first key has all sizes, and the second all but those of nodes on a route. The last key
-        has a pattern of sizes: at other sizes, samples may lie along other dimensions, which nodes
-        may not carry.
+        The first key has all sizes, and the second all but those of nodes on a route. A proof for
+        one call, whatever the sizes are, comes next. The last key has a pattern of sizes: at other
+        sizes, samples may lie along other dimensions, which nodes may not carry.
         """
         return self._survey.key, self._key, _ANY_SIZES, self._pattern
 

@@ -135,8 +135,9 @@ class Search:
     def _is_certain(self, use: Use) -> bool:
         """Whether a use has the layout that was found, whatever its cotangent is."""
         layouts = self._found.get(use, ())
-        is_routed = self._survey.uses.get(use) in self._routed
-        return len(layouts) == 1 and (is_routed or isinstance(layouts[0], Folded))
+        if len(layouts) != 1:
+            return False
+        return isinstance(layouts[0], Folded) or self._survey.uses.get(use) in self._routed
 
     @property
     def knows_all(self) -> bool:

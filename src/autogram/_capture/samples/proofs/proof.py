@@ -79,7 +79,7 @@ class Proof:
     """What the places of samples depend on, beside the graph."""
 
     constants: tuple[Constant, ...] = ()  # those that decide
-    silent: tuple[Spot, ...] = ()  # those whose cotangent was zero
+    silent: tuple[Spot, ...] = ()  # those whose cotangent was zero, or that no pass has reached
     trials: tuple[Trial, ...] = ()  # of nodes that are tried in each call
     # Of nodes whose constants or numbers decide. It is not known to whom places without a cotangent
     # belong, so that these nodes are tried before anything is remembered.
@@ -135,7 +135,7 @@ class Prover:
                     return Proof(is_for_one_call=True)
                 (trials if decided_by is None else moving).append(trial)
         silent = [spot for spot, layouts in regular.items() if layouts is None]
-        # And inputs that no search has reached, where it may depend on values what a node does.
+        # And inputs that no pass has reached, of nodes that may return other cotangents each time.
         others = [way for trial in trials for way in self.ways[trial.node] if not way.moves_nothing]
         silent += [way.arrival for way in others if way.arrival not in regular]
         of_values = tuple(constants), tuple(routes.without_told(silent))

@@ -1,4 +1,4 @@
-"""Spots: results and inputs of nodes, whose cotangents a pass shows."""
+"""Spots: results and inputs of nodes, whose cotangents a pass shows, and the ways between them."""
 
 from __future__ import annotations
 
