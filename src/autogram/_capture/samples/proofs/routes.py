@@ -106,9 +106,7 @@ class Routes:
 NO_ROUTES = Routes()
 
 
-def find_routes(
-    survey: Survey, ways: Ways, regular: Regular, seen: Mapping[Use, Owners]
-) -> Routes:
+def find_routes(survey: Survey, ways: Ways, regular: Regular, seen: Mapping[Use, Owners]) -> Routes:
     """The routes to all results in which a search has found samples in irregular places.
 
     No routes where a node in front of one moves samples in an unknown way.
