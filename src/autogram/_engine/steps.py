@@ -121,9 +121,14 @@ class Step:
         found = [weights_like(part, form, engine._batch_dim) for part, (form, _) in each]
         return self.scale.unscaled(gramian), found
 
+    def _jacobian(self) -> Jacobian:
+        """The rows of all losses. Those without elements count only where there are no others."""
+        parts = [part for part in self._parts if part.m] or self._parts[-1:]
+        return Jacobian(parts, self._names, self.engine._limit)
+
     def _finish_alone(self) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights, and Jᵀ w."""
-        jacobian = Jacobian(self._parts, self._names, self.engine._limit)
+        jacobian = self._jacobian()
         gramian = jacobian.gramian() if self._gramian is None else self._gramian
         weights = weights_by(self.scale.weighting, gramian)
         gradients = jacobian._gradients_of(weights)
@@ -146,7 +151,7 @@ class Step:
             if not self._parts:
                 device = next((p.device for p in channel.parameters_now()), torch.device("cpu"))
                 self._take(torch.zeros(0, device=device, requires_grad=True), retain_graph=False)
-            found.append(Jacobian(self._parts, self._names, self.engine._limit))
+            found.append(self._jacobian())
             return found[0]
 
         weights, gramian = ranks.weights(

@@ -170,6 +170,18 @@ def test_micro_batches_without_a_sample() -> None:
         _ = batch.gramian
 
 
+def test_micro_batches_without_a_sample_may_be_on_another_device() -> None:
+    """They have no part in the step, whose Gramian is where the losses are."""
+    model = network()
+    x = torch.randn(3, 4)
+    nothing = torch.zeros(0, device="meta", requires_grad=True)
+    with Engine(model).accumulate(weigh) as batch:
+        batch.add(nothing)
+        batch.add(losses_of(model, x))
+        batch.add(nothing)
+    assert_close_to_reference(batch.gramian, whole_step(copy.deepcopy(model), [x])[0])
+
+
 def test_misuse() -> None:
     model = network()
     engine = Engine(model)
