@@ -9,12 +9,14 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.multiprocessing
@@ -23,6 +25,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from autogram import Engine
+from autogram._distributed.group import Group
 
 WORLDS = (1, 2, 4)
 
@@ -95,6 +98,23 @@ def weighting(gramian: Tensor) -> Tensor:
     return gramian.diagonal().clamp(min=1e-12).rsqrt()
 
 
+@contextmanager
+def counting(group: Group) -> Iterator[list[float]]:
+    """How many bytes of rows and of factors this process sends to others, call by call."""
+    counts: list[float] = []
+
+    def exchange(sent: Tensor, *rest: Any) -> dist.Work:
+        counts.append(sent.nbytes * (group.size - 1) / group.size)
+        return Group.exchange(group, sent, *rest)
+
+    def pass_on(sent: Tensor, to: Sequence[int], *rest: Any) -> list[dist.Work]:
+        counts.append(sent.nbytes * len(to))
+        return Group.pass_on(group, sent, to, *rest)
+
+    with patch.multiple(group, exchange=exchange, pass_on=pass_on):
+        yield counts
+
+
 def measure(case: Case, samples: int, rounds: int) -> dict[str, Any]:
     """Seconds of each kind of step, alternating, the slowest rank in each round."""
     torch.manual_seed(dist.get_rank())
@@ -131,7 +151,9 @@ def measure(case: Case, samples: int, rounds: int) -> dict[str, Any]:
     assert ranks is not None
     assert ranks.plan is not None
     ways = ranks.plan.ways.values()
-    sent = torch.tensor(float(sum(ranks.sent.values())))
+    with counting(ranks.group) as counts:
+        gramian()
+    sent = torch.tensor(float(sum(counts)))
     dist.all_reduce(sent)
     return {
         **{name: median(found) for name, found in seconds.items()},

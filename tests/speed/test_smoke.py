@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import autogram
-from tests.speed import choices, limits
+from tests.speed import choices, limits, ranks
 from tests.speed.__main__ import main
 from tests.speed.gpu import counted, measured
 from tests.speed.gpu.models import TINY
@@ -43,6 +43,15 @@ def test_benchmark_prints_a_table_and_writes_its_results(
     (line,) = json.loads(path.read_text())["lines"]
     assert line["outcomes"]["autogram"]["ratio"]["median"] > 0
     assert line["outcomes"]["autogram"]["error"] < 1e-10
+
+
+@pytest.mark.slow
+def test_ranks_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One round of two processes, which send each other something."""
+    ranks.main(["--model", "mlp", "--world", "2", "--rounds", "1"])
+    found = re.findall(r"\| ([\d.]+) MB \|", capsys.readouterr().out)
+    assert len(found) == 2
+    assert min(map(float, found)) > 0
 
 
 @pytest.mark.slow
