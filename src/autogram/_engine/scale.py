@@ -72,8 +72,6 @@ class Scale:
         """The Gramian of the losses: exactly, as scales are powers of two unless told otherwise."""
         if self._scaler is None:
             return gramian
-        if not self._scales:  # other ranks have losses, and the scaler waits for its first call
-            self._scales.append(self._scaler.scale(torch.ones((), device=gramian.device)))
         return gramian / self._scales[0] / self._scales[0]
 
     def number(self) -> float:
@@ -84,7 +82,7 @@ class Scale:
         """
         if self._scaler is None:
             return 0.0
-        numbers = {float(scale) for scale in self._scales} or {self._scaler.get_scale()}
+        numbers = {float(scale) for scale in self._scales}
         if len(numbers) > 1:
             raise InvalidOperandError(
                 "The scale has changed between the micro-batches of one step, whose losses have "
