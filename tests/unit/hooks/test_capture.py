@@ -291,3 +291,21 @@ def test_mistakes() -> None:
         pass
     with pytest.raises(HookError, match="Pass how many calls to keep"), capture(model, limit=0):
         pass
+
+
+def test_a_pass_that_misses_the_output_is_the_last_one() -> None:
+    """A pass through a tensor that the module keeps reaches the arguments alone."""
+
+    class Keeping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = 2 * x
+            return x.sin()
+
+    model = nn.Sequential(Keeping())
+    with capture(model, where=Keeping) as calls:
+        model(torch.randn(3, requires_grad=True)).sum().backward()
+        (call,) = calls["0"]
+        assert call.grad_output is not None
+        model[0].kept.sum().backward()
+    assert call.grad_output is None
+    assert_close(call.grad_args[0], torch.full((3,), 2.0))
