@@ -63,6 +63,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, _OPAQUE) or next(tensors_in(value), None) is None:
         return value
     members = _members(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        members = getattr(value, "__dict__", {}) | members  # also attributes that are no fields
     changed = {key: map_tensors(item, function) for key, item in members.items()}
     if all(changed[key] is item for key, item in members.items()):
         return value

@@ -107,6 +107,21 @@ def test_other_values_have_none() -> None:
     assert held(nn.Linear(2, 2)) == []
 
 
+def test_attributes_of_a_data_class_that_are_no_fields() -> None:
+    """They are replaced with the fields, as the same tensor may be in both."""
+
+    @dataclass
+    class Aliased:
+        held: Tensor
+
+        def __post_init__(self) -> None:
+            self.alias = self.held
+
+    found = replaced(Aliased(OLD), {id(OLD): NEW})
+    assert found.held is NEW
+    assert found.alias is NEW
+
+
 def test_containers_that_hold_themselves() -> None:
     """They end."""
     value: list[Any] = [OLD]
