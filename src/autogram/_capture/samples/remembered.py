@@ -23,7 +23,8 @@ from autogram._containers import Latest
 _ANY_SIZES = b""  # the key of a proof that is for one call, whatever the sizes are
 # Under that key, where there are proofs for graphs of the same sizes: at others, values decide.
 _OF_SIZES = Proof(is_for_one_call=True)
-_FEW = 4  # sizes that are new so often may be new each time
+_FOR_GOOD = Proof(is_for_one_call=True)  # under that key, where samples were moved by what is tried
+_FEW = 4  # what is new so often may be new each time
 
 InOrder = tuple[tuple[Placement, ...], ...]
 """The layouts that fit each use, in the order of a survey; none without a cotangent."""
@@ -146,7 +147,7 @@ class _Structure:
     free: bytes = b""  # the nodes whose sizes are in no key, where there are routes
     # The keys of graphs that were seen while proofs were for graphs of the same sizes.
     unproven: Latest[bytes, None] = field(default_factory=Latest)
-    news: int = 0  # how often sizes were new, where there are routes
+    news: int = 0  # how often values decided, or sizes were new where there are routes
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,9 @@ class RememberedGraph:
     def keep_proof(self, proof: Proof) -> None:
         """Remembers a proof, for graphs of those sizes that it is for."""
         of = self._structure
+        before = of.proofs.get(_ANY_SIZES)
+        if not (proof.is_for_one_call or before is _OF_SIZES or before is _FOR_GOOD):
+            of.proofs.pop(_ANY_SIZES, None)  # what values decided then was an accident
         if proof.routes.hops:
             of.free = proof.routes.free
             self._key = self._survey.key_without(of.free)
@@ -225,22 +229,23 @@ class RememberedGraph:
         for key in self._proof_keys:
             self._structure.proofs.pop(key, None)
         if for_good:
-            self._structure.proofs[_ANY_SIZES] = Proof(is_for_one_call=True)
+            self._structure.proofs[_ANY_SIZES] = _FOR_GOOD
 
     def wants_proof(self) -> bool:
-        """Notes the sizes, and tells whether to prove what the graph depends on at these.
+        """Notes the call, and tells whether to prove what the graph depends on in it.
 
-        This is for graphs whose structure has proofs for some sizes. A proof is worth its passes
-        where sizes come again. Where sizes are new time and again, routes may be found better by
-        now: samples may have had regular places by accident then.
+        This is for graphs whose structure has proofs for some sizes, or for one call. A proof is
+        worth its passes where sizes come again. Where values decide, or sizes are new, time and
+        again, more may be found by now: samples may have had regular places by accident then.
         """
-        of = self._structure
-        if self.proof is not _OF_SIZES:
+        of, proof = self._structure, self.proof
+        if proof is None or proof is _FOR_GOOD or not proof.is_for_one_call:
             return False
-        if self._key in of.unproven:
-            return True
-        of.unproven[self._key] = None
-        of.news += bool(of.free)
+        if proof is _OF_SIZES:
+            if self._key in of.unproven:
+                return True
+            of.unproven[self._key] = None
+        of.news += bool(of.free) or proof is not _OF_SIZES
         return of.news >= _FEW and of.news & (of.news - 1) == 0
 
     def doubt(self) -> None:
