@@ -211,7 +211,9 @@ class RememberedGraph:
         """Remembers a proof, for graphs of those sizes that it is for."""
         of = self._structure
         before = of.proofs.get(_ANY_SIZES)
-        if not (proof.is_for_one_call or before is _OF_SIZES or before is _FOR_GOOD):
+        if before is _FOR_GOOD:
+            return
+        if not proof.is_for_one_call and before is not _OF_SIZES:
             of.proofs.pop(_ANY_SIZES, None)  # what values decided then was an accident
         if proof.routes.hops:
             of.free = proof.routes.free
