@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from autogram._arguments import Weighting, weights_by
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.forward.session import Session
@@ -26,6 +25,7 @@ from autogram._distributed.wrapper import Wrappers
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
+from autogram._weights import Weighting, weights_by
 
 _MOST = 64  # plans and graphs that are remembered
 

@@ -9,7 +9,7 @@ from typing import Literal, overload
 from torch import Tensor
 from torch.amp import GradScaler
 
-from autogram._arguments import Weighting, check_keep, weights_by, weights_of
+from autogram._arguments import check_keep
 from autogram._blocks import Keep
 from autogram._capture.distribution import is_exchanged
 from autogram._capture.samples.objectives import Objectives
@@ -20,6 +20,7 @@ from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
 from autogram._losses import L, Losses, shapes_of, weights_like
+from autogram._weights import Weighting, weights_by, weights_of
 
 
 class Engine(Hooked):

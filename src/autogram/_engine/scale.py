@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from autogram._arguments import Weighting, check_weighting
 from autogram._capture.backward.driver import expecting_overflow
 from autogram._errors import InvalidOperandError, InvalidOptionError
+from autogram._weights import Weighting, check_weighting
 
 
 class Scale:

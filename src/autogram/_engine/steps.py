@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
 from autogram._capture.backward.verification import without_hooks
@@ -20,6 +19,7 @@ from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, shapes_of, weights_like
+from autogram._weights import weights_by
 
 
 @dataclass(eq=False)

@@ -10,7 +10,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from autogram._arguments import weights_of
 from autogram._blocks import (
     Columns,
     Subset,
@@ -22,6 +21,7 @@ from autogram._blocks import (
     weighted_sums,
 )
 from autogram._capture.samples.objectives import Objectives
+from autogram._weights import weights_of
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 from torch.amp import GradScaler
 
 from autogram import Engine
-from autogram._arguments import Weighting, check_weighting
 from autogram._engine.accumulation import Accumulation
 from autogram._losses import Losses
+from autogram._weights import Weighting, check_weighting
 
 
 class MicroBatches:

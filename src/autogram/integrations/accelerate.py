@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from autogram import Engine, UnsupportedError
-from autogram._arguments import Weighting
 from autogram._losses import Losses
+from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
 
 __all__ = ["Accelerated"]

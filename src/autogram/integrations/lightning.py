@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from autogram import Engine, InvalidOptionError, UnsupportedError
-from autogram._arguments import Weighting
 from autogram._losses import Losses, parts_of
+from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
 
 __all__ = ["JacobianDescent"]

@@ -15,8 +15,8 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autogram import Engine, InvalidLossesError, UnsupportedError
-from autogram._arguments import Weighting
 from autogram._losses import Losses, parts_of
+from autogram._weights import Weighting
 from autogram.integrations.accelerate import Accelerated
 
 __all__ = ["JacobianTrainer"]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._arguments import Weighting, check_square, check_weighting
+from autogram._arguments import check_square
 from autogram._errors import InvalidOptionError, UnsupportedError
+from autogram._weights import Weighting, check_weighting
 from autogram.monitor._numbers import Numbers, entropy_of, numbers_of, ratio
 
 

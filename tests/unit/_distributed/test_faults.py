@@ -21,10 +21,10 @@ from autogram import (
     RankError,
     UnsupportedError,
 )
-from autogram._arguments import Weighting
 from autogram._blocks import Columns
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian
+from autogram._weights import Weighting
 from tests.unit._distributed import test_fsdp
 from tests.unit._distributed.worlds import World, assert_step, flat_gradient, mlp, weighting
 from tests.unit.engines import batch, per_sample
