@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autogram._blocks import Keep
 from autogram._capture.backward.driver import BatchDim
@@ -90,11 +91,33 @@ def check_keep(keep: Keep) -> None:
         raise InvalidOptionError(f'`keep` is {keep!r}. Pass "auto", "factors" or "rows".')
 
 
+def without_values(tensor: Tensor) -> str:
+    """What a tensor is that has a shape and no values, or an empty text for any other."""
+    if isinstance(tensor, FakeTensor):
+        return "a fake tensor"
+    return "on the device `meta`" if tensor.is_meta else ""
+
+
+def check_values(losses: Tensor) -> None:
+    """Refuses losses that have a shape and no values."""
+    if not losses.numel():
+        return
+    is_in_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    if place := without_values(losses) or ("inside of a `FakeTensorMode`" if is_in_mode else ""):
+        raise InvalidLossesError(
+            f"The losses of shape {tuple(losses.shape)} are {place}, where tensors have no values. "
+            "The engine finds the samples by values. Compute the losses outside of a "
+            "`FakeTensorMode`, by a model on a real device, such as `model.to_empty(device=...)` "
+            "with its weights loaded."
+        )
+
+
 def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
     """Refuses losses that have no Jacobian, and warns of one number for a whole batch.
 
     ``told`` has the warnings that the user was given.
     """
+    check_values(losses)
     if not losses.is_floating_point():
         raise InvalidLossesError(
             f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
@@ -149,6 +172,10 @@ def check_square(gramian: Tensor) -> None:
             f"The Gramian is a {kind}{f' of {given.dtype}' if isinstance(given, Tensor) else ''}. "
             "Pass a tensor of real floating-point numbers, as `compute_gramian` returns it."
         )
+    if place := without_values(gramian):
+        raise InvalidOperandError(
+            f"The Gramian is {place}, which has no values. Pass one that `compute_gramian` returns."
+        )
     if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
         raise InvalidOperandError(
             f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
@@ -201,6 +228,11 @@ def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
         if not isinstance(tensor, Tensor):
             raise InvalidOperandError(
                 f"The direction's entry `{name}` is a {type(tensor).__name__}. Pass a tensor."
+            )
+        if place := without_values(tensor):
+            raise InvalidOperandError(
+                f"The direction's entry `{name}` is {place}, which has no values. Pass a tensor on "
+                f"the device of the parameter, `{parameter.device}`."
             )
         if tensor.is_complex() and not parameter.is_complex():
             raise InvalidOperandError(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from autogram._arguments import check_values
 from autogram._capture.backward.driver import BatchDim
 from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidOperandError
@@ -29,6 +30,8 @@ def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor
     if isinstance(losses, Tensor):
         return losses
     parts = parts_of(losses)
+    for part in parts:  # before they are joined
+        check_values(part)
     if batch_dim is None or all(part.dim() == 0 for part in parts):
         told.update({"coupled", "reduced"})
         return torch.cat([part.reshape(-1) for part in parts])

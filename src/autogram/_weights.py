@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from math import isfinite
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from autogram._arguments import without_values
 from autogram._capture.autograd.exact import without_autocast
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import InvalidOperandError
+from autogram._capture.samples.replays import Flag, Replays, is_captured
+from autogram._errors import InvalidOperandError, NonFiniteError, listed
 
 Weighting = Callable[[Tensor], Tensor]
+
+_ZERO = torch.zeros((), device="cpu")  # beside tensors of any device, without a launch
 
 # Weightings of torchjd for matrices that use the number of rows alone, so that a Gramian will do.
 _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
@@ -82,8 +88,8 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
             f"The weighting returned a {type(weights).__name__}. Return a tensor of weights, "
             "`(m,)` or of the shape of the losses."
         )
-    _check_real(weights)
-    return weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
+    check_numbers(weights)
+    return weights.detach().to(_wide(weights.dtype))
 
 
 def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False) -> Tensor:
@@ -93,7 +99,7 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
             f"A {type(w).__name__} was given. Pass one tensor with an element for each objective, "
             "`(m,)`, in the order of the Gramian."
         )
-    _check_real(w)
+    check_numbers(w)
     losses = objectives.losses
     shapes = [(losses.numel(),), tuple(losses.shape)]
     is_stack = tuple(w.shape) not in shapes
@@ -107,10 +113,117 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
     return objectives.by_sample(w.detach().reshape((*w.shape[:is_stack], *losses.shape)))
 
 
-def _check_real(vector: Tensor) -> None:
-    """Refuses numbers that are no multiples of objectives, or not there one by one."""
-    if vector.is_complex() or vector.layout != torch.strided:
+class FiniteWeights:
+    """Refuses weights that are not finite, for an engine and its Jacobians.
+
+    On a CPU, that is at once. On a GPU, a step would have to wait for its own weights. Instead, the
+    device takes zeros in their place, and a later call raises the error.
+    """
+
+    def __init__(self, replays: Replays) -> None:
+        self._replays = replays
+        self._unread: list[Flag] = []  # whether the weights of earlier calls were finite
+
+    def usable(self, weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = None) -> Tensor:
+        """Weights that may be multiplied into ``.grad``, or zeros if they are refused later.
+
+        Args:
+            weights: Real numbers.
+            dtype: That of the products, in which the weights have to be finite.
+            gramian: What the weights were computed from, for the message.
+
+        Raises:
+            NonFiniteError: They are not finite, and the host has them.
+        """
+        if _is_read_at_once(weights.device) or not weights.numel():
+            check_finite(weights, dtype, gramian)
+            return weights
+        is_finite = _largest(weights, dtype) < torch.inf
+        if not is_captured(weights.device):
+            self._unread.append(Flag([is_finite]))
+        elif self._replays.add([~is_finite]):
+            return weights  # nobody would read it: then the gradients have to show it
+        return torch.where(is_finite, weights, _ZERO)
+
+    def check(self, *, waits: bool = False) -> None:
+        """Raises if weights of an earlier call were refused, as far as that is known by now.
+
+        If it ``waits`` for the device, all of that is known.
+        """
+        for flag in tuple(self._unread):
+            if not (waits or flag.has_arrived):
+                continue
+            with suppress(ValueError):  # another thread has read it
+                self._unread.remove(flag)
+            if not flag.read():
+                raise NonFiniteError(
+                    "An earlier call had weights that are infinite or not a number. A step on a "
+                    "GPU does not wait for its weights, so that zeros were multiplied in their "
+                    "place. Look for a division by zero in the weighting, and for an overflow in "
+                    "the losses. To find the step, call `engine.check_replays()` behind each one."
+                )
+
+
+def check_finite(weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = None) -> None:
+    """Refuses weights that are not finite. Waits for the device."""
+    # Without a call of PyTorch that modes are shown: on a CPU, nothing waits.
+    if not weights.numel() or isfinite(cast("float", _largest(weights, dtype).tolist())):
+        return
+    if gramian is None:
+        raise NonFiniteError(
+            "`accumulate_grad` got weights that are infinite or not a number, of the objectives "
+            f"{_numbers_of(weights, dtype)}, and has added nothing to `.grad`. Look for a division "
+            "by zero or an overflow in what they are computed from."
+        )
+    if not bool(gramian.isfinite().all()):
+        # A single row spoils its column in all other rows.
+        rows = _numbers_of(gramian.diagonal(), gramian.dtype)
+        raise NonFiniteError(
+            "The weights are infinite or not a number, and nothing was added to `.grad`. The "
+            f"Gramian is so in the rows of the objectives {rows}: look for a division by zero or "
+            "an overflow in these losses. Take `torch.autograd.detect_anomaly()` to find it. To "
+            "skip such steps, pass a gradient scaler: `engine.backward(losses, weighting, "
+            "scaler=scaler)`."
+        )
+    raise NonFiniteError(
+        f"The weights of the objectives {_numbers_of(weights, dtype)} are infinite or not a "
+        "number, and nothing was added to `.grad`. The Gramian is finite: look for a division by "
+        "zero in the weighting, such as by the norm of a gradient that is zero."
+    )
+
+
+def check_numbers(vector: Tensor, what: str = "A vector") -> None:
+    """Refuses what has no real numbers, or has them not one by one."""
+    is_real = not (vector.is_complex() or vector.is_quantized)
+    if not is_real or vector.layout != torch.strided:
         raise InvalidOperandError(
-            f"A vector of dtype {vector.dtype} and layout {vector.layout} was given. Pass real "
+            f"{what} of dtype {vector.dtype} and layout {vector.layout} was given. Pass real "
             "numbers in a dense tensor: of complex ones, `.real`; of a sparse one, `.to_dense()`."
         )
+    if place := without_values(vector):
+        raise InvalidOperandError(
+            f"{what} of shape {tuple(vector.shape)} is {place}, which has no values. Pass a tensor "
+            f"that has them, such as one of `torch.ones(..., device=gramian.device)`."
+        )
+
+
+def _is_read_at_once(device: torch.device) -> bool:
+    """Whether the host has the values of a tensor on a device without waiting."""
+    return device.type == "cpu"
+
+
+def _largest(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest absolute weight in a dtype, which no weight is if one is not a number."""
+    largest: Tensor = torch.linalg.vector_norm(weights.detach().to(dtype), torch.inf)
+    return largest
+
+
+def _numbers_of(values: Tensor, dtype: torch.dtype) -> str:
+    """The numbers of the objectives whose values are not finite in a dtype."""
+    places = (~values.detach().to(dtype).isfinite()).flatten().nonzero().flatten()
+    return listed([str(place) for place in places.tolist()])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of weights: PyTorch promotes no float8 by itself."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -25,7 +25,7 @@ from autogram._distributed.wrapper import Wrappers
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
-from autogram._weights import Weighting, weights_by
+from autogram._weights import Weighting
 
 _MOST = 64  # plans and graphs that are remembered
 
@@ -81,8 +81,8 @@ class Ranks:
     ) -> tuple[Tensor, Tensor]:
         """The weights of all objectives, by a function that the first rank calls; and the Gramian.
 
-        ``scale`` is called after ``compute``. What it gives and ``wrapped`` are as for
-        :meth:`Agreement.confirm`.
+        ``weighting`` gives weights that are checked but for their shape. ``scale`` is called after
+        ``compute``. What it gives and ``wrapped`` are as for :meth:`Agreement.confirm`.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters, scales or
@@ -142,7 +142,7 @@ class Ranks:
 
     def _weights_by(self, weighting: Weighting, gramian: Tensor) -> Tensor:
         """What the weighting gives, checked."""
-        weights = weights_by(weighting, gramian)
+        weights = weighting(gramian)
         if weights.shape != gramian.shape[:1]:
             raise InvalidOperandError(
                 f"The weighting returned the shape {tuple(weights.shape)} for a Gramian of shape "

@@ -20,7 +20,7 @@ from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
 from autogram._losses import L, Losses, shapes_of, weights_like
-from autogram._weights import Weighting, weights_by, weights_of
+from autogram._weights import Weighting, weights_of
 
 
 class Engine(Hooked):
@@ -149,7 +149,7 @@ class Engine(Hooked):
             run = self._drivers.run(losses, form=keep, is_summed=False)
         exchanged, names = is_exchanged(self._channel, losses), run.names
         part = JacobianPart.of(run.objectives, run.columns, names)
-        return Jacobian([part], names, self._limit, is_exchanged=exchanged)
+        return Jacobian([part], names, self._limit, self._finite, is_exchanged=exchanged)
 
     @overload
     def backward(
@@ -207,13 +207,15 @@ class Engine(Hooked):
             Gramian ``(m, m)`` if asked for; detached, in at least float32.
 
             Cost: that of :meth:`compute_gramian`, and the weights' gradients. RAM: the cotangents
-            of all activations until the weights are known, and rows as with ``keep="rows"``. On a
-            CPU, the engine keeps the RAM of rows for its next call.
+            of all activations until the weights are known, and rows as with ``keep="rows"``, whose
+            RAM the engine keeps on a CPU.
 
         Raises:
             InvalidOperandError: The weights have another shape, or the weighting is no function of
                 a Gramian: it is an aggregator, a weighting of rows, or a tensor.
             InvalidOptionError: ``scaler`` is none.
+            NonFiniteError: The weights are not finite. Nothing is added to ``.grad`` then. On a
+                GPU, which is not waited for, zeros are added, and a later call raises the error.
             UnsupportedError: Without ``distributed``, gradients would be exchanged.
             MemoryLimitError: Memory ran out twice, or once after a part of the graph was freed.
             AutogramError: As for :meth:`compute_gramian`.
@@ -299,14 +301,16 @@ class Engine(Hooked):
         scale = Scale(weighting, scaler)
         if (ranks := self._ranks) is not None:
             compute = partial(self._jacobian_of_rank, losses, scale)
-            weights = ranks.own(ranks.weights(compute, scale.weighting, scale.number)[0])
-            self._form = shapes_of(losses)
+            weights, gramian = ranks.weights(compute, scale.weights, scale.number)
+            scale.usable(weights, gramian, self._finite)  # or an error, perhaps of a later call
+            weights, self._form = ranks.own(weights), shapes_of(losses)
         else:
             scale.check()
             total = self._checked(losses)
             with scale.applied(total) as scaled:
                 gramian = self.compute_gramian(scaled)
-            weights = weights_by(scale.weighting, gramian)
+            weights = scale.weights(gramian)
+            scale.usable(weights, gramian, self._finite)
             weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return weights_like(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 

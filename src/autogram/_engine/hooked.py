@@ -26,6 +26,7 @@ from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
 from autogram._losses import Losses, as_one_tensor, weights_like
 from autogram._report import Report, make_report
+from autogram._weights import FiniteWeights
 from autogram.hooks import HookManager
 
 
@@ -56,6 +57,7 @@ class Hooked:
         self._session = session = Session(channel, parameters, Checkpoints())
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
+        self._finite = FiniteWeights(self._replays)
         self._drivers = Drivers(
             partial(Driver, channel, batch_dim, devices, verify, unseen, self._replays)
         )
@@ -125,12 +127,15 @@ class Hooked:
         """Raises if steps in CUDA graphs were replayed with values that they are not right for.
 
         Where samples lie may follow from index values and masks. Each replay compares them with
-        those of the captured step. This method reads the answer for all replays since it was called
-        last, and waits for the device.
+        those of the captured step, and looks whether its weights are finite. This method reads the
+        answer for all replays since it was called last, and waits for the device. It also reads
+        whether the weights of other steps on a GPU were finite.
 
         Raises:
             StaleCaptureError: They were not right.
+            NonFiniteError: The weights of a step that was not captured were not finite.
         """
+        self._finite.check(waits=True)
         self._replays.check()
 
     def paused(self) -> AbstractContextManager[None]:
@@ -192,6 +197,7 @@ class Hooked:
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
+        self._finite.check()
         losses = as_one_tensor(losses, self._batch_dim, self._channel.told)
         if self._ranks is not None:
             self._ranks.shards.check(self._session.parameters.roots)

@@ -14,7 +14,13 @@ from torch.amp import GradScaler
 
 from autogram._capture.backward.driver import expecting_overflow
 from autogram._errors import InvalidOperandError, InvalidOptionError
-from autogram._weights import Weighting, check_weighting
+from autogram._weights import (
+    FiniteWeights,
+    Weighting,
+    check_finite,
+    check_weighting,
+    weights_by,
+)
 
 
 class Scale:
@@ -55,18 +61,36 @@ class Scale:
         with expecting_overflow(self._scaler is not None):
             yield losses
 
-    def weighting(self, gramian: Tensor) -> Tensor:
+    def weights(self, gramian: Tensor) -> Tensor:
         """The weights by the Gramian of the losses, from that of the scaled ones.
 
         They are not a number where it is not finite: the user's function is not asked then.
+
+        Raises:
+            NonFiniteError: The Gramian of scaled losses is finite, and the weights are not.
+        """
+        if self._scaler is None:
+            return weights_by(self._weighting, gramian)
+        gramian = self.unscaled(gramian)
+        if not bool(gramian.isfinite().all()):
+            return gramian.new_full((len(gramian),), torch.nan)
+        if len(self._scales) > 1:
+            self.number()
+        weights = weights_by(self._weighting, gramian)
+        check_finite(weights, gramian.dtype, gramian)  # else the scaler would skip each step
+        return weights
+
+    def usable(self, weights: Tensor, gramian: Tensor, finite: FiniteWeights) -> Tensor:
+        """Weights that may be multiplied into ``.grad``.
+
+        Those of scaled losses are, also where they are not a number: the scaler skips the step.
+
+        Raises:
+            NonFiniteError: Those of other losses are not finite.
         """
         if self._scaler is not None:
-            gramian = self.unscaled(gramian)
-            if not bool(gramian.isfinite().all()):
-                return gramian.new_full((len(gramian),), torch.nan)
-            if len(self._scales) > 1:
-                self.number()
-        return self._weighting(gramian)
+            return weights
+        return finite.usable(weights, gramian.dtype, gramian)
 
     def unscaled(self, gramian: Tensor) -> Tensor:
         """The Gramian of the losses: exactly, as scales are powers of two unless told otherwise."""

@@ -19,7 +19,6 @@ from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, shapes_of, weights_like
-from autogram._weights import weights_by
 
 
 @dataclass(eq=False)
@@ -124,16 +123,17 @@ class Step:
     def _jacobian(self) -> Jacobian:
         """The rows of all losses. Those without elements count only where there are no others."""
         parts = [part for part in self._parts if part.m] or self._parts[-1:]
-        return Jacobian(parts, self._names, self.engine._limit)
+        return Jacobian(parts, self._names, self.engine._limit, self.engine._finite)
 
     def _finish_alone(self) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights, and Jᵀ w."""
         jacobian = self._jacobian()
         gramian = jacobian.gramian() if self._gramian is None else self._gramian
-        weights = weights_by(self.scale.weighting, gramian)
-        gradients = jacobian._gradients_of(weights)
+        weights = self.scale.weights(gramian)
+        usable = self.scale.usable(weights, gramian, self.engine._finite)
+        gradients = jacobian._gradients_of(usable)
         # A hook on a parameter may take a step of it, which neither factors nor graph would bear.
-        self._differentiate_rest(weights)
+        self._differentiate_rest(usable)
         jacobian._add(gradients)
         return gramian, weights
 
@@ -155,15 +155,16 @@ class Step:
             return found[0]
 
         weights, gramian = ranks.weights(
-            jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
+            jacobian, self.scale.weights, self.scale.number, wrappers.wrapped
         )
         own = ranks.own(weights)
+        usable = ranks.own(self.scale.usable(weights, gramian, self.engine._finite))
         with ranks.agreeing():
-            rest = self._wrapped_rest(own, wrappers)
-            gradients = gradients_of(found[0], own)
+            rest = self._wrapped_rest(usable, wrappers)
+            gradients = gradients_of(found[0], usable)
         accumulate(ranks, gradients, found[0]._names, wrappers, rest)
         with together(ranks, self._last):
-            self._differentiate_rest(own)
+            self._differentiate_rest(usable)
         return gramian, own
 
     def _differentiate_rest(self, weights: Tensor) -> None:

@@ -60,5 +60,6 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
         [part for part in parts if part.m] or parts[:1],
         names,
         first._limit,
+        first._finite,
         is_exchanged=is_exchanged,
     )

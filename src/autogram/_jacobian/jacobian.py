@@ -25,8 +25,9 @@ from autogram._capture.autograd.passes import running_pass
 from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
 from autogram._errors import InvalidOperandError, UnsupportedError
-from autogram._jacobian.parts import JacobianPart, Parts
+from autogram._jacobian.parts import JacobianPart, Parts, dtype_for, zeros_for
 from autogram._jacobian.solve import damped_solution
+from autogram._weights import FiniteWeights
 
 
 class Jacobian:
@@ -71,12 +72,14 @@ class Jacobian:
         parts: Sequence[JacobianPart],
         names: Mapping[Tensor, str],
         limit: Limit,
+        finite: FiniteWeights,
         *,
         is_exchanged: bool = False,
     ) -> None:
         self._parts = Parts(parts)
         self._names = dict(names)
         self._limit = limit
+        self._finite = finite
         self._is_exchanged = is_exchanged
 
     @property
@@ -178,8 +181,8 @@ class Jacobian:
             gradients = {}
             for parameter, name in self._names.items():
                 if (gradient := found.get(parameter)) is None:
-                    gradient = _zeros(parameter, shape, dtype)
-                gradients[name] = gradient.to(_dtype_for(parameter, dtype))
+                    gradient = zeros_for(parameter, shape, dtype)
+                gradients[name] = gradient.to(dtype_for(parameter, dtype))
             return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
@@ -194,12 +197,15 @@ class Jacobian:
 
         Raises:
             InvalidOperandError: ``w`` has another shape.
+            NonFiniteError: ``w`` is not finite. On a GPU, zeros are added, and a later call raises.
             UnsupportedError: `DistributedDataParallel` would exchange the gradients; or a backward
                 pass of an engine is under way.
         """
         if self._is_exchanged:
             refuse_gradients("accumulate_grad")
-        self._add(self._gradients_of(w))
+        self._finite.check()
+        self._parts.weights_of(w)  # raises if the shape does not fit
+        self._add(self._gradients_of(self._finite.usable(w, self.dtype)))
 
     @retried_with_less
     def _gradients_of(self, w: Tensor) -> dict[Tensor, Tensor]:
@@ -311,7 +317,7 @@ class Jacobian:
             gradients = {}
             for parameter, name in self._names.items():
                 if names is None or name in names:
-                    gradients[name] = _zeros(parameter, (len(index),), self.dtype)
+                    gradients[name] = zeros_for(parameter, (len(index),), self.dtype)
                     self._parts.put_rows(gradients[name], parameter, index)
             return gradients
 
@@ -328,16 +334,6 @@ class Jacobian:
             dtype = self.dtype
             found = [part.per_objective(function, dtype) for part in self._parts.each]
             return torch.cat([x.to(self.device) for x in found]) if len(found) > 1 else found[0]
-
-
-def _zeros(parameter: Tensor, first: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros for gradients of a parameter, in its own kind of numbers."""
-    return parameter.new_zeros((*first, *parameter.shape), dtype=_dtype_for(parameter, dtype))
-
-
-def _dtype_for(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of results for a parameter, which is complex where this is."""
-    return dtype.to_complex() if parameter.is_complex() else dtype
 
 
 def check_jacobian(given: object) -> None:

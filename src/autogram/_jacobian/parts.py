@@ -199,3 +199,13 @@ def _add(total: Tensor, part: Tensor | None) -> None:
     """Adds what a parameter contributes, on the device of the losses."""
     if part is not None:
         total += part.to(total.device).reshape(total.shape)
+
+
+def zeros_for(parameter: Tensor, first: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros for gradients of a parameter, in its own kind of numbers."""
+    return parameter.new_zeros((*first, *parameter.shape), dtype=dtype_for(parameter, dtype))
+
+
+def dtype_for(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of results for a parameter, which is complex where this is."""
+    return dtype.to_complex() if parameter.is_complex() else dtype

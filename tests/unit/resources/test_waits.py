@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from autogram import Engine
 from tests.unit._blocks.kernels.as_on_a_gpu import contract_as_on_a_gpu
+from tests.unit._weights.as_on_a_gpu import look_as_on_a_gpu
 from tests.unit.waits import Waits
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
@@ -86,8 +87,9 @@ def take(engine: Engine, model: nn.Module, batch: Batch, *, is_fused: bool) -> N
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets engines contract tensors of each device as those of a GPU."""
+    """Lets engines contract tensors of each device, and look at weights, as on a GPU."""
     contract_as_on_a_gpu(monkeypatch)
+    look_as_on_a_gpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -60,9 +60,10 @@ class Replays:
         if any(found):
             raise StaleCaptureError(
                 "A captured step was replayed with index values or masks that move samples to "
-                "other places, or with gradients where there were none: its results since the last "
-                "check are in doubt. Take the parameters from before, run the step eagerly with "
-                "such values, call `engine.prepare_capture()`, and capture the step again."
+                "other places, with gradients where there were none, or with weights that are not "
+                "finite: its results since the last check are in doubt. Take the parameters from "
+                "before, run the step eagerly with such values, call `engine.prepare_capture()`, "
+                "and capture the step again."
             )
 
 
@@ -77,7 +78,8 @@ class Flag:
         self._values: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
         for device in {value.device for value in values}:
-            value = torch.stack([x for x in values if x.device == device]).any()
+            here = [x for x in values if x.device == device]
+            value = here[0] if len(here) == 1 else torch.stack(here).any()
             if value.is_cuda:
                 copy = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
                 value = copy.copy_(value, non_blocking=True)
@@ -88,6 +90,11 @@ class Flag:
     def is_ready(self) -> bool:
         """Whether the flag can be read without waiting."""
         return not self._events
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the flag can be read without waiting by now."""
+        return all(event.query() for event in self._events)
 
     def read(self) -> bool:
         """The value, after waiting for it."""
