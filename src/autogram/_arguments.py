@@ -118,6 +118,11 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
     ``told`` has the warnings that the user was given.
     """
     check_values(losses)
+    if losses.dtype.itemsize == 1 and losses.is_floating_point():
+        raise InvalidLossesError(
+            f"The losses have dtype {losses.dtype}, in which PyTorch adds up no gradients. Compute "
+            "them in a wider one: call `.float()` on the output of the model."
+        )
     if not losses.is_floating_point():
         raise InvalidLossesError(
             f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autogram._arguments import without_values
 from autogram._capture.autograd.exact import without_autocast
+from autogram._capture.autograd.grad import at_least_single
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Flag, Replays, is_captured
 from autogram._errors import InvalidOperandError, NonFiniteError, listed
@@ -89,7 +90,7 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
             "`(m,)` or of the shape of the losses."
         )
     check_numbers(weights)
-    return weights.detach().to(_wide(weights.dtype))
+    return weights.detach().to(at_least_single(weights.dtype))
 
 
 def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False) -> Tensor:
@@ -222,8 +223,3 @@ def _numbers_of(values: Tensor, dtype: torch.dtype) -> str:
     """The numbers of the objectives whose values are not finite in a dtype."""
     places = (~values.detach().to(dtype).isfinite()).flatten().nonzero().flatten()
     return listed([str(place) for place in places.tolist()])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of weights: PyTorch promotes no float8 by itself."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import as_real, in_numbers_of
-from autogram._capture.autograd.grad import add_to_grad, dtype_of_grad
+from autogram._capture.autograd.grad import (
+    add_to_grad,
+    at_least_single,
+    check_addable,
+    dtype_of_grad,
+)
 from autogram._distributed.group import Group
 from autogram._distributed.ranks import Ranks
 from autogram._distributed.wrapper import Wrappers
@@ -65,7 +70,9 @@ def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
 
 def gradients_of(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
     """Jᵀ w of this rank, of the parameters that its losses reach."""
-    reached = {jacobian._names[p] for part in jacobian._parts.each for p in part.columns}
+    parameters = {p: jacobian._names[p] for part in jacobian._parts.each for p in part.columns}
+    check_addable(parameters, parameters)
+    reached = set(parameters.values())
     found = jacobian.vjp(weights) if reached else {}
     return {name: gradient for name, gradient in found.items() if name in reached}
 
@@ -73,7 +80,7 @@ def gradients_of(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
 def _gradient(found: dict[str, Tensor], name: str, parameters: Mapping[str, Tensor]) -> Tensor:
     """The gradient of one parameter, in at least float32: zero where the losses miss it."""
     parameter = parameters[name]
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    dtype = at_least_single(parameter.dtype)
     gradient = found.pop(name, None)
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype)

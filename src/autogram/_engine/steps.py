@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
+from autogram._capture.autograd.grad import check_addable
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, gradients_of, together
@@ -128,6 +129,7 @@ class Step:
     def _finish_alone(self) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights, and Jᵀ w."""
         jacobian = self._jacobian()
+        self._check_rest()
         gramian = jacobian.gramian() if self._gramian is None else self._gramian
         weights = self.scale.weights(gramian)
         usable = self.scale.usable(weights, gramian, self.engine._finite)
@@ -160,6 +162,7 @@ class Step:
         own = ranks.own(weights)
         usable = ranks.own(self.scale.usable(weights, gramian, self.engine._finite))
         with ranks.agreeing():
+            self._check_rest()
             rest = self._wrapped_rest(usable, wrappers)
             gradients = gradients_of(found[0], usable)
         accumulate(ranks, gradients, found[0]._names, wrappers, rest)
@@ -180,6 +183,10 @@ class Step:
                 # Autocast would round what the nodes of this pass multiply.
                 with without_autocast(losses.device):
                     torch.autograd.backward([losses], [cotangent], retain_graph, inputs=leaves)
+
+    def _check_rest(self) -> None:
+        """Refuses leaves that are not of J, and whose gradients cannot be added up."""
+        check_addable(leaf for _, outside, _ in self._rest.values() for leaf in outside)
 
     def _rest_of(self, weights: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor], Tensor, bool]]:
         """For losses: leaves that are not of J, the cotangent, and whether to keep the graph."""

@@ -20,7 +20,7 @@ from autogram._arguments import (
 )
 from autogram._blocks import Columns, Limit, as_real
 from autogram._capture.autograd.exact import exact
-from autogram._capture.autograd.grad import add_to_grad, as_gradients
+from autogram._capture.autograd.grad import add_to_grad, as_gradients, check_addable
 from autogram._capture.autograd.passes import running_pass
 from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
@@ -216,6 +216,7 @@ class Jacobian:
                 "hook or a custom autograd Function. Such passes are made as often as samples are "
                 "looked for, and leave `.grad` as it was. Add them outside."
             )
+        check_addable({p: None for part in self._parts.each for p in part.columns}, self._names)
         with exact(self.device):
             return as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)).items())
 

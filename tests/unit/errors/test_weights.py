@@ -71,16 +71,20 @@ def refused(
     engine: Engine, call: Callable[[], Any], match: str = "infinite or not a number"
 ) -> None:
     """Assert that a call refuses its weights. On a GPU, it does not wait for them itself."""
-    with pytest.raises(NonFiniteError, match=match):
+
+    def call_and_wait() -> None:
         call()
         engine.check_replays()
+
+    with pytest.raises(NonFiniteError, match=match):
+        call_and_wait()
 
 
 @every_call
 @pytest.mark.parametrize("name", NOT_FINITE)
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_weights_that_are_not_finite(write: Writer, name: str, outputs: int) -> None:
-    """Nothing changes in `.grad`, also of leaves that are not the engine's, and the next is right."""
+    """Nothing changes in `.grad`, also of leaves that are not in J, and the next call is right."""
     weighting, dtype = NOT_FINITE[name]
     model, head = mlp(3, 2).to(dtype), nn.Linear(2, outputs).to(dtype)
     engine = Engine(model)

@@ -10,13 +10,29 @@ from contextlib import contextmanager
 
 import torch
 
+from autogram._errors import UnsupportedError
+
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Disables gradients, autocast and inference mode in a block, whatever modes the user has."""
+    """Disables gradients, autocast and inference mode in a block, whatever modes the user has.
+
+    Raises:
+        UnsupportedError: PyTorch has no operation that is needed for numbers in float8.
+    """
     # In inference mode, tensors do not count changes in place.
     with torch.inference_mode(mode=False), torch.no_grad(), without_autocast(device):
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "Float8" not in str(error):
+                raise
+            raise UnsupportedError(
+                "A parameter or an activation in float8 has gradients, and PyTorch computes with "
+                "such numbers hardly at all: it adds none up, and compares none. Keep it in a "
+                "wider dtype, and round it by a custom autograd Function whose gradient is in that "
+                f"dtype, or freeze it. PyTorch says: {error}"
+            ) from error
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+from autogram._errors import UnsupportedError
 
 # Of two threads that find no gradient, one is the first.
 _FIRST = threading.Lock()
@@ -16,6 +18,31 @@ def dtype_of_grad(parameter: Tensor) -> torch.dtype:
     """The dtype of a parameter's gradient: its own, unless the user gave it a ``grad_dtype``."""
     given: torch.dtype | None = getattr(parameter, "grad_dtype", None)  # PyTorch 2.11 may lack it
     return given or parameter.dtype
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """A dtype in which numbers of another one are added up. PyTorch itself promotes no float8."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+
+
+def check_addable(leaves: Iterable[Tensor], names: Mapping[Tensor, str] | None = None) -> None:
+    """Refuses to add to gradients in float8, before anything is added to others.
+
+    Args:
+        leaves: The tensors that get gradients.
+        names: Their names, where they have any.
+    """
+    for leaf in leaves:
+        gradient = leaf.grad
+        if gradient is None or gradient.dtype.itemsize > 1 or not leaf.requires_grad:
+            continue
+        name = (names or {}).get(leaf)
+        raise UnsupportedError(
+            f"{f'`{name}`' if name else f'A leaf of shape {tuple(leaf.shape)}'} has a gradient in "
+            f"{gradient.dtype}, in which PyTorch adds up no numbers. Set it to `None` before the "
+            "step, as `optimizer.zero_grad()` does; or, to add up gradients of several steps, set "
+            "`parameter.grad_dtype = torch.float32`."
+        )
 
 
 def as_gradients(sums: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
