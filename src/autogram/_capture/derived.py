@@ -49,7 +49,7 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
     found, has_formula = columns.found(), _is_known
     if columns.is_of_rows:
         has_formula = partial(_keeps_few, is_alone=len(found) == len(sources) == 1)
-    with explaining_freed_graphs():
+    with explaining_freed_graphs(derived.edge):
         nodes = nodes_behind(derived.edge)
         if not all(hasattr(x, "variable") or has_formula(x) for x in nodes):
             return None
@@ -63,7 +63,7 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
             labels[dim] = label
         block = _relabelled(block, labels)
         try:
-            with torch.no_grad(), explaining_freed_graphs():
+            with torch.no_grad(), explaining_freed_graphs(derived.edge):
                 pulled += _pull_back(channel, derived.edge, block, columns.kernels)
         except _UnknownError:
             return None

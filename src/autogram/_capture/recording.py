@@ -224,6 +224,8 @@ class Recording:
     of what each had exchanged before: zero if it does not exchange gradients behind the pass."""
     retained: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Activations whose gradient the user has asked to keep."""
+    freed_by: str = ""
+    """The call of an engine, if any, whose pass was told not to keep the graph."""
     earlier: dict[Recording, None] = field(default_factory=dict)
     """Forward passes of which this one has read results that no tap was on."""
 

@@ -86,6 +86,10 @@ class Step:
                 retain_graph=retain_graph or channel.before_pass is not None,
                 is_summed=is_summed,
             )
+        if not retain_graph and losses.numel():
+            call = "`engine.backward`" if self.is_only else "`add` of `engine.accumulate`"
+            for recording in run.survey.recordings:
+                recording.freed_by = call
         outside, names = run.survey.outside if losses.numel() else [], run.names
         if self._wrappers is not None:
             self._wrappers.check_outside(outside)

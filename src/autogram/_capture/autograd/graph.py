@@ -18,8 +18,8 @@ from autogram._errors import FreedGraphError, UnsupportedError
 
 
 @contextmanager
-def explaining_freed_graphs() -> Iterator[None]:
-    """Says what to do where autograd finds that a graph, or a part of it, is freed."""
+def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
+    """Says what to do where autograd finds that the graph behind a tensor, or a part, is freed."""
     try:
         yield
     except RuntimeError as error:
@@ -38,11 +38,17 @@ def explaining_freed_graphs() -> Iterator[None]:
             ) from error
         if "after they have already been freed" not in str(error):
             raise
+        calls = {of.recording.freed_by for node in nodes_behind(start) for of in shown_by(node)}
+        if call := "".join(sorted(calls)[-1:]):
+            told = f"An earlier call of {call} has freed it. Pass `retain_graph=True` to that call."
+        else:
+            told = (
+                "A backward pass has freed it. Pass `retain_graph=True` to it, as in "
+                "`losses.backward(retain_graph=True)`, or call the engine before it."
+            )
         raise FreedGraphError(
-            "The graph of the losses is freed: a backward pass ran before the Gramian was "
-            "computed. Call `compute_gramian` before `losses.backward`, or give that call "
-            "`retain_graph=True`. If the losses depend on an earlier step, as by the state of a "
-            "recurrent layer, cut it off there by `.detach()`."
+            f"The graph of the losses, or a part of it, is gone. {told} If the losses depend on an "
+            "earlier step, as by the state of a recurrent layer, cut it off there by `.detach()`."
         ) from error
 
 

@@ -111,7 +111,7 @@ class Pass:
         kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
         retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
         try:
-            with _watched(), explaining_freed_graphs():
+            with _watched(), explaining_freed_graphs(output):
                 found: tuple[Tensor | None, ...] = torch.autograd.grad(
                     output, inputs, cotangent, retain_graph=retain_graph, allow_unused=True
                 )

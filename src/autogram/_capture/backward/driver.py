@@ -118,7 +118,7 @@ class Driver:
 
     def _begin(self, losses: Tensor, *, must_verify: bool = False, **asked: Any) -> Run:
         """Begins a call: its survey, its objectives, and its check if one is due."""
-        with explaining_freed_graphs():
+        with explaining_freed_graphs(losses):
             survey = Survey(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         replays = self._replays if is_captured(losses.device) else None
