@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from itertools import permutations
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import torch
@@ -58,37 +61,91 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
             )
 
 
-def check_options(
-    batch_dim: BatchDim, memory_limit_bytes: int, verify: Verify, unseen: Unseen
-) -> None:
-    """Refuses values that an engine's options cannot have."""
-    is_dim = isinstance(batch_dim, int) and not isinstance(batch_dim, bool)
-    if not (batch_dim is None or batch_dim == "auto" or is_dim):
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer, of Python or NumPy. Truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, of Python or NumPy. Truth values are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def count_of(name: str, value: Any, hint: str = "") -> int:
+    """The positive integer that an option is."""
+    if not is_integer(value) or value < 1:
+        raise InvalidOptionError(
+            f"The option `{name}` is {value!r}. Pass a positive integer{hint}."
+        )
+    return int(value)
+
+
+def not_negative(name: str, value: Any) -> float:
+    """The number that an option is: zero or a positive one."""
+    if not (is_number(value) and value >= 0):
+        raise InvalidOptionError(
+            f"The option `{name}` is {value!r}. Pass zero or a positive number."
+        )
+    return float(value)
+
+
+def dim_of(batch_dim: Any) -> BatchDim:
+    """The dimension that counts the samples, or another value that the option may have."""
+    if batch_dim is None or (isinstance(batch_dim, str) and batch_dim == "auto"):
+        return None if batch_dim is None else "auto"
+    if not is_integer(batch_dim):
         raise InvalidBatchDimError(
             f"`batch_dim` is {batch_dim!r}. Pass the dimension of the losses that counts the "
             'samples, `None` to treat the batch as one sample, or "auto".'
         )
-    limit: object = memory_limit_bytes
-    if not isinstance(limit, int) or limit < 1:
-        raise InvalidOptionError(
-            f"`memory_limit_bytes` is {limit!r}. Pass a positive integer, such as the "
-            "default, `2**29`."
-        )
-    if verify not in get_args(Verify):
+    return int(batch_dim)
+
+
+def check_options(verify: Verify, unseen: Unseen) -> None:
+    """Refuses values that an engine's options cannot have."""
+    if not _is_among(verify, get_args(Verify)):
         raise InvalidOptionError(
             f'`verify` is {verify!r}. Pass "first" (new calls, and at least each 64th), '
             '"always" or "never".'
         )
-    if unseen not in get_args(Unseen):
+    if not _is_among(unseen, get_args(Unseen)):
         raise InvalidOptionError(
             f'`unseen` is {unseen!r}. Pass "rows" to compute them, or "error" to refuse them.'
         )
 
 
+def refuse_options(made: object, unknown: Iterable[str], known: Callable[..., None]) -> None:
+    """Refuses options that a class does not have: those that its ``__init__`` does not name."""
+    parameters = signature(known).parameters.values()
+    kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    names = [x.name for x in parameters if x.kind in kinds and x.name != "self"]
+    for name in unknown:
+        near = get_close_matches(name, names, 1)
+        raise TypeError(
+            f"`{type(made).__name__}` has no option `{name}`. "
+            + (f"Did you mean `{near[0]}`? " if near else "")
+            + f"Its options are {', '.join(f'`{x}`' for x in names)}."
+        )
+
+
 def check_keep(keep: Keep) -> None:
     """Refuses what is no choice of what a Jacobian keeps."""
-    if keep not in get_args(Keep):
+    if not _is_among(keep, get_args(Keep)):
         raise InvalidOptionError(f'`keep` is {keep!r}. Pass "auto", "factors" or "rows".')
+
+
+def is_retained(retain_graph: object) -> bool:
+    """Whether to keep the graph. Refuses what is no truth value, such as a text that says one."""
+    if retain_graph not in (True, False, None):
+        raise InvalidOptionError(
+            f"`retain_graph` is {retain_graph!r}. Pass `True` to keep the graph, or `False`."
+        )
+    return bool(retain_graph)
+
+
+def _is_among(value: object, choices: Sequence[str]) -> bool:
+    """Whether a value is one of some texts. Arrays are compared with each element."""
+    return isinstance(value, str) and value in choices
 
 
 def without_values(tensor: Tensor) -> str:
@@ -262,6 +319,17 @@ def check_related(names: Names, others: Names) -> None:
             "The two Jacobians have no parameter in common. Both must be of the same modules: "
             "make them with one engine, or with engines on the same model."
         )
+
+
+def check_selection(objectives: object, names: object) -> None:
+    """Refuses what selects other rows than it seems to."""
+    if type(objectives).__name__ in ("bool", "bool_"):  # also those of NumPy
+        raise InvalidOperandError(
+            f"`objectives` is {objectives!r}. Pass the number of an objective, a list of numbers, "
+            "or a mask `(m,)`."
+        )
+    if isinstance(names, str):
+        raise InvalidOperandError(f"`names` is {names!r}. Pass a list of names: `[{names!r}]`.")
 
 
 def parameter_of(name: str, names: Names) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_values
+from autogram._arguments import check_values, is_integer
 from autogram._capture.backward.driver import BatchDim
 from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidOperandError
@@ -95,12 +95,14 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
             "losses that it was computed from."
         )
     if isinstance(losses, Tensor):
-        if batch_dim is not None and batch_dim not in range(-losses.dim(), losses.dim()):
+        dims = range(-losses.dim(), losses.dim())
+        if batch_dim is not None and not (is_integer(batch_dim) and batch_dim in dims):
             raise InvalidBatchDimError(
                 f"`batch_dim` is {batch_dim!r}, and the losses have shape {tuple(losses.shape)}. "
                 "Pass the dimension that counts the samples, or `None` for objectives of the whole "
                 "batch."
             )
+        batch_dim = None if batch_dim is None else int(batch_dim)
         places = Objectives(losses, batch_dim).numbers(device=gramian.device)  # (k, b)
         return gramian[places.unsqueeze(2), places.unsqueeze(1)]
     found = [gramian[place][:, place] for place in _places(parts, batch_dim)]

@@ -188,7 +188,7 @@ def check_finite(weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = N
         )
     raise NonFiniteError(
         f"The weights of the objectives {_numbers_of(weights, dtype)} are infinite or not a "
-        "number, and nothing was added to `.grad`. The Gramian is finite: look for a division by "
+        "number, and nothing was added to `.grad`. The Gramian is finite. Look for a division by "
         "zero in the weighting, such as by the norm of a gradient that is zero."
     )
 

@@ -130,6 +130,14 @@ class Group:
 
 def _processes_of(given: Given) -> tuple[list[int], Any]:
     """The processes that a user names, and a group of them, or of some of them."""
+    is_known = given is True or (
+        dist.is_available() and isinstance(given, dist.ProcessGroup | dist.device_mesh.DeviceMesh)
+    )
+    if not is_known:
+        raise InvalidOptionError(
+            f"`distributed` is {given!r}. Pass `True` for all processes, a `ProcessGroup` or a "
+            "`DeviceMesh` for some, or leave it out where each process is on its own."
+        )
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidOptionError(
             "`distributed` is given, and this process is in no group. Call "
@@ -139,13 +147,8 @@ def _processes_of(given: Given) -> tuple[list[int], Any]:
     if isinstance(given, dist.device_mesh.DeviceMesh):
         members: list[int] = given.mesh.flatten().tolist()
         return members, given.get_group(0) if dist.get_rank() in members else None
-    if given is True or isinstance(given, dist.ProcessGroup):
-        group = dist.group.WORLD if given is True else given
-        return dist.get_process_group_ranks(group), group
-    raise InvalidOptionError(
-        f"`distributed` is {given!r}. Pass `True` for all processes, a `ProcessGroup` or a "
-        "`DeviceMesh` for some, or leave it out where each process is on its own."
-    )
+    group = dist.group.WORLD if given is True else given
+    return dist.get_process_group_ranks(group), group
 
 
 def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:

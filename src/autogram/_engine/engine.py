@@ -75,8 +75,6 @@ class Engine(Hooked):
         >>> engine.verify(losses)
         >>> engine.backward(losses, lambda gramian: gramian.diagonal().rsqrt()).shape
         torch.Size([5])
-        >>> with engine.paused():
-        ...     model(torch.randn(5, 3)).sum().backward()
 
     References:
         Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024,
@@ -317,8 +315,6 @@ class Engine(Hooked):
     def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
         """The rows of the Jacobian in a few random dimensions, for batches in the thousands.
 
-        Products of rows, of any micro-batches and processes, then are products of d numbers.
-
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
             dimensions: d. The error falls with its square root.
@@ -341,7 +337,7 @@ class Engine(Hooked):
         losses = self._checked(losses)
         sketching = Sketching(self._channel, dimensions, seed)
         run = self._drivers.run(losses, sinks=[sketching], is_summed=False)
-        return Sketch(sketching.rows(run.objectives), seed)
+        return Sketch(sketching.rows(run.objectives), sketching.seed)
 
     def _jacobian_of_rank(self, losses: Losses, scale: Scale | None = None) -> Jacobian:
         """The Jacobian of the losses of this rank, times the scale if there is one."""

@@ -6,11 +6,18 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Never, Self
 
 from torch import Tensor, nn
 
-from autogram._arguments import check_losses, check_modules, check_options
+from autogram._arguments import (
+    check_losses,
+    check_modules,
+    check_options,
+    count_of,
+    dim_of,
+    refuse_options,
+)
 from autogram._blocks import Devices
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
 from autogram._capture.backward.unseen import Unseen
@@ -44,12 +51,17 @@ class Hooked:
         verify: Verify = "first",
         unseen: Unseen = "rows",
         distributed: Any = False,
+        **unknown: Never,
     ) -> None:
+        refuse_options(self, unknown, Hooked.__init__)
         check_modules(modules)
-        check_options(batch_dim, memory_limit_bytes, verify, unseen)
+        check_options(verify, unseen)
+        memory_limit_bytes = count_of(
+            "memory_limit_bytes", memory_limit_bytes, ", such as the default, `2**29`"
+        )
         is_alone = distributed is None or distributed is False
         refuse_shards(modules, with_others=not is_alone)
-        self._batch_dim = batch_dim
+        self._batch_dim = batch_dim = dim_of(batch_dim)
         hooks = HookManager()
         parameters = Parameters(modules, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autogram._arguments import is_retained
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
 from autogram._capture.autograd.grad import check_addable
@@ -53,6 +54,7 @@ class Step:
                 step where leaves that are not of J need it.
         """
         with self._passing(losses):
+            retain_graph = is_retained(retain_graph)
             total = self.engine._checked(losses)
             if self.is_only:  # else it was checked before the first losses
                 self.scale.check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
-from numbers import Real
 from typing import NoReturn
 
 import torch
@@ -14,6 +13,7 @@ from autogram._arguments import (
     Direction,
     Grouping,
     check_related,
+    check_selection,
     direction_of,
     labels,
     parameter_of,
@@ -26,7 +26,7 @@ from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
 from autogram._errors import InvalidOperandError, UnsupportedError
 from autogram._jacobian.parts import JacobianPart, Parts, dtype_for, zeros_for
-from autogram._jacobian.solve import damped_solution
+from autogram._jacobian.solve import check_damping, damped_solution
 from autogram._weights import FiniteWeights
 
 
@@ -267,9 +267,7 @@ class Jacobian:
             Marquardt 1963; Müller and Zeinhofer 2023, arXiv:2302.13163 (energy natural gradients);
             Chen and Heyl 2024, arXiv:2302.01941 (minSR, the system of the samples).
         """
-        given: object = damping
-        if not isinstance(given, Real | Tensor) or not damping >= 0:
-            raise InvalidOperandError(f"The damping is {damping}. Pass zero, or a positive number.")
+        check_damping(damping)
         self._parts.weights_of(residuals)  # raises if the shape does not fit
         return self.vjp(damped_solution(self.gramian(), residuals.detach().flatten(), damping))
 
@@ -309,6 +307,7 @@ class Jacobian:
             IndexError: There is no such objective.
             InvalidOperandError: There is no such parameter.
         """
+        check_selection(objectives, names)
         names = None if names is None else list(names)
         for name in names or ():
             parameter_of(name, self._names)  # raises where there is none

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autogram._arguments import is_integer
 from autogram._blocks import Columns, Projection, projected
 from autogram._capture.autograd.exact import exact
 from autogram._capture.recording import Channel
@@ -95,12 +96,12 @@ class Sketching:
     _total: Tensor | None = None
 
     def __post_init__(self) -> None:
-        given: tuple[object, object] = self.dimensions, self.seed
-        if not all(type(x) is int for x in given) or self.dimensions < 1:
+        if not (is_integer(self.dimensions) and is_integer(self.seed)) or self.dimensions < 1:
             raise InvalidOptionError(
                 f"A sketch of {self.dimensions!r} dimensions with seed {self.seed!r} was asked "
                 "for. Pass integers, and one dimension at least."
             )
+        self.dimensions, self.seed = int(self.dimensions), int(self.seed)
 
     def restart(self, objectives: Objectives) -> None:
         """Begins a pass."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from autogram._errors import NonFiniteError
+from autogram._arguments import is_number
+from autogram._errors import InvalidOperandError, NonFiniteError
+
+
+def check_damping(damping: Any) -> None:
+    """Refuses what is no number, or a negative one."""
+    is_single = isinstance(damping, Tensor) and damping.numel() == 1 and not damping.is_complex()
+    if not (is_number(damping) or is_single) or not damping >= 0:
+        raise InvalidOperandError(f"The damping is {damping!r}. Pass zero, or a positive number.")
 
 
 def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autogram import Engine, InvalidOptionError, UnsupportedError
+from autogram._arguments import count_of
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
@@ -84,10 +85,7 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
                     f"{type(self).__name__} has no `weighting`. Set `self.weighting` to a function "
                     "of a Gramian in `__init__`, for instance `autogram.weightings.UPGrad()`."
                 )
-            if self.micro_batches < 1:
-                raise InvalidOptionError(
-                    f"`micro_batches` is {self.micro_batches}. Pass a positive number of batches."
-                )
+            count_of("micro_batches", self.micro_batches)
             self._micro_batches = MicroBatches(self.make_engine(), weighting)
         losses = self.training_losses(batch, batch_idx)
         is_last = (batch_idx + 1) % self.micro_batches == 0 or self.trainer.is_last_batch

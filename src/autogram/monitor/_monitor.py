@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_square
-from autogram._errors import InvalidOptionError, UnsupportedError
+from autogram._arguments import check_square, count_of
+from autogram._errors import UnsupportedError
 from autogram._weights import Weighting, check_weighting
 from autogram.monitor._numbers import Numbers, entropy_of, numbers_of, ratio
 
@@ -51,11 +51,9 @@ class ConflictMonitor:
     ) -> None:
         if weighting is not None:
             check_weighting(weighting)
-        for name, value in (("every", every), ("length", length)):
-            if value < 1:
-                raise InvalidOptionError(f"`{name}` is {value}. Pass a positive number.")
         self.weighting = weighting
-        self.every = every
+        self.every = count_of("every", every)
+        length = count_of("length", length)
         self._seen = 0
         self._steps: deque[int] = deque(maxlen=length)
         self._looks: deque[Tensor] = deque(maxlen=length)
@@ -126,9 +124,9 @@ class ConflictMonitor:
         References:
             McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.
         """
-        if last is not None and last < 1:
-            raise InvalidOptionError(f"`last` is {last}. Pass a positive number, or `None`.")
-        count = len(self._looks) if last is None else min(last, len(self._looks))
+        count = len(self._looks)
+        if last is not None:
+            count = min(count_of("last", last, ", or `None`"), count)
         found = [x for x in self._read(count) if isfinite(x.noise) and isfinite(x.signal)]
         if not found:
             return nan

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_square
-from autogram._errors import InvalidOperandError
+from autogram._arguments import check_square, refuse_options
+from autogram._errors import InvalidOperandError, InvalidOptionError
+from autogram._weights import check_numbers
 from autogram.weightings.projection import Certificate, Projector
 
 
@@ -14,11 +17,21 @@ class _DualCone:
     """A weighting by projections, with preferences and a projector."""
 
     def __init__(
-        self, pref_vector: Tensor | None = None, projector: Projector | None = None
+        self,
+        pref_vector: Tensor | None = None,
+        projector: Projector | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_options(self, unknown, _DualCone.__init__)
         given: object = pref_vector
         if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
             raise InvalidOperandError(f"`pref_vector` is {given!r}. Pass a tensor `(m,)`.")
+        if pref_vector is not None:
+            check_numbers(pref_vector, "A `pref_vector`")
+        if not (projector is None or callable(projector)):
+            raise InvalidOptionError(
+                f"`projector` is {projector!r}. Pass a `Projector`, or `None` for its defaults."
+            )
         self.pref_vector = pref_vector
         self.projector = Projector() if projector is None else projector
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_square
+from autogram._arguments import check_square, count_of, is_number, not_negative
 from autogram._errors import (
     InexactWeightsWarning,
     InvalidOperandError,
@@ -86,18 +86,18 @@ class Projector:
         most: int = 20_000,
         iterations: int | None = None,
     ) -> None:
-        if not norm_eps >= 0:
-            raise InvalidOptionError(f"`norm_eps` is {norm_eps}. Pass zero or a positive number.")
-        for name, value in (("reg_eps", reg_eps), ("tolerance", tolerance), ("most", most)):
-            if not value > 0:
-                raise InvalidOptionError(f"`{name}` is {value}. Pass a positive number.")
-        if iterations is not None and iterations < 1:
-            raise InvalidOptionError(f"`iterations` is {iterations}. Pass at least 1, or `None`.")
-        self.norm_eps = norm_eps
-        self.reg_eps = reg_eps
-        self.tolerance = tolerance
-        self.most = most
-        self.iterations = iterations
+        for name, value in (("reg_eps", reg_eps), ("tolerance", tolerance)):
+            if not (is_number(value) and value > 0):
+                raise InvalidOptionError(
+                    f"The option `{name}` is {value!r}. Pass a positive number."
+                )
+        self.norm_eps = not_negative("norm_eps", norm_eps)
+        self.reg_eps = float(reg_eps)
+        self.tolerance = float(tolerance)
+        self.most = count_of("most", most)
+        self.iterations = None
+        if iterations is not None:
+            self.iterations = count_of("iterations", iterations, ", or `None`")
         self.certificate: Certificate | None = None
         self._last: State | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autogram._arguments import is_number, not_negative
 from autogram._errors import InvalidOptionError
 from autogram.weightings.checks import check_gramian
 
@@ -78,12 +79,10 @@ class GradVac:
     """
 
     def __init__(self, beta: float = 0.5, eps: float = 1e-8) -> None:
-        if not 0 <= beta <= 1:
-            raise InvalidOptionError(f"`beta` is {beta}. Pass a number from 0 to 1.")
-        if not eps >= 0:
-            raise InvalidOptionError(f"`eps` is {eps}. Pass zero or a positive number.")
-        self.beta = beta
-        self.eps = eps
+        if not (is_number(beta) and 0 <= beta <= 1):
+            raise InvalidOptionError(f"The option `beta` is {beta!r}. Pass a number from 0 to 1.")
+        self.beta = float(beta)
+        self.eps = not_negative("eps", eps)
         self._targets: Tensor | None = None
 
     def reset(self) -> None:

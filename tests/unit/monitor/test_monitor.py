@@ -204,10 +204,10 @@ def test_the_monitor_is_a_small_part_of_a_step() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InvalidOptionError, match=r"`every` is 0\. Pass a positive number"):
+    with pytest.raises(InvalidOptionError, match=r"`every` is 0\. Pass a positive integer"):
         ConflictMonitor(every=0)
     with pytest.raises(
-        InvalidOptionError, match=r"`last` is 0\. Pass a positive number, or `None`"
+        InvalidOptionError, match=r"`last` is 0\. Pass a positive integer, or `None`"
     ):
         ConflictMonitor().noise_scale(0)
     with pytest.raises(InvalidOperandError, match="`UPGrad` is an aggregator"):

@@ -251,7 +251,11 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: UPGrad()(torch.full((3, 3), torch.inf)), NonFiniteError, "or a vector to project"),
     (lambda: Projector(norm_eps=-1.0), InvalidOptionError, "Pass zero or a positive number"),
     (lambda: Projector(reg_eps=0.0), InvalidOptionError, "Pass a positive number"),
-    (lambda: Projector(iterations=0), InvalidOptionError, "Pass at least 1, or `None`"),
+    (
+        lambda: Projector(iterations=0),
+        InvalidOptionError,
+        "`iterations` is 0. Pass a positive integer, or `None`",
+    ),
 ]
 
 

@@ -48,7 +48,7 @@ def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
             )
         raise FreedGraphError(
             f"The graph of the losses, or a part of it, is gone. {told} If the losses depend on an "
-            "earlier step, as by the state of a recurrent layer, cut it off there by `.detach()`."
+            "earlier step, as by the state of a recurrent layer, take `.detach()` of it there."
         ) from error
 
 
