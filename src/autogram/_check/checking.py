@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 
 from autogram._capture.backward.driver import BatchDim
-from autogram._check.subject import Subject, find_function
+from autogram._check.subject import Subject, find_function, is_of_passes, users_code
 from autogram._check.timing import Times, time_steps
 from autogram._errors import AutogramError, VerificationError
 from autogram._losses import parts_of
 from autogram._report import Report
 
-Verdict = Literal["fine", "wrong", "unsupported"]
+Verdict = Literal["fine", "one objective", "wrong", "unsupported"]
 Tell = Callable[[str, float], None]
 """A function that is called with the phase that runs, and the share of it that is done."""
 
@@ -39,8 +39,9 @@ class Found:
     """The findings of a check."""
 
     status: Verdict = "fine"
-    """``"wrong"``: a result is not that of an ordinary backward pass. ``"unsupported"``: the engine
-    raised another error."""
+    """``"one objective"``: the result is right, and there is nothing to weigh. ``"wrong"``: a
+    result is not that of an ordinary backward pass. ``"unsupported"``: the engine raised another
+    error."""
     error: str | None = None
     kind: str | None = None
     """The class of this error."""
@@ -77,7 +78,7 @@ def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
         try:
             tell("computing losses", 0)
             subject = Subject(function, batch_dim)
-            with subject.engine:
+            with subject.engine, users_code(is_of_passes):
                 _check(subject, found, tell)
                 if seconds:
                     found.times = time_steps(subject, seconds, lambda share: tell("timing", share))
@@ -102,6 +103,8 @@ def _check(subject: Subject, found: Found, tell: Tell) -> None:
         parts = parts_of(losses)
         found.shapes, found.device = [tuple(x.shape) for x in parts], str(parts[0].device)
         subject.engine.verify(losses)
+        if sum(part.numel() for part in parts) == 1:
+            found.status = "one objective"
         if i == 0:
             found.report = subject.engine.report()
             found.fallbacks = _fallbacks(found.report)

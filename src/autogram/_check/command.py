@@ -16,7 +16,7 @@ from autogram._check.checking import check
 from autogram._check.printing import Bar, text_of
 from autogram._check.subject import UsageError
 
-_EXIT_CODES = "Exit codes: 0 fine, 1 wrong or failed, 2 a wrong command, or a function that fails."
+_EXIT_CODES = "Exit codes: 0 right, 1 wrong or failed, 2 a wrong command, or a function that fails."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     bar.close()
     print(json.dumps(found.to_dict(), indent=2) if given.json else text_of(found))
-    return 0 if found.status == "fine" else 1
+    return 0 if found.status in ("fine", "one objective") else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -61,6 +61,11 @@ def text_of(found: Found) -> str:
 def _verdict(found: Found) -> str:
     if found.status == "fine":
         return "Fine: the Gramian agrees with an ordinary backward pass, parameter by parameter."
+    if found.status == "one objective":
+        return (
+            "Nothing to weigh: the losses are one objective. Return those of the samples or the "
+            'tasks one by one (`reduction="none"`, no `.mean()`), of more than one of them.'
+        )
     # The engine's other errors are also of losses that are not finite, or have no graph.
     word = "Wrong" if found.status == "wrong" else "Failed"
     return f"{word}: {found.kind}: {found.error}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 
 from autogram._capture.backward.driver import BatchDim
@@ -22,22 +24,51 @@ _FORMS = (
     "Return `(model, losses)`, or `(model, function)` with a function that computes losses anew: "
     "a tensor, or a list or a dict of tensors."
 )
+_PACKAGE, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
 class UsageError(Exception):
     """The command is wrong, or the user's code has raised an error, which is the cause then."""
 
 
-def _asked(function: Callable[[], Any]) -> Any:
-    """Calls a user's function. Its errors become :class:`UsageError`."""
+@contextmanager
+def users_code(is_theirs: Callable[[Exception], bool] = lambda _: True) -> Iterator[None]:
+    """Runs a user's code in a block, whose errors become :class:`UsageError`.
+
+    So does the end of the process that the code asks for: its exit code would be taken for the
+    command's. Only errors that ``is_theirs`` says are the user's.
+    """
     try:
-        return function()
+        yield
     except (AutogramError, UsageError):
         raise
+    except SystemExit as error:
+        raise UsageError(
+            f"Your code called `sys.exit({error.code!r})`, as shown above. Leave out the call: it "
+            "would end the command, with an exit code that says nothing about your model."
+        ) from error
     except Exception as error:
+        if not is_theirs(error):
+            raise
         raise UsageError(
             f"Your code raised {type(error).__name__}, as shown above. Correct it first."
         ) from error
+
+
+def is_of_passes(error: Exception) -> bool:
+    """Whether an error in a pass of an engine is raised by the user's code, or by its calls.
+
+    That is a custom autograd Function, a hook or a rule of the user.
+    """
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if not file.startswith(_TORCH)), "")
+    return not last.startswith(_PACKAGE)
+
+
+def _asked(function: Callable[[], Any]) -> Any:
+    """Calls a user's function."""
+    with users_code():
+        return function()
 
 
 def find_function(place: str) -> Callable[[], Any]:
@@ -109,9 +140,15 @@ class Subject:
         """The losses, with a graph."""
         losses: Losses = _asked(self._compute)
         try:
-            parts_of(losses)
+            parts = parts_of(losses)
         except InvalidLossesError as error:
             raise UsageError(f"{error} {_FORMS}") from None
+        if not any(part.numel() for part in parts):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise UsageError(
+                f"There are no objectives: the losses have the shape {shapes}. Return losses of a "
+                "batch that has samples."
+            )
         return losses
 
 

@@ -266,6 +266,127 @@ def test_functions_that_are_not_right(files: Files, name: str) -> None:
     assert ("of the user" in err) == (name == "raises")
 
 
+EXITS = {
+    "a number": ("sys.exit(7)", r"`sys.exit(7)`"),
+    "zero": ("sys.exit(0)", "`sys.exit(0)`"),
+    "nothing": ("sys.exit()", "`sys.exit(None)`"),
+    "a text": ("sys.exit('enough')", "`sys.exit('enough')`"),
+    "raised": ("raise SystemExit(3)", "`sys.exit(3)`"),
+    "quit": ("quit(1)", "`sys.exit(1)`"),
+}
+PLACES = {
+    "the function": "import sys\ndef make():\n    {}\n",
+    "the import": "import sys\n{}\ndef make(): ...\n",
+    "the losses": """
+import sys
+def make():
+    def losses():
+        {}
+    return Net(), losses
+""",
+    "the model": """
+import sys
+class Ends(Net):
+    def forward(self, x):
+        {}
+def make():
+    model = Ends()
+    return model, model(x)
+""",
+    "a backward pass": """
+import sys
+class Ends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        {}
+def make():
+    model = Net()
+    return model, lambda: sizes(Ends.apply(model(x)))
+""",
+    "a rule": """
+import sys
+class Odd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        return x * scale
+@register_rule(Odd)
+def odd(x, scale):
+    {}
+class Ends(Net):
+    def forward(self, x):
+        return Odd.apply(super().forward(x), self.scale)
+def make():
+    model = Ends()
+    return model, lambda: sizes(model(x))
+""",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", EXITS)
+def test_code_that_ends_the_process(files: Files, place: str, name: str) -> None:
+    """Its exit code is not that of the check, which would be taken for a result."""
+    statement, message = EXITS[name]
+    code, out, err = files.check(PLACES[place].format(statement))
+    assert (code, out) == (2, "")
+    assert f"Your code called {message}, as shown above." in err
+    assert "Leave out the call" in err
+    assert "SystemExit" in err  # the traceback
+
+
+@pytest.mark.parametrize("error", ["ValueError('of the user')", "KeyError(3)", "OSError('gone')"])
+@pytest.mark.parametrize("place", ["a backward pass", "a rule", "the model"])
+def test_errors_of_the_users_code_in_passes(files: Files, place: str, error: str) -> None:
+    """They are no findings about the engine, and the traceback tells where they come from."""
+    code, out, err = files.check(PLACES[place].format(f"raise {error}"))
+    assert (code, out) == (2, "")
+    assert f"{error.partition('(')[0]}" in err
+    assert "as shown above. Correct it first" in err
+
+
+def test_an_interrupt_is_one(files: Files) -> None:
+    """As anywhere in Python."""
+    with pytest.raises(KeyboardInterrupt):
+        files.check(PLACES["the function"].format("raise KeyboardInterrupt"))
+
+
+SINGLE = {
+    "a mean": "model(x).square().mean()",
+    "a mean in a list": "[sizes(model(x)).mean()]",
+    "one of a dict": "{'all': sizes(model(x)).sum()}",
+    "a batch of one": "sizes(model(x[:1]))",
+}
+
+
+@pytest.mark.parametrize("dim", ["auto", "none"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_objective(files: Files, name: str, dim: str) -> None:
+    """There is nothing to weigh, which is said in place of that all is fine."""
+    source = f"def make():\n    model = Net()\n    return model, lambda: {SINGLE[name]}\n"
+    code, out, _ = files.check(source, "--batch-dim", dim)
+    assert code == 0  # the Gramian is right
+    last = out.rstrip().splitlines()[-1]
+    assert last.startswith("Nothing to weigh: the losses are one objective")
+    assert '`reduction="none"`' in last
+    assert "Fine" not in out
+    code, out, _ = files.check(source, "--batch-dim", dim, "--json")
+    assert json.loads(out)["status"] == "one objective"
+    assert code == 0
+
+
+def test_no_objective(files: Files) -> None:
+    """Of an empty batch, nothing can be said."""
+    source = "def make():\n    model = Net()\n    return model, lambda: sizes(model(x[:0]))\n"
+    code, out, err = files.check(source)
+    assert (code, out) == (2, "")
+    assert (
+        "There are no objectives: the losses have the shape (0,). Return losses of a batch" in err
+    )
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [

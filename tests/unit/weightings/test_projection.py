@@ -254,7 +254,7 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: Projector(iterations=0),
         InvalidOptionError,
-        "`iterations` is 0. Pass a positive integer, or `None`",
+        "Pass a positive integer, or `None`",
     ),
 ]
 
