@@ -24,7 +24,7 @@ _FORMS = (
     "Return `(model, losses)`, or `(model, function)` with a function that computes losses anew: "
     "a tensor, or a list or a dict of tensors."
 )
-_PACKAGE, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
 class UsageError(Exception):
@@ -56,13 +56,14 @@ def users_code(is_theirs: Callable[[Exception], bool] = lambda _: True) -> Itera
 
 
 def is_of_passes(error: Exception) -> bool:
-    """Whether an error in a pass of an engine is raised by the user's code, or by its calls.
+    """Whether an error in a pass of an engine comes from the user's code.
 
-    That is a custom autograd Function, a hook or a rule of the user.
+    That is a custom autograd Function, a hook or a rule of the user, or a call that one of them has
+    made to PyTorch.
     """
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    last = next((file for file in reversed(files) if not file.startswith(_TORCH)), "")
-    return not last.startswith(_PACKAGE)
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    callers = [file for file in files if _TORCH not in file.parents]
+    return bool(callers) and _PACKAGE not in callers[-1].parents
 
 
 def _asked(function: Callable[[], Any]) -> Any:

@@ -209,7 +209,8 @@ class Hooked:
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
                 "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
             )
-        self._finite.check()
+        # All ranks have to raise in the same call, however far their devices are.
+        self._finite.check(waits=self._ranks is not None)
         losses = as_one_tensor(losses, self._batch_dim, self._channel.told)
         if self._ranks is not None:
             self._ranks.shards.check(self._session.parameters.roots)

@@ -51,15 +51,16 @@ def refused(write: Callable[[Engine, Tensor], None], wrap: type | None, rank: in
 
 
 def refused_later(rank: int) -> None:
-    """As on a GPU: zeros on all ranks, and an error in the next call."""
+    """As on a GPU: zeros on all ranks, and an error of all of them in the very next call."""
     with pytest.MonkeyPatch.context() as patch:
-        look_as_on_a_gpu(patch, arrives=True)
+        look_as_on_a_gpu(patch, arrives=rank == 0)
         model = WORLD.model()
         engine = Engine(model, distributed=True)
         fused(engine, of_each(model(WORLD.batch(rank, 0))))
         assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
         with pytest.raises(RuntimeError, match="An earlier call had weights"):
             engine.compute_gramian(of_each(model(WORLD.batch(rank, 0))))
+        assert_step(engine, WORLD, model, WORLD.model(), 1)
 
 
 def scenarios() -> Mapping[str, Scenario]:

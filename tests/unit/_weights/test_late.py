@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, NonFiniteError, StaleCaptureError, _weights
+from autogram._capture.samples.replays import Flag
 from tests.unit._weights.as_on_a_gpu import look_as_on_a_gpu
 from tests.unit.engines import batch, mlp, per_sample
 
@@ -103,3 +104,22 @@ def test_in_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StaleCaptureError, match="weights that are not finite"):
         engine.check_replays()
     engine.check_replays()
+
+
+def test_a_captured_step_asks_for_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses that, and with it the capture."""
+    asked = []
+
+    class Event:
+        def query(self) -> bool:
+            asked.append(None)
+            return True
+
+    flag = Flag([torch.tensor(False)])
+    flag._events = [Event()]  # type: ignore[list-item]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not flag.has_arrived
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert flag.has_arrived
+    assert asked == [None]

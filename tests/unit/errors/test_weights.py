@@ -215,6 +215,7 @@ def test_weights_in_eight_bits(write: Writer, dtype: torch.dtype) -> None:
         assert all(p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_weights_of_quantized_numbers() -> None:
     model = mlp()

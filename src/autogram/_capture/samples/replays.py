@@ -93,7 +93,9 @@ class Flag:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the flag can be read without waiting by now."""
+        """Whether the flag can be read without waiting by now. A captured step may not ask."""
+        if self._events and torch.cuda.is_current_stream_capturing():
+            return False
         return all(event.query() for event in self._events)
 
     def read(self) -> bool:
