@@ -204,7 +204,7 @@ class Driver:
             return False
         learn, recordings = self._channel.counting.learn, run.survey.recordings
         is_another = learn(recordings, run.objectives.samples, are_apart=True)
-        is_remembered = search.graph.known is not None or not run.survey.uses
+        is_remembered = search.is_known or not run.survey.uses
         self._is_repeatable = is_remembered and not is_another
         return True
 
@@ -249,11 +249,12 @@ class Driver:
             self._confirm(run, run.check)
         except VerificationError as error:
             search.graph.forget_layouts()
-            if search.has_searched:
+            search.graph.forget_inferred(for_good=True)
+            if not search.is_remembered:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls
             raise error.since(doubted) from None
-        if not search.has_searched:
+        if search.is_remembered:
             search.graph.doubt()
 
     def _confirm(self, run: Run, check: Check) -> None:
