@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.places.inference import Edge, Inference, Road, in_order
+from autogram._capture.places.inference import Edge, Inference, in_order
 from autogram._capture.places.places import Places
 from autogram._capture.places.probe import has_unpack_hook
-from autogram._capture.places.transfers.step import Unreadable
+from autogram._capture.places.transfers.step import Road, Unreadable
 
 # A result of a node, which is known by its number in the order of a walk.
 _NumberedEdge = tuple[int, int]
@@ -47,8 +47,8 @@ class Finding:
     """What arrives at these from other nodes, for which no value decides."""
     constants: dict[DecidingValue, Tensor]
     """Copies of what was read in the last graph."""
-    has_probed: bool
-    """Whether values decide that are not among the constants."""
+    has_untold: bool
+    """Whether something decides that is not among the constants."""
     unknown: frozenset[int]
     """The nodes that could not be followed."""
     mixing: int
@@ -128,7 +128,7 @@ def infer(
         [numbers[node] for node in order if node in again],
         {(numbers[x.node], x.number): parts for x, parts in fixed.parts.items() if x.node in again},
         reader.constants(),
-        bool(inference.probed),
+        bool(inference.untold),
         frozenset(numbers[node] for node in inference.unknown),
         numbers[_mixing(inference, root, nodes, edges)] if is_mixed else 0,
     )

@@ -1,13 +1,9 @@
 """Inference: the places of edges of autograd's graph, from the losses down, one node at a time.
 
 What is inferred holds for all values of cotangents and of parameters. Where values decide, such as
-those of an index, they are read. There are three roads, the next of which is taken where samples
-would meet at a wanted edge:
-
-1. Empty places count for any sample, so that most indices need not be read.
-2. Empty places are told apart.
-3. Zeros among factors decide, such as those of a document mask. Where a known kind of node mixes
-   samples, the node is probed, as its values may keep them apart.
+those of an index, they are read. How much is read is a `Road`; the next one is taken where samples
+would meet at a wanted edge. From `CONSTANTS` on, a node of a known kind that mixes samples is
+probed, as its values may keep them apart.
 """
 
 from __future__ import annotations
@@ -15,12 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 from autogram._capture.places.places import Places, Shape
 from autogram._capture.places.probe import can_probe, probed
-from autogram._capture.places.transfers.step import NodeStep, Read, Unreadable, all_together
+from autogram._capture.places.transfers.step import NodeStep, Read, Road, Unreadable, all_together
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from autogram._capture.places.transfers.views import from_pieces
 
@@ -32,14 +27,6 @@ class Edge(NamedTuple):
     number: int
 
 
-class Road(IntEnum):
-    """How much is read; see the module's docstring."""
-
-    STRUCTURE = 0
-    EXACT = 1
-    VALUES = 2
-
-
 @dataclass(eq=False)
 class Inference:
     """The places of edges behind some losses, on one road."""
@@ -49,9 +36,9 @@ class Inference:
     parts: defaultdict[Edge, list[Places]] = field(default_factory=lambda: defaultdict(list))
     """What arrives at each edge, which is added up."""
     by_value: set[Any] = field(default_factory=set)
-    """The nodes that values have decided about."""
-    probed: set[Any] = field(default_factory=set)
-    """The nodes that were carried out."""
+    """The nodes about which more than the structure of the graph has decided."""
+    untold: set[Any] = field(default_factory=set)
+    """Those of them about which something has decided that cannot be compared in another graph."""
     unknown: set[Any] = field(default_factory=set)
     """The nodes that no transfer knows, and that cannot be carried out."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
@@ -100,22 +87,21 @@ class Inference:
             total: Places | None = None
             for number, places in arrived:
                 given = result_shapes(edge.node)[edge.number]
-                is_exact, is_voting = self.road >= Road.EXACT, self.road >= Road.VALUES
-                step = NodeStep(
-                    node, position, given, number, shapes[number], is_exact, is_voting, self.read
-                )
+                step = NodeStep(node, position, given, number, shapes[number], self.road, self.read)
                 try:
                     part = transfer(step, places)
                 except Unreadable:
                     self.unknown.add(node)
                     part = all_together(step, places)
-                if step.has_read:
+                if step.has_read or step.is_hidden:
                     self.by_value.add(node)
+                if step.is_hidden:
+                    self.untold.add(node)
                 total = part if total is None else total.joined(part)
             found.append(total)
         was_mixed = any(places.is_mixed for _, places in arrived)
         is_mixed = any(places is not None and places.is_mixed for places in found)
-        if self.road == Road.VALUES and is_mixed and not was_mixed:
+        if self.road >= Road.CONSTANTS and is_mixed and not was_mixed:
             return self._probed(node, results, edges)
         return found
 
@@ -128,7 +114,7 @@ class Inference:
             None if child is None else result_shapes(child)[number]
             for child, number in node.next_functions
         ]
-        self.probed.add(node)
+        self.untold.add(node)
         if can_probe(node) and (found := probed(node, results, inputs)) is not None:
             return [found[position] for position, _ in edges]
         self.unknown.add(node)

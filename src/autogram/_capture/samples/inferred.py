@@ -60,7 +60,7 @@ class Inferred:
 
         ``None`` where there are others that decide.
         """
-        return None if self.finding.has_probed else self.finding.changes(survey.nodes)
+        return None if self.finding.has_untold else self.finding.changes(survey.nodes)
 
     def look_again(self, survey: Survey, samples: int) -> bool:
         """Takes in the values that decide in a graph of this key. Says whether that was enough."""

@@ -183,10 +183,15 @@ class RememberedGraph:
         self.known = remembered.layouts.get(survey.key) or remembered.layouts.get(self._key)
         self.refusal = remembered.refusals.get(self._key)
 
+    @property
+    def is_inferred(self) -> bool:
+        """Whether an earlier call has looked at a graph of this key."""
+        return self._survey.key in self._all.inferred
+
     def inferred(self, objectives: Objectives) -> tuple[Inferred | None, bool]:
         """What the graph tells, if that is enough, and whether an earlier call has found it."""
         key, inferred = self._survey.key, self._all.inferred
-        is_known = key in inferred
+        is_known = self.is_inferred
         if not is_known:
             inferred[key] = Inferred.of(self._survey, objectives)
         return inferred[key], is_known

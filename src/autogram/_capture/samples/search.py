@@ -93,6 +93,8 @@ class Search:
     def _infer(self, *, is_changed: bool = False) -> bool:
         """Lets the graph tell the layouts of all uses, and says whether it does."""
         survey, objectives = self._survey, self._objectives
+        if self._replays is not None and not self.graph.is_inferred:
+            return False  # a captured call can read nothing
         inferred, is_known = self.graph.inferred(objectives)
         if inferred is None:
             return False

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import kind_of_node, nodes_behind
-from autogram._capture.places.inference import Edge, Inference, Road, result_shapes
+from autogram._capture.places.inference import Edge, Inference, result_shapes
 from autogram._capture.places.places import EMPTY, SEVERAL, Places
 from autogram._capture.places.probe import carried_out_alone, probed
-from autogram._capture.places.transfers.step import Unreadable
+from autogram._capture.places.transfers.step import Road, Unreadable
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from tests.hunt.samples import OpInfo, samples_of
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from autogram._capture.places.inference import Road
 from autogram._capture.places.transfers import step, table
+from autogram._capture.places.transfers.step import Road
 from tests.hunt.samples import OpInfo, name_of, operators
 from tests.unit._capture.places.claims import Claims, claims_of, verdicts_of
 
@@ -44,7 +44,7 @@ def test_samples_are_where_nodes_take_them(share: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", [Road.STRUCTURE, Road.EXACT, Road.VALUES])
+@pytest.mark.parametrize("road", [Road.STRUCTURE, Road.EXACT, Road.CONSTANTS, Road.DERIVATIVES])
 @pytest.mark.parametrize("share", range(SHARES))
 def test_samples_are_where_nodes_take_them_for_many_inputs(share: int, road: Road) -> None:
     assert counted(OPERATORS[share::SHARES], 12, road).total() > 500

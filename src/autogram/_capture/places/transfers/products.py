@@ -32,8 +32,10 @@ def _contracted(dim: int, factor: str = "") -> Transfer:
 
     def transfer(step: NodeStep, places: Places) -> Places:
         axis = len(step.result) + dim
-        if step.is_voting and factor and places.varies(axis):
-            other = step.saved(factor)
+        other = None
+        if step.is_voting and factor:
+            other = (step.saved if places.varies(axis) else step.constant)(factor)
+        if other is not None:
             # Of y = A B: dB[j, k] = sum_i A[i, j] g[i, k], and dA[i, j] = sum_k g[i, k] B[j, k].
             samples = places.grid()
             if dim == -2:

@@ -9,15 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from autogram._capture.places.places import Places, Shape, plain, unanimous
+from autogram._capture.places.probe import can_probe, carried_out_alone
 
 
 class Unreadable(Exception):
     """What decides cannot be read."""
+
+
+class Road(IntEnum):
+    """How much is read, from the least on."""
+
+    STRUCTURE = 0
+    """Empty places count for any sample, so that most indices need not be read."""
+    EXACT = 1
+    """Empty places are told apart."""
+    CONSTANTS = 2
+    """Zeros of constant factors and of masks may keep samples apart, and nodes are probed."""
+    DERIVATIVES = 3
+    """So may derivatives of element-wise functions that are zero, such as those of a margin."""
 
 
 class Read(Protocol):
@@ -40,13 +56,12 @@ class NodeStep:
     """The number of the result."""
     result: Shape
     """The shape of the result."""
-    is_exact: bool
-    """Whether to tell which places are empty, by values if need be."""
-    is_voting: bool
-    """Whether zeros among factors may keep samples apart."""
+    road: Road
     read: Read
     has_read: bool = field(default=False, init=False)
     """Whether values of saved tensors have decided."""
+    is_hidden: bool = field(default=False, init=False)
+    """Whether something has decided that no field of the node tells."""
 
     def saved(self, name: str) -> Any:
         """A tensor, or several, that the node saved, on the CPU: its values decide."""
@@ -60,6 +75,16 @@ class NodeStep:
         tensor: Tensor | None = self.read(self.node, name, True)
         self.has_read |= tensor is not None
         return tensor
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether to tell which places are empty, by values if need be."""
+        return self.road >= Road.EXACT
+
+    @property
+    def is_voting(self) -> bool:
+        """Whether zeros among factors may keep samples apart."""
+        return self.road >= Road.CONSTANTS
 
     def has(self, name: str) -> bool:
         """Whether nodes of this kind save something by a name."""
@@ -115,6 +140,14 @@ def by_element(step: NodeStep, places: Places) -> Places:
 
     Where the result is a sum of all elements, as of a loss, all depend on the sum.
     """
+    if step.road == Road.DERIVATIVES and can_probe(step.node):
+        (of,) = [x for i, x in enumerate(step.node._input_metadata) if i == step.number]
+        ones = torch.ones(step.result, dtype=of.dtype, device=of.device)
+        found = carried_out_alone(step.node, [None] * step.number + [ones])
+        derivative = None if found is None else found[step.position]
+        if derivative is not None and tuple(derivative.shape) == step.result:
+            step.is_hidden = True
+            places = places.emptied((derivative == 0).cpu())
     return places if step.result == step.given else places.summed(step.given)
 
 

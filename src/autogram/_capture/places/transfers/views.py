@@ -102,6 +102,7 @@ def _joined(step: NodeStep, places: Places) -> Places:
     if not prod(given):
         return Places.nowhere(given)
     # The node does not tell how long constants are. What it returns is a view of what it is given.
+    step.is_hidden = any(child is None for child, _ in node.next_functions)
     line = [-1 if d == dim else 1 for d in range(len(result))]
     numbers = torch.arange(result[dim], device="cpu").view(line).expand(result)
     parts = node(numbers)
@@ -152,6 +153,7 @@ def by_copies(step: NodeStep, places: Places) -> Places:
     is_one = places.samples.numel() == 1 and not step.is_exact
     if is_one or int(grid.max()) >= _MOST_IN_COPIES:
         return all_together(step, places)
+    step.is_hidden = kind_of_node(type(step.node)).operation == "AsStrided"  # strides of the input
     for name in ("mask", "index", "indices", "result1"):  # what decides, besides shapes
         if step.has(name):
             step.saved(name)
