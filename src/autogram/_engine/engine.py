@@ -20,6 +20,7 @@ from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
 from autogram._losses import L, Losses, shapes_of, weights_like
+from autogram._undo import undoing
 
 
 class Engine(Hooked):
@@ -172,6 +173,7 @@ class Engine(Hooked):
         return_gramian: Literal[True],
     ) -> tuple[L, Tensor]: ...
 
+    @undoing
     def backward(
         self,
         losses: Losses,
@@ -228,8 +230,8 @@ class Engine(Hooked):
         ):
             step.add(losses, retain_graph=retain_graph)
             # The rows are gone before another step may write where they are.
-        gramian, (weights,) = step.gramian, step.weights
-        return (weights, gramian) if return_gramian else weights
+        (weights,) = step.weights
+        return (weights, step.gramian) if return_gramian else weights
 
     def accumulate(
         self, weighting: Weighting, *, keep: Keep = "auto", scaler: GradScaler | None = None
@@ -276,6 +278,7 @@ class Engine(Hooked):
         scale.check()
         return Accumulation(Step(self, keep, scale))
 
+    @undoing
     def weights(self, losses: L, weighting: Weighting, *, scaler: GradScaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
 
@@ -304,8 +307,7 @@ class Engine(Hooked):
             scale.check()
             total = self._checked(losses)
             with scale.applied(total) as scaled:
-                gramian = self.compute_gramian(scaled)
-            weights = weights_by(scale.weighting, gramian)
+                weights = weights_by(scale.weighting, self.compute_gramian(scaled))
             weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         return weights_like(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 
@@ -333,9 +335,8 @@ class Engine(Hooked):
         References:
             Charikar, Chen and Farach-Colton 2002; Pham and Pagh 2013, doi:10.1145/2487575.2487591.
         """
-        losses = self._checked(losses)
         sketching = Sketching(self._channel, dimensions, seed)
-        run = self._drivers.run(losses, sinks=[sketching], is_summed=False)
+        run = self._drivers.run(self._checked(losses), sinks=[sketching], is_summed=False)
         return Sketch(sketching.rows(run.objectives), seed)
 
     def _jacobian_of_rank(self, losses: Losses, scale: Scale | None = None) -> Jacobian:
