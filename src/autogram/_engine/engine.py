@@ -143,7 +143,7 @@ class Engine(Hooked):
             InvalidOptionError: ``keep`` is none of these.
             AutogramError: As for :meth:`compute_gramian`.
         """
-        with together(self._ranks, losses):
+        with together(self._ranks, losses, "jacobian"):
             check_keep(keep)
             losses = self._checked(losses)
             run = self._drivers.run(losses, form=keep, is_summed=False)
@@ -301,7 +301,7 @@ class Engine(Hooked):
         scale = Scale(weighting, scaler)
         if (ranks := self._ranks) is not None:
             compute = partial(self._jacobian_of_rank, losses, scale)
-            weights = ranks.own(ranks.weights(compute, scale.weighting, scale.number)[0])
+            weights = ranks.own(ranks.weights("weights", compute, scale.weighting, scale.number)[0])
             self._form = shapes_of(losses)
         else:
             scale.check()

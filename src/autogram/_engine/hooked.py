@@ -86,7 +86,7 @@ class Hooked:
         References:
             Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
         """
-        with together(self._ranks, losses):
+        with together(self._ranks, losses, "verify"):
             self._drivers.run(self._checked(losses), must_verify=True)
 
     def report(self) -> Report:

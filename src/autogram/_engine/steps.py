@@ -13,9 +13,18 @@ from torch import Tensor
 from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
+from autogram._capture.autograd.grad import has_hooks
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
-from autogram._distributed import Ranks, Wrappers, accumulate, gradients_of, together
+from autogram._distributed import (
+    Ranks,
+    Wrappers,
+    accumulate,
+    attempted,
+    gradients_of,
+    held,
+    together,
+)
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
@@ -42,6 +51,8 @@ class Step:
         self._gramian: Tensor | None = None  # of the scaled losses, if it was added up
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
+        self._has_begun = False  # for other ranks
+        self._has_met = False  # them, at the end
         self._last: Losses = []  # where a pass for the sake of other ranks begins
 
     def add(self, losses: Losses, *, retain_graph: bool) -> None:
@@ -66,9 +77,16 @@ class Step:
         if ranks is None or self._wrappers is None:
             yield
             return
+        self._begin(ranks)
         self._last = losses if ranks.channel.before_pass is not None else []
         with ranks.passing(losses, self._wrappers, "step" if self.is_only else None):
             yield
+
+    def _begin(self, ranks: Ranks) -> None:
+        """Begins the call, in which other ranks have to be, too."""
+        if not self._has_begun:
+            self._has_begun = True
+            ranks.agreement.begin("backward" if self.is_only else "accumulate")
 
     def _take(self, losses: Tensor, *, retain_graph: bool) -> None:
         """Makes the pass for some losses."""
@@ -109,9 +127,13 @@ class Step:
         """
         engine, sizes = self.engine, [size for _, size in self._forms]
         if engine._ranks is not None and self._wrappers is not None:
-            if error is not None and not isinstance(error, Exception):
-                return None
-            gramian, weights = self._finish_with_others(engine._ranks, self._wrappers, error)
+            others = engine._ranks, self._wrappers
+            try:
+                gramian, weights = self._finish_with_others(*others, error)
+            except BaseException as raised:
+                if not self._has_met:  # interrupted before the others were told anything
+                    self._finish_with_others(*others, raised)
+                raise
             engine._form = shapes_of(self._forms[0][0]) if self.is_only else weights.to("meta")
         elif error is not None or not (self.is_only or any(sizes)):
             return None
@@ -154,16 +176,31 @@ class Step:
             found.append(self._jacobian())
             return found[0]
 
-        weights, gramian = ranks.weights(
-            jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
-        )
-        own = ranks.own(weights)
-        with ranks.agreeing():
-            rest = self._wrapped_rest(own, wrappers)
-            gradients = gradients_of(found[0], own)
-        accumulate(ranks, gradients, found[0]._names, wrappers, rest)
-        with together(ranks, self._last):
-            self._differentiate_rest(own)
+        def differentiate() -> tuple[dict[Tensor, Tensor], dict[str, Tensor]]:
+            return self._wrapped_rest(own, wrappers), gradients_of(found[0], own)
+
+        def end() -> None:
+            with together(ranks, self._last):
+                finish()
+                self._differentiate_rest(own)
+
+        with held():
+            self._has_met = True
+            self._begin(ranks)
+            weights, gramian = ranks.weights(
+                None, jacobian, self.scale.weighting, self.scale.number, wrappers.wrapped
+            )
+            own = ranks.own(weights)
+            gradients, error = attempted(differentiate)
+            may_fail = bool(self._rest) or any(map(has_hooks, channel.parameters_now()))
+            must_wait = ranks.agreement.is_ready(error, may_fail)
+            assert gradients is not None
+            finish = accumulate(ranks, gradients[1], found[0]._names, wrappers, gradients[0])
+            _, error = attempted(end)
+            if must_wait:
+                ranks.agreement.end(error)
+            elif error is not None:
+                raise error
         return gramian, own
 
     def _differentiate_rest(self, weights: Tensor) -> None:
