@@ -77,8 +77,12 @@ class Accumulation:
         self._is_open = True
         return self
 
-    @undoing
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         step, self._step = self._step, None
-        if step is not None:
+        if step is None:
+            return
+        try:
             self._found = step.finish(error)
+        except BaseException as raised:
+            step.abandon(raised)
+            raise

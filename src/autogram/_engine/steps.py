@@ -29,6 +29,7 @@ from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, shapes_of, weights_like
+from autogram._undo import undoing
 
 
 @dataclass(eq=False)
@@ -114,6 +115,14 @@ class Step:
             self._names.setdefault(parameter, name)
         self._gramian = run.gramian if is_summed else None
 
+    @undoing
+    def abandon(self, error: BaseException) -> None:
+        """Tells other ranks of an interrupt before :meth:`finish` could tell them anything."""
+        ranks = self.engine._ranks
+        if ranks is not None and self._wrappers is not None and not self._has_met:
+            self._finish_with_others(ranks, self._wrappers, error)
+
+    @undoing
     def finish(self, error: BaseException | None) -> tuple[Tensor, list[Any]] | None:
         """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
 
@@ -127,13 +136,7 @@ class Step:
         """
         engine, sizes = self.engine, [size for _, size in self._forms]
         if engine._ranks is not None and self._wrappers is not None:
-            others = engine._ranks, self._wrappers
-            try:
-                gramian, weights = self._finish_with_others(*others, error)
-            except BaseException as raised:
-                if not self._has_met:  # interrupted before the others were told anything
-                    self._finish_with_others(*others, raised)
-                raise
+            gramian, weights = self._finish_with_others(engine._ranks, self._wrappers, error)
             engine._form = shapes_of(self._forms[0][0]) if self.is_only else weights.to("meta")
         elif error is not None or not (self.is_only or any(sizes)):
             return None
