@@ -24,25 +24,18 @@ import autogram
 from autogram._capture.backward import verification
 from autogram.hooks.backward import SILENT_PASSES
 
-_TORCH = Path(torch.__file__).parent
-FILES = frozenset(
+_TORCH, _OURS = Path(torch.__file__).parent, Path(autogram.__file__).parent
+_BLOCKS = "overrides autograd/grad_mode autograd/graph utils/_python_dispatch utils/hooks"
+# Where modes, hooks, gradients and PyTorch's engine are changed and put back.
+CHANGING = frozenset(
     [
-        *map(str, Path(autogram.__file__).parent.rglob("*.py")),
         contextlib.__file__,
-        *(
-            str(_TORCH / f"{name}.py")
-            for name in (
-                "overrides",
-                "amp/autocast_mode",
-                "autograd/grad_mode",
-                "autograd/graph",
-                "utils/_contextlib",
-                "utils/_python_dispatch",
-                "utils/hooks",
-            )
-        ),
+        *(str(_TORCH / f"{name}.py") for name in _BLOCKS.split()),
+        *(str(_OURS / "_capture/autograd" / f"{name}.py") for name in ("exact", "grad", "nested")),
+        *(str(_OURS / f"{name}.py") for name in ("_undo", "_blocks/kernels/workspace")),
     ]
 )
+ALL = CHANGING | frozenset(map(str, _OURS.rglob("*.py")))
 _LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW"}  # for signals, when the call is over
 
 
@@ -64,7 +57,7 @@ def _places(code: CodeType) -> frozenset[int]:
 class Interrupt:
     """Raises in a block, at the place with some number, or only counts the places."""
 
-    def __init__(self, number: int = -1, files: Collection[str] = FILES) -> None:
+    def __init__(self, number: int = -1, files: Collection[str] = ALL) -> None:
         self.number, self.files, self.places, self.where = number, files, 0, ""
 
     def _reach(self, frame: FrameType, event: str) -> None:
