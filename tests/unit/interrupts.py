@@ -21,7 +21,6 @@ from torch.autograd.variable import Variable
 from torch.utils import _python_dispatch as dispatch
 
 import autogram
-from autogram._capture.backward import verification
 from autogram.hooks.backward import SILENT_PASSES
 
 _TORCH, _OURS = Path(torch.__file__).parent, Path(autogram.__file__).parent
@@ -117,5 +116,4 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "running passes": dict(SILENT_PASSES),
         "transforms": torch._C._functorch.maybe_current_level(),
-        "silenced hooks": dict(verification._SILENT),
     }
