@@ -117,7 +117,7 @@ class RemovedEngineError(AutogramError, RuntimeError):
 class RankError(AutogramError, RuntimeError):
     """A step of several processes failed in one of them, or they do not fit together.
 
-    All of them raise it, and the next step works.
+    All of them raise it, but for one that was interrupted, and the next step works.
 
     Attributes:
         ranks: The processes that are to blame, by their number in the engine's group.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autogram._blocks import Block, Columns, Devices, Lookup, Region, rows_block
+from autogram._blocks import Block, Columns, Devices, Lookup, Region, is_of_lookup, rows_block
 from autogram._blocks.kernels.paths import find_path
 from autogram._capture.backward.run import BlockSummary, Summary, UseReport
 from autogram._errors import in_columns
@@ -139,7 +139,7 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
     """The report on one parameter, whose columns are planned again, from shapes alone."""
     first = found[0]
     region = next(of for source, of in first.sources if source == name)
-    columns = Columns(region, Devices(summary.limit).on(first.device))
+    columns, whole = Columns(region, Devices(summary.limit).on(first.device)), region.canonical
     flops, gradient_flops, plans, costs = 0, 0, set[str](), Counter[str]()
     for of in found:
         block = _block(of)
@@ -149,9 +149,9 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
             flops += _flops_of_rows(block, of.region)
             continue
         columns.add(of.region, block, of.subset)
-        if isinstance(block, Lookup):
+        if isinstance(block, Lookup) and isinstance(block.on(of.region, whole), Lookup):
             plans.add("lookup")
-            flops += 2 * min(block.multiplications(region.shape[0]))
+            flops += 2 * min(block.multiplications(of.region.shape[0]))
     if any(of.use.is_derived for of in found):
         rows = torch.empty((summary.per_sample, summary.samples, *region.shape), device="meta")
         columns.add(region, rows_block(rows.to(first.dtype)))
@@ -181,7 +181,9 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
 def _block(of: BlockSummary) -> Block | Lookup:
     """A block without data."""
     tensors = tuple(torch.empty(x, dtype=of.dtype, device="meta") for x in of.shapes)
-    return Block(of.equation, tensors) if of.equation else Lookup(tensors[0].long(), tensors[1])
+    if is_of_lookup(of.equation):
+        return Lookup(tensors[0].long(), tensors[1], of.equation)
+    return Block(of.equation, tensors)
 
 
 def _flops_of_rows(block: Block | Lookup, region: Region) -> int:

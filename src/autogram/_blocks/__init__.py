@@ -24,7 +24,7 @@ from autogram._blocks.layout import (
     candidates,
     pieces,
 )
-from autogram._blocks.lookup import Factors, Lookup, block_of
+from autogram._blocks.lookup import Factors, Lookup, block_of, is_of_lookup
 from autogram._blocks.plan import cost_of_products, cost_of_rows
 from autogram._blocks.programs import (
     QUESTIONS,

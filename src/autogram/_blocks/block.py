@@ -210,8 +210,11 @@ class Block(Kept):
         for start in range(0, size, step):
             yield self.narrow(label, start, min(step, size - start))
 
+    def select(self, label: str, chosen: Tensor) -> Block:
+        return self.map(label, lambda x, dim: x.index_select(dim, chosen))
+
     def at(self, samples: Tensor) -> Block:
-        return self.map("b", lambda x, dim: x.index_select(dim, samples))
+        return self.select("b", samples)
 
     def reorder(self, order: tuple[int, ...]) -> Block:
         """The block with the tensor's dimensions in another order; it sums over those left out."""

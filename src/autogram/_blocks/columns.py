@@ -59,10 +59,8 @@ class Columns:
         """
         if 0 in region.shape:
             return  # of no element
-        if not isinstance(block, Block):
-            is_table = self.parameter.order in ((0, 1), (0,))  # of several columns, or one
-            is_of_table = is_table and region.canonical == self._whole
-            block = block if is_of_table else block.block(region.shape)
+        if isinstance(block, Lookup):
+            block = block.on(region, self._whole)
         if isinstance(block, Block):
             equation = reordered(block.equation, region.order)
             operands = self.kernels.rounded(block.operands)
@@ -181,10 +179,12 @@ class Columns:
             if region in other._blocks
         ]
         dense, of_other = (x._blocks.get(self._whole, []) for x in (self, other))
-        size = self._whole.shape[0] if self._whole.shape else 1
+        blocks: list[Block | Lookup] = [*dense, *self._lookups]
         for lookup in other._lookups:
-            totals += cross_products_of_lookup([*dense, *self._lookups], lookup, size, self.kernels)
+            size = lookup.size(self._whole.shape)
+            totals += cross_products_of_lookup(blocks, lookup, size, self.kernels)
         for lookup in self._lookups:
+            size = lookup.size(self._whole.shape)
             parts = cross_products_of_lookup(of_other, lookup, size, self.kernels)
             totals += [mirrored(product) for product in parts]
         return _sum(totals)
@@ -203,9 +203,8 @@ class Columns:
             (region, weighted_sum(blocks, weights, self.kernels))
             for region, blocks in self._blocks.items()
         ]
-        for lookup in self._lookups:
-            found = lookup.weighted_sum(weights, self._whole.shape[0])
-            parts.append((self._whole, found.view(-1, *self._whole.shape)))
+        shape = self._whole.shape
+        parts += [(self._whole, x.weighted_sum(weights, shape)) for x in self._lookups]
         return from_storage(put(parts, self.parameter), self.parameter)
 
     def directional(self, direction: Tensor) -> Tensor | None:
@@ -220,7 +219,7 @@ class Columns:
             for region, blocks in self._blocks.items()
         ]
         if self._lookups:
-            whole = take(direction, self._whole, self.parameter).view(self._whole.shape[0], -1)
+            whole = take(direction, self._whole, self.parameter)
             parts += [lookup.directional(whole) for lookup in self._lookups]
         return reduce(torch.add, parts)
 
@@ -257,7 +256,8 @@ class Columns:
             found, step = self.dense(), self.parameter.places // size
             return found if count == size else found[:, :, start * step : stop * step]
         parts = [x.narrow(x.parameter[0], start, count) for x in self._blocks.get(self._whole, ())]
-        parts += [x.within(start, stop).block((count, *inner)) for x in self._lookups]
+        lookups = [x.narrow(x.parameter[0], start, count) for x in self._lookups]
+        parts += [x.block((count, *inner)) for x in lookups]
         return rows(parts, self.kernels).flatten(2)
 
     @classmethod
@@ -300,7 +300,7 @@ class Columns:
         self.check()
         self._complete()
         if len(self._lookups) > 1:
-            self._lookups = [concatenate_lookups(self._lookups)]
+            self._lookups = concatenate_lookups(self._lookups)
 
     def _products(self, kind: ProductKind) -> Tensor | None:
         """The products of the rows with themselves, or ``None`` if nothing was added."""
@@ -308,9 +308,11 @@ class Columns:
         if self._has_overlaps:
             return products(kind, self._spread(), (), self.kernels)
         totals = [products(kind, blocks, (), self.kernels) for blocks in self._blocks.values()]
+        others: list[Block | Lookup] = [*self._blocks.get(self._whole, ())]
         for lookup in self._lookups:
-            others = self._whole.shape[0], self._blocks.get(self._whole, []), self.kernels
-            totals.append(products_of_lookup(kind, lookup, *others))
+            size = lookup.size(self._whole.shape)
+            totals.append(products_of_lookup(kind, lookup, size, others, self.kernels))
+            others.append(lookup)  # its products with lookups by another dimension come with these
         return _sum(totals)
 
     def _complete(self, samples: Sequence[int] | None = None) -> None:

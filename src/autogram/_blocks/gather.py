@@ -75,15 +75,11 @@ class Gathering:
             yield region, self._gathered(parts, samples)
 
     def lookups(self, samples: Sequence[int] | None) -> list[Lookup]:
-        """One lookup, if there are any, that has rows of all samples, or of those given."""
-        if not self._lookups:
-            return []
-        layout = _routed([subset for subset, _ in self._lookups], samples)
-        sizes = {"t": max(lookup.indices.shape[1] for _, lookup in self._lookups)}
-        each = zip(Lookup.inputs, *[x.operands for _, x in self._lookups], strict=True)
-        indices, cotangents = [_arranged(x, of, sizes, layout) for of, *x in each]
-        # The calls of one sample stand one behind the other, each with the rows that it reads.
-        return [Lookup(indices.flatten(1), cotangents.flatten(2, 3))]
+        """Lookups that have rows of all samples, or of those given: one for each equation."""
+        kinds: dict[str, list[tuple[Subset, Lookup]]] = {}
+        for subset, lookup in self._lookups:
+            kinds.setdefault(lookup.equation, []).append((subset, lookup))
+        return [_gathered_lookup(parts, samples) for parts in kinds.values()]
 
     def _gathered(self, parts: Sequence[_Part], samples: Sequence[int] | None) -> Block:
         """One block for several of one kind."""
@@ -126,6 +122,18 @@ def _with_samples(block: Block, samples: int) -> Block:
     inputs = ",".join(of if "b" in of else "b" + of for of, _ in pairs)
     operands = tuple([x if "b" in of else x.expand(samples, *x.shape) for of, x in pairs])
     return Block(f"{inputs}->kb{block.parameter}", operands)
+
+
+def _gathered_lookup(
+    parts: Sequence[tuple[Subset, Lookup]], samples: Sequence[int] | None
+) -> Lookup:
+    """One lookup for several with one equation."""
+    layout = _routed([subset for subset, _ in parts], samples)
+    sizes = {"t": max(lookup.indices.shape[1] for _, lookup in parts)}
+    each = zip(Lookup.inputs, *[x.operands for _, x in parts], strict=True)
+    indices, cotangents = [_arranged(x, of, sizes, layout) for of, *x in each]
+    # The calls of one sample stand one behind the other, each with the rows that it reads.
+    return Lookup(indices.flatten(1), cotangents.flatten(2, 3), parts[0][1].equation)
 
 
 def _arranged(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from autogram._blocks.block import Block, Kept, rows_block
+from autogram._blocks.block import Block, Kept, parsed, rows_block
 from autogram._blocks.kernels import Kernels
-from autogram._blocks.plan import ProductKind, cross, mirrored, rows
+from autogram._blocks.plan import ProductKind, cross, mirrored
 from autogram._blocks.products import products
 from autogram._blocks.region import Region
 
@@ -28,8 +29,10 @@ class Lookup(Kept):
     """Rows of the table, ``(b, t)``."""
     cotangents: Tensor
     """``(k, b, t, d)``, where ``d`` runs over all further dimensions of the table."""
+    equation: str = "bt,kbtd->kbvd"
+    """The order of the table's dimensions: ``kbdv`` where it is read by the last one, and ``kbv``
+    where it is a vector."""
 
-    equation: ClassVar = ""
     inputs: ClassVar = "bt", "kbtd"
 
     @property
@@ -38,19 +41,58 @@ class Lookup(Kept):
 
     tensors = operands
 
+    @property
+    def parameter(self) -> str:
+        """The indices of the table's dimensions."""
+        return parsed(self.equation).parameter
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """How many rows a table of some shape has."""
+        return shape[self.parameter.index("v")]
+
+    def on(self, region: Region, whole: Region) -> Lookup | Block:
+        """The rows for a region, whose dimensions are those of the table that was read.
+
+        They are a lookup in canonical order where the region is the ``whole`` parameter, and has
+        one dimension of columns at most. Elsewhere they are explicit.
+        """
+        several = "v" + "d" * (len(region.shape) - 1)  # dimensions of columns, or none
+        labels = self.parameter if len(self.parameter) == len(region.shape) else several
+        equation = "bt,kbtd->kb" + "".join([labels[dim] for dim in region.order])
+        is_whole = region.canonical == whole and prod(region.shape) == prod(whole.shape)
+        if is_whole and is_of_lookup(equation):
+            return self if equation == self.equation else replace(self, equation=equation)
+        return self.block(region.shape)
+
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
-        dense = self.rows(shape[0])
-        return rows_block(dense.view(*dense.shape[:2], *shape))
+        found = self.rows(self.size(shape))
+        if self.parameter == "dv":
+            return Block("kbvd->kbdv", (found,))
+        return rows_block(found.view(*found.shape[:2], *shape))
 
     def at(self, samples: Tensor) -> Lookup:
-        return Lookup(self.indices[samples], self.cotangents[:, samples])
+        cotangents = self.cotangents[:, samples]
+        return replace(self, indices=self.indices[samples], cotangents=cotangents)
 
-    def within(self, start: int, stop: int) -> Lookup:
-        """The lookup in a range of the table's rows, numbered from its start."""
-        is_inside = (self.indices >= start) & (self.indices < stop)
-        kept = torch.where(is_inside.unsqueeze(-1), self.cotangents, 0)
-        return Lookup(torch.where(is_inside, self.indices - start, 0), kept)
+    def narrow(self, label: str, start: int, length: int) -> Lookup:
+        """The lookup in a range of the table's rows or columns, numbered from its start."""
+        if label == "d":
+            return replace(self, cotangents=self.cotangents.narrow(-1, start, length))
+        is_inside = (self.indices >= start) & (self.indices < start + length)
+        return self._where(is_inside, torch.where(is_inside, self.indices - start, 0))
+
+    def select(self, label: str, chosen: Tensor) -> Lookup:
+        """The lookup in some of the table's rows or columns, which are in ascending order."""
+        if label == "d":
+            return replace(self, cotangents=self.cotangents.index_select(-1, chosen))
+        places = torch.searchsorted(chosen, self.indices).clamp(max=len(chosen) - 1)
+        return self._where(chosen[places] == self.indices, places)
+
+    def _where(self, is_kept: Tensor, indices: Tensor) -> Lookup:
+        """The lookup with other numbers of the rows, without some of the reads."""
+        cotangents = torch.where(is_kept.unsqueeze(-1), self.cotangents, 0)
+        return replace(self, indices=indices, cotangents=cotangents)
 
     def multiplications(self, size: int) -> tuple[int, int]:
         """The cost of the Gramian: by all pairs of places, and by the rows of the table.
@@ -69,15 +111,17 @@ class Lookup(Kept):
         dense.index_add_(1, targets.flatten(), self._wide.reshape(k, b * t, d))
         return dense.view(k, b, size, d)
 
-    def weighted_sum(self, weights: Tensor, size: int) -> Tensor:
-        """Sums of rows with weights ``(s, k, b)``, of shape ``(s, size, d)``: J^T w."""
+    def weighted_sum(self, weights: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Sums of rows with weights ``(s, k, b)``, of shape ``(s, *shape)``: J^T w."""
         weighted = torch.einsum("skb,kbtd->sbtd", weights, self._wide.to(weights.dtype))
-        total = weighted.new_zeros(len(weights), size, weighted.shape[-1])
-        return total.index_add_(1, self.indices.flatten(), weighted.flatten(1, 2))
+        total = weighted.new_zeros(len(weights), self.size(shape), weighted.shape[-1])
+        total.index_add_(1, self.indices.flatten(), weighted.flatten(1, 2))
+        return total.mT if self.parameter == "dv" else total.view(-1, *shape)
 
     def directional(self, direction: Tensor) -> Tensor:
-        """Products of the rows with a direction ``(size, d)``, of shape ``(k, b)``: J v."""
-        return torch.einsum("kbtd,btd->kb", self._wide.to(direction.dtype), direction[self.indices])
+        """Products of the rows with a direction of the table's shape, ``(k, b)``: J v."""
+        table = direction.mT if self.parameter == "dv" else direction.view(len(direction), -1)
+        return torch.einsum("kbtd,btd->kb", self._wide.to(table.dtype), table[self.indices])
 
     @property
     def _wide(self) -> Tensor:
@@ -89,42 +133,63 @@ Factors = tuple[Region, Block | Lookup]
 """The region of a parameter that a block covers, and the block."""
 
 
+def is_of_lookup(equation: str) -> bool:
+    """Whether an equation is that of a lookup."""
+    return equation in ("bt,kbtd->kbvd", "bt,kbtd->kbdv", "bt,kbtd->kbv")
+
+
 def block_of(equation: str, operands: tuple[Tensor, ...]) -> Block | Lookup:
-    """The block with an equation, which is empty for a lookup."""
-    return Block(equation, operands) if equation else Lookup(*operands)
+    """The block with an equation."""
+    if is_of_lookup(equation):
+        indices, cotangents = operands
+        return Lookup(indices, cotangents, equation)
+    return Block(equation, operands)
 
 
-def concatenate_lookups(lookups: Sequence[Lookup]) -> Lookup:
+def concatenate_lookups(lookups: Sequence[Lookup]) -> list[Lookup]:
+    """One lookup for all that read a table by the same dimension."""
+    kinds: dict[str, list[Lookup]] = {}
+    for lookup in lookups:
+        kinds.setdefault(lookup.equation, []).append(lookup)
+    return [_concatenated(of) if len(of) > 1 else of[0] for of in kinds.values()]
+
+
+def _concatenated(lookups: Sequence[Lookup]) -> Lookup:
     indices = torch.cat([lookup.indices for lookup in lookups], 1)
-    return Lookup(indices, torch.cat([lookup.cotangents for lookup in lookups], 2))
+    cotangents = torch.cat([lookup.cotangents for lookup in lookups], 2)
+    return replace(lookups[0], indices=indices, cotangents=cotangents)
 
 
 def products_of_lookup(
-    kind: ProductKind, lookup: Lookup, size: int, dense: Sequence[Block], kernels: Kernels
+    kind: ProductKind,
+    lookup: Lookup,
+    size: int,
+    others: Sequence[Block | Lookup],
+    kernels: Kernels,
 ) -> Tensor:
-    """The Gramian of a lookup or its squared norms, and its cross terms with dense blocks.
+    """The Gramian of a lookup or its squared norms, and its cross terms with other blocks.
 
-    Only the rows of the table that the lookup reads take part, in the dense blocks too: a batch
+    Only the rows of the table that the lookup reads take part, in the other blocks too: a batch
     of a language model, whose embedding is tied to its output layer, reads few of the tokens.
-    Products of the dense blocks with themselves are left out.
+    Products of the other blocks with themselves are left out.
     """
-    if kind == "norms" and not dense:
+    if kind == "norms" and not others:
         return _norms(lookup, size, kernels)
     if kind == "norms" and len(lookup.indices) > 1:
         # One sample at a time: a sample reads few rows of the table, all samples together many.
         samples = torch.arange(len(lookup.indices), device=lookup.indices.device).split(1)
-        some = ((lookup.at(sample), [block.at(sample) for block in dense]) for sample in samples)
+        some = ((lookup.at(sample), [block.at(sample) for block in others]) for sample in samples)
         return torch.cat(
             [products_of_lookup(kind, x, size, blocks, kernels) for x, blocks in some], 1
         )
     by_pairs, by_rows = lookup.multiplications(size)
     places = lookup.cotangents[..., 0].numel()
-    if kind == "gram" and not dense and by_pairs < by_rows and places**2 <= kernels.limit.elements:
+    if kind == "gram" and not others and by_pairs < by_rows and places**2 <= kernels.limit.elements:
         return _by_pairs(lookup, kernels)
     totals = []
-    for own, others in _on_support(lookup, size, dense, kernels):
+    for own, parts in _on_support(lookup, size, others, kernels):
         totals.append(products(kind, [own], (), kernels))
-        for block in others:
+        for block in parts:
             product = cross(block, own, kernels, kind)
             totals += [product, product if kind == "norms" else mirrored(product)]
     return reduce(torch.add, totals)
@@ -138,8 +203,8 @@ def cross_products_of_lookup(
         return []  # as for a batch of empty bags
     return [
         cross(block, own, kernels)
-        for own, others in _on_support(lookup, size, blocks, kernels)
-        for block in others
+        for own, parts in _on_support(lookup, size, blocks, kernels)
+        for block in parts
     ]
 
 
@@ -175,25 +240,23 @@ def _on_support(
     support, places = kernels.distinct(lookup.indices, size)
     k, b, _, columns = lookup.cotangents.shape
     step = max(1, kernels.limit.elements // max(1, k * b * len(support)))
+    on_support, table = replace(lookup, indices=places), lookup.parameter
     for start in range(0, columns, step):
-        stop = min(columns, start + step)
-        part = Lookup(places, lookup.cotangents[..., start:stop]).rows(len(support))
-        others = [_restrict(block, support, start, stop, kernels) for block in blocks]
-        yield rows_block(part), others
+        count = min(columns, start + step) - start
+        sizes = {"v": len(support), "d": count}
+        shape = tuple([sizes[label] for label in table])
+        own = on_support.narrow("d", start, count).block(shape)
+        yield own, [_restrict(block, table, support, start, shape) for block in blocks]
 
 
 def _restrict(
-    block: Block | Lookup, support: Tensor, start: int, stop: int, kernels: Kernels
+    block: Block | Lookup, table: str, support: Tensor, start: int, shape: tuple[int, ...]
 ) -> Block:
-    """A block of a table, restricted to some rows and a range of columns."""
-    if isinstance(block, Lookup):
-        places = torch.searchsorted(support, block.indices).clamp(max=len(support) - 1)
-        occurs = (support[places] == block.indices).unsqueeze(-1)
-        kept = torch.where(occurs, block.cotangents[..., start:stop], 0)
-        return rows_block(Lookup(places, kept).rows(len(support)))
-    row, *columns = tuple(block.parameter)
-    at_rows = block.map(row, lambda x, dim: x.index_select(dim, support))
-    if not columns:  # of a table with one column
-        return rows_block(rows([at_rows], kernels).unsqueeze(-1))
-    (column,) = columns
-    return at_rows.map(column, lambda x, dim: x.narrow(dim, start, stop - start))
+    """A block, in a range of the columns of a table and some of its rows: of a given shape.
+
+    The table has the dimensions ``v`` and ``d``, or ``v`` alone, in the order of the block's.
+    """
+    for label, own, size in zip(table, block.parameter, shape, strict=True):
+        is_row = label == "v"
+        block = block.select(own, support) if is_row else block.narrow(own, start, size)
+    return block.block(shape) if isinstance(block, Lookup) else block

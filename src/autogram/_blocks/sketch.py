@@ -54,7 +54,9 @@ class Projection:
 
     def of_lookup(self, lookup: Lookup, dtype: torch.dtype) -> Tensor:
         """Projects the rows of a lookup, ``(k, b, d)``, whatever the size of the table."""
-        (to, sign), (to_rest, sign_rest) = self._first, self._rest
+        is_by_first = self._labels(lookup)[0] == "v"
+        read, rest = (self._first, self._rest)[:: 1 if is_by_first else -1]
+        (to, sign), (to_rest, sign_rest) = read, rest
         k, b, _, _ = lookup.cotangents.shape
         indices = lookup.indices.unsqueeze(2)
         target = (to[indices] + to_rest).remainder(self.dimensions)
@@ -110,7 +112,7 @@ class Projection:
         first, *rest = owners
         return first not in rest and all(owner == rest[0] for owner in rest)
 
-    def _labels(self, block: Block) -> list[str]:
+    def _labels(self, block: Block | Lookup) -> list[str]:
         """The indices of the parameter's dimensions in their order, which storage may not have."""
         return [block.parameter[place] for place in self._logical]
 

@@ -10,6 +10,7 @@ import torch
 
 from autogram._blocks import Limit
 from autogram._errors import FreedGraphError, MemoryLimitError
+from autogram._undo import undoing
 
 ELEMENT_BYTES = 4  # most contractions run in float32
 _SMALLER = 8
@@ -33,6 +34,7 @@ def retried_with_less(method: F) -> F:
     return cast("F", run)
 
 
+@undoing
 def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Calls a function, and calls it once more, with an eighth of the limit, if memory runs out.
 

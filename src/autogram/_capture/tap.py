@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.exact import autocast_dtype
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.nested import running_pass
 from autogram._capture.uses import Use
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from autogram._compiled.tracing.operator import DECOMPOSITIONS
+from autogram._undo import undone
 
 # Makes the backward pass of a part from its graph, from what compiles a variant of it, and from
 # what gives the decompositions of operators that are not taken as they are.
@@ -100,11 +102,10 @@ def compiling() -> Iterator[None]:
     from torch._dynamo.convert_frame import compile_lock
 
     with compile_lock:
-        before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-        try:
+        before = torch.compiler._is_compiling_flag
+        with undone(partial(setattr, torch.compiler, "_is_compiling_flag", before)):
+            torch.compiler._is_compiling_flag = True
             yield
-        finally:
-            torch.compiler._is_compiling_flag = before
 
 
 def _keep_saved_tensors() -> None:

@@ -24,7 +24,8 @@ from torch._subclasses import FakeTensor
 
 from autogram._blocks import Keep
 from autogram._capture.autograd.graph import calls_of
-from autogram._capture.autograd.passes import Pass, running_pass
+from autogram._capture.autograd.nested import running_pass
+from autogram._capture.autograd.passes import Pass
 from autogram._capture.uses import RuleUse
 from autogram._compiled.call import PartCall
 from autogram._compiled.compilers import compiling

@@ -1,23 +1,45 @@
 """Agreement: what all ranks know before they exchange data, and errors that all of them raise.
 
-Where passes gather parameters from all ranks, all make equally many.
+Where passes gather parameters from all ranks, all make equally many. What a rank tells begins with
+its call, so that ranks out of step notice it before they exchange anything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum, auto
+from functools import partial
 from struct import Struct
 
 from autogram._containers import Latest
 from autogram._distributed.group import Group
 from autogram._distributed.share import Share
+from autogram._distributed.signals import held
 from autogram._errors import RankError, listed
+from autogram._undo import undone
 
 _DONE, _PASS = range(2)
+_NUMBERS = 2  # that ranks tell one another at a time
 _UNKNOWN = (-2, -2)
 _MOST = 64  # steps of different shapes that are remembered
 _NUMBER, _INTEGER = Struct("=d"), Struct("=q")  # of the same bits
+
+# The methods of engines in which ranks meet.
+CALLS = ("jacobian", "verify", "compute_gramian", "weights", "backward", "accumulate")
+
+
+class _Stage(IntEnum):
+    """What ranks tell one another."""
+
+    FORESEEN = auto()
+    SHARES = auto()
+    HOLDS = auto()
+    CONFIRM = auto()
+    READY = auto()
+    VOTE = auto()
+    END = auto()
+
 
 Digests = tuple[tuple[int, ...], ...]
 
@@ -25,8 +47,9 @@ Digests = tuple[tuple[int, ...], ...]
 class Agreement:
     """What the ranks of a group know of one another. The same on all of them, at each step.
 
-    Each method takes the error of this rank, if it has failed. If a rank has failed, all raise a
-    `RankError`.
+    Each method takes the error of this rank, if it has failed. If a rank has failed, or ranks are
+    in different calls, all raise a `RankError`. A rank that was interrupted raises what has
+    interrupted it.
 
     Attributes:
         calls: How often the ranks have told one another that all is well, or not.
@@ -36,7 +59,12 @@ class Agreement:
         self._group = group
         self._known = Latest[Digests, list[Share]](_MOST)
         self._is_in_call = False
+        self._kind = self._number = 0  # of the call of this rank
         self.calls = 0
+
+    def begin(self, kind: str) -> None:
+        """Begins a call of an engine's method, in which the ranks meet."""
+        self._kind, self._number = CALLS.index(kind), self._number + 1
 
     def shares(self, own: Share | None, error: BaseException | None) -> list[Share]:
         """What each rank has. Shapes that all ranks have seen together are told by a hash.
@@ -44,7 +72,7 @@ class Agreement:
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
         """
-        digests = self._digests(own, error)
+        digests = self._digests(_Stage.SHARES, own, error)
         found = self._known.get(digests)
         if found is None:
             found = self._group.gather_objects(own)
@@ -54,11 +82,19 @@ class Agreement:
 
     def foreseen(self, own: Share | None, error: BaseException | None) -> list[Share] | None:
         """What each rank will have, if all of them foresee it, and had it together before."""
-        return self._known.get(self._digests(own, error))
+        return self._known.get(self._digests(_Stage.FORESEEN, own, error))
 
     def holds(self, is_right: bool, error: BaseException | None) -> bool:
         """Whether all ranks had what they have foreseen."""
-        return (0,) not in self._told(error, int(is_right))
+        return (0,) not in self._told(_Stage.HOLDS, error, int(is_right))
+
+    def is_ready(self, error: BaseException | None, may_fail: bool) -> bool:
+        """Whether what comes last may fail on some rank, so that all have to wait for its end."""
+        return (1,) in self._told(_Stage.READY, error, int(may_fail))
+
+    def end(self, error: BaseException | None) -> None:
+        """Waits until all ranks have come to the end of a call."""
+        self._told(_Stage.END, error)
 
     def confirm(self, error: BaseException | None, scale: float = 0.0, wrapped: int = 0) -> None:
         """Waits until all ranks have come here.
@@ -72,22 +108,23 @@ class Agreement:
             RankError: A rank has failed, or the ranks have different scales or wrappers.
         """
         (bits,) = _INTEGER.unpack(_NUMBER.pack(scale))
-        found = self._told(error, bits, wrapped)
+        found = self._told(_Stage.CONFIRM, error, bits, wrapped)
         _compare_scales([bits for bits, _ in found])
         _compare_wrapped([wrapped for _, wrapped in found])
 
     def before_pass(self) -> None:
         """Waits until all ranks are ready for a pass, or raises if one has failed."""
         if self._is_in_call:
-            self._told(None, _PASS)
+            self._told(_Stage.VOTE, None, _PASS)
 
     @contextmanager
-    def call(self, go_along: Callable[[], None]) -> Iterator[None]:
-        """One call of an engine, in which all ranks make equally many passes.
+    def passes(self, go_along: Callable[[], None], kind: str | None = None) -> Iterator[None]:
+        """A block in which all ranks make equally many passes. Interrupts wait for its end.
 
         How many a rank makes depends on what it knows: where the samples lie, whether a check is
         due. Ranks vote before each pass. A rank that is done goes along with the passes of others,
-        by a function that makes a pass whose result nobody needs.
+        by a function that makes a pass whose result nobody needs. The block is a call of its own if
+        it has a ``kind`` and is inside of no other.
 
         Raises:
             RankError: A rank has failed.
@@ -95,30 +132,45 @@ class Agreement:
         if self._is_in_call:
             yield
             return
-        self._is_in_call = True
-        try:
-            yield
-            while (_PASS,) in self._told(None, _DONE):
-                go_along()
-        except RankError:
-            raise
-        except Exception as error:
-            self._told(error, _DONE)  # raises
-        finally:
-            self._is_in_call = False
+        if kind is not None:
+            self.begin(kind)
+        with held(), undone(partial(setattr, self, "_is_in_call", False)):
+            self._is_in_call = True
+            try:
+                yield
+                while (_PASS,) in self._told(_Stage.VOTE, None, _DONE):
+                    go_along()
+            except RankError:
+                raise
+            except BaseException as error:
+                self._told(_Stage.VOTE, error, _DONE)  # raises
 
-    def _digests(self, own: Share | None, error: BaseException | None) -> Digests:
+    def _digests(self, stage: _Stage, own: Share | None, error: BaseException | None) -> Digests:
         """What each rank has, by a hash."""
-        return self._told(error, *(_UNKNOWN if own is None else own.digest))
+        return self._told(stage, error, *(_UNKNOWN if own is None else own.digest))
 
-    def _told(self, error: BaseException | None, *numbers: int) -> Digests:
-        """Some numbers of each rank. If some have failed, all ranks raise what happened there."""
+    def _told(self, stage: _Stage, error: BaseException | None, *numbers: int) -> Digests:
+        """Some numbers of each rank. If some have failed, all ranks raise what happened there.
+
+        All messages have one length, whatever is told, so that ranks out of step can read them.
+        """
         self.calls += 1
-        found = self._group.gather_numbers(int(error is not None), *numbers)
-        if not any(has_failed for has_failed, *_ in found):
-            return tuple(tuple(numbers) for _, *numbers in found)
+        rest = (0,) * (_NUMBERS - len(numbers))
+        own = int(error is not None), self._kind, self._number, stage, *numbers, *rest
+        found = self._group.gather_numbers(*own)
+        calls = [(kind, number, stage) for _, kind, number, stage, *_ in found]
+        self._number = max(number for _, number, _ in calls)
+        if any(has_failed for has_failed, *_ in found):
+            self._raise_of_all(error)
+        _compare_calls(calls)
+        return tuple(tuple(row[-_NUMBERS:][: len(numbers)]) for row in found)
+
+    def _raise_of_all(self, error: BaseException | None) -> None:
+        """Raises on all ranks what happened on some of them."""
         text = None if error is None else f"{type(error).__name__}: {error}"
         texts: list[str | None] = self._group.gather_objects(text)
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt, or the end of the process
         ranks = [rank for rank, said in enumerate(texts) if said is not None]
         said = texts[ranks[0]]
         others = f" (and {len(ranks) - 1} other ranks)" if len(ranks) > 1 else ""
@@ -128,6 +180,23 @@ class Agreement:
             f"ranks; the next one works. Rank {ranks[0]} says: {said}",
             ranks=ranks,
         ) from error
+
+
+def _compare_calls(calls: Sequence[tuple[int, int, int]]) -> None:
+    """Refuses ranks that are not in the same call, or not at the same place of it."""
+    ranks = [rank for rank, call in enumerate(calls) if call != calls[0]]
+    if ranks:
+        first, other = (
+            f"in the middle of `engine.{CALLS[kind]}`, their call number {number}"
+            for kind, number, _ in (calls[0], calls[ranks[0]])
+        )
+        raise RankError(
+            f"The ranks are out of step: rank 0 is {first}, and rank {ranks[0]} {other}. All ranks "
+            "raise this error, and nothing was exchanged. Call the same methods of the engine in "
+            "the same order on all ranks, and those of several engines too; a rank that leaves out "
+            "a step, or ends its loop sooner, makes the others wait. The next call works.",
+            ranks=ranks,
+        )
 
 
 def _compare(shares: Sequence[Share]) -> None:

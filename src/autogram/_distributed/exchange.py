@@ -41,7 +41,7 @@ class Exchange:
         self._columns: dict[str, list[tuple[int, Columns]]] = {}
         self.shares = shares
         self._device = device
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.early = 0
         self.is_confirmed = False
         self.starts = [0, *accumulate(share.m for share in shares)]
@@ -85,7 +85,7 @@ class Exchange:
         return share.digest == self._own.digest
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """What has failed on this rank."""
         return None if self._error is _VOID else self._error
 
@@ -104,7 +104,7 @@ class Exchange:
         if self._error is None:
             try:
                 return function(*args)
-            except Exception as error:
+            except BaseException as error:
                 self._error = error
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from autogram._capture.autograd.grad import (
     at_least_single,
     check_addable,
     dtype_of_grad,
+    has_hooks,
 )
 from autogram._distributed.group import Group
 from autogram._distributed.ranks import Ranks
@@ -29,8 +30,8 @@ def accumulate(
     names: Mapping[Tensor, str],
     wrappers: Wrappers,
     outside: Mapping[Tensor, Tensor],
-) -> None:
-    """Adds the sum over ranks of their Jᵀ w to ``.grad``.
+) -> Callable[[], None]:
+    """Adds the sum over ranks of their Jᵀ w to ``.grad``, where no code of the user's runs.
 
     Args:
         ranks: The ranks, whose last step it is.
@@ -38,16 +39,22 @@ def accumulate(
         names: The parameters of the engine.
         wrappers: What runs the forward passes.
         outside: Gradients of other parameters, which wrappers wait for together with these.
+
+    Returns:
+        A function for the rest, which calls hooks on parameters and gives wrappers what they wait
+        for. The ranks may fail in it, as they exchange nothing more.
     """
+    hooked: list[tuple[Tensor, Tensor]] = []
     parameters = {name: p for p, name in names.items()}
     reached = ranks.reached
     split = {name: p for name in reached if (p := ranks.shards[name]) is not None}
     for name, parameter in split.items():
-        add_to_grad([(parameter, _scattered(parameter, _gradient(own, name, parameters)))])
+        gradient = _scattered(parameter, _gradient(own, name, parameters))
+        _add(parameter, gradient, hooked)
     by_us = [n for n in reached if n not in split and not wrappers.has(parameters[n])]
     summands = (_gradient(own, name, parameters) for name in by_us)
     for name, total in zip(by_us, _sums(ranks.group, summands), strict=True):
-        add_to_grad([(parameters[name], total.to(dtype_of_grad(parameters[name])))])
+        _add(parameters[name], total.to(dtype_of_grad(parameters[name])), hooked)
     wrapped = {
         parameter: _gradient(own, name, parameters)
         for name, parameter in parameters.items()
@@ -55,7 +62,22 @@ def accumulate(
             parameter, is_reached=name in own, is_reached_elsewhere=name in reached
         )
     }
-    wrappers.hand_over({**outside, **wrapped})
+
+    def finish() -> None:
+        try:
+            add_to_grad(hooked)
+        finally:  # for which other ranks wait
+            wrappers.hand_over({**outside, **wrapped})
+
+    return finish
+
+
+def _add(parameter: Tensor, gradient: Tensor, hooked: list[tuple[Tensor, Tensor]]) -> None:
+    """Adds to the gradient of a parameter, or notes what is to be added if there are hooks."""
+    if has_hooks(parameter):
+        hooked.append((parameter, gradient))
+    else:
+        add_to_grad([(parameter, gradient)])
 
 
 def _scattered(parameter: Any, gradient: Tensor) -> Tensor:

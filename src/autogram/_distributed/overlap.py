@@ -18,6 +18,7 @@ from autogram._containers import Latest
 from autogram._distributed.agreement import Agreement
 from autogram._distributed.exchange import Exchange
 from autogram._distributed.share import Data, Share
+from autogram._distributed.signals import held
 
 Foresight = Latest[Hashable, tuple[Share, int]]
 """What a rank had last behind a graph, and how often that was not what it had before."""
@@ -48,13 +49,14 @@ class Overlap:
         """
         if self.key is not None:
             return
-        self.key = self.kind, key
-        share, errors = self.foresight.get(self.key, (None, 0))
-        own = share if errors < _ERRORS else None
-        shares = self.agreement.foreseen(own, error)
-        if shares is not None:
-            self._names = self.channel.parameters()
-            self.exchange = self.start(shares, device)
+        with held():
+            self.key = self.kind, key
+            share, errors = self.foresight.get(self.key, (None, 0))
+            own = share if errors < _ERRORS else None
+            shares = self.agreement.foreseen(own, error)
+            if shares is not None:
+                self._names = self.channel.parameters()
+                self.exchange = self.start(shares, device)
 
     def learn(self, share: Share) -> None:
         """Notes what this rank had. What differs from time to time is not foreseen any more."""
@@ -70,7 +72,8 @@ class Overlap:
         """Takes the columns of a parameter, which are complete."""
         name = self._names.get(parameter)
         if self.exchange is not None and self._passes == 1 and name is not None:
-            self.exchange.take(name, [(0, columns)] if columns.dtype is not None else [])
+            with held():
+                self.exchange.take(name, [(0, columns)] if columns.dtype is not None else [])
 
     def finish(self, data: Data | None, error: BaseException | None) -> Tensor | None:
         """The Gramian of all ranks, or ``None`` if they did not have what they have foreseen."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from autogram._blocks import Region, cost_of_products, cost_of_rows, overlap
+from autogram._blocks import Region, cost_of_products, cost_of_rows, is_of_lookup, overlap
 from autogram._distributed.group import Link
 from autogram._distributed.share import Operand, Piece, Share, cut
 
@@ -137,7 +137,7 @@ def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> 
 def _forming(piece: Piece) -> float:
     """Multiply-adds of explicit rows."""
     shapes = tuple([operand.shape for operand in piece.operands])
-    if not piece.equation:
+    if is_of_lookup(piece.equation):
         return float(prod(shapes[1]))
     return cost_of_rows(piece.equation, shapes)
 
@@ -145,7 +145,7 @@ def _forming(piece: Piece) -> float:
 def _pair(first: Piece, second: Piece, share: Share, places: int) -> float:
     """Multiply-adds of the products of two pieces, of the same rank or alike."""
     shapes = [tuple([operand.shape for operand in of.operands]) for of in (first, second)]
-    if first.equation and second.equation:
+    if not any(is_of_lookup(of.equation) for of in (first, second)):
         if first.region == second.region:
             return cost_of_products(first.equation, shapes[0], second.equation, shapes[1])
         # Parts of a parameter that share elements meet as rows of the whole, others do not meet.

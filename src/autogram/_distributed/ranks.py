@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,11 +22,15 @@ from autogram._distributed.group import Given, Group, Link
 from autogram._distributed.overlap import Foresight, Overlap
 from autogram._distributed.plan import ExchangePlan, Way, make_plan
 from autogram._distributed.share import Data, Share, data_of
+from autogram._distributed.signals import held
 from autogram._distributed.wrapper import Wrappers
 from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
+from autogram._undo import undone
 from autogram._weights import Weighting
+
+T = TypeVar("T")
 
 _MOST = 64  # plans and graphs that are remembered
 
@@ -67,13 +72,16 @@ class Ranks:
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
         """
-        exchange, total = self._exchanged(compute)
-        if not exchange.is_confirmed:
-            self.agreement.confirm(exchange.failure)
+        with held():
+            self.agreement.begin("compute_gramian")
+            exchange, total = self._exchanged(compute)
+            if not exchange.is_confirmed:
+                self.agreement.confirm(exchange.failure)
         return total
 
     def weights(
         self,
+        kind: str | None,
         compute: Callable[[], Jacobian],
         weighting: Weighting,
         scale: Callable[[], float],
@@ -82,39 +90,30 @@ class Ranks:
         """The weights of all objectives, by a function that the first rank calls; and the Gramian.
 
         ``weighting`` gives weights that are checked but for their shape. ``scale`` is called after
-        ``compute``. What it gives and ``wrapped`` are as for :meth:`Agreement.confirm`.
+        ``compute``. What it gives and ``wrapped`` are as for :meth:`Agreement.confirm`. The
+        ``kind`` is that of the call, if it begins here.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters, scales or
                 wrappers.
         """
-        exchange, gramian = self._exchanged(compute)
-        error, weights = exchange.failure, gramian.new_empty(len(gramian))
-        number = 0.0
-        if error is None:
-            try:
+        with held():
+            if kind is not None:
+                self.agreement.begin(kind)
+            exchange, gramian = self._exchanged(compute)
+            error, number, weights = exchange.failure, 0.0, gramian.new_empty(len(gramian))
+
+            def weigh() -> tuple[float, Tensor]:
                 number = scale()
-                if self.group.rank == 0:
-                    weights = self._weights_by(weighting, gramian)
-            except Exception as raised:
-                error = raised
-        self.agreement.confirm(error, number, wrapped)
-        self.group.broadcast(weights)
+                is_first = self.group.rank == 0
+                return number, self._weights_by(weighting, gramian) if is_first else weights
+
+            if error is None:
+                found, error = attempted(weigh)
+                number, weights = found or (number, weights)
+            self.agreement.confirm(error, number, wrapped)
+            self.group.broadcast(weights)
         return weights, gramian
-
-    @contextmanager
-    def agreeing(self) -> Iterator[None]:
-        """Lets a block end alike on all ranks, before one of them waits for what others send.
-
-        Raises:
-            RankError: A rank has failed in the block.
-        """
-        error = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        self.agreement.confirm(error)
 
     def own(self, weights: Tensor) -> Tensor:
         """This rank's part of a vector with an entry for each objective of all ranks.
@@ -164,15 +163,10 @@ class Ranks:
         channel, overlap = self.channel, None
         if kind is not None and not self.shards:
             overlap = Overlap(self.agreement, self._foresight, channel, kind, self._start)
-        self._overlap = channel.listener = overlap
-        try:
+        with undone(partial(setattr, channel, "listener", None)):
+            self._overlap = channel.listener = overlap
             with together(self, losses), wrappers.passing(channel, parts_of(losses)):
                 yield
-        except RankError:
-            self._overlap = None
-            raise
-        finally:
-            channel.listener = None
 
     def _start(self, shares: Sequence[Share], device: torch.device) -> Exchange:
         """Begins to exchange what the ranks have, by a plan that is found once."""
@@ -186,17 +180,12 @@ class Ranks:
     def _exchanged(self, compute: Callable[[], Jacobian]) -> tuple[Exchange, Tensor]:
         """What the ranks have computed together, before they know whether one of them failed."""
         data: Data | None = None
-        error: Exception | None = None
         device = torch.device("cpu")
-        try:
-            jacobian = compute()
+        jacobian, error = attempted(compute)
+        if jacobian is not None:
             device = jacobian.device
             with exact(device):
-                data = data_of(jacobian)
-        except RankError:
-            raise  # by all ranks
-        except Exception as raised:
-            error = raised
+                data, error = attempted(partial(data_of, jacobian))
         overlap, self._overlap = self._overlap, None
         exchange, total = None, None
         with exact(device):
@@ -216,14 +205,31 @@ class Ranks:
         return exchange, total
 
 
-def together(ranks: Ranks | None, losses: Losses) -> AbstractContextManager[None]:
+def attempted(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """The result of a function, or the error that other ranks are to be told. Signals come through.
+
+    Raises:
+        RankError: All ranks raise it.
+    """
+    try:
+        with held(are_held=False):
+            return function(), None
+    except RankError:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def together(
+    ranks: Ranks | None, losses: Losses, kind: str | None = None
+) -> AbstractContextManager[None]:
     """One call of an engine, in which all ranks make equally many passes, if these communicate.
 
-    The passes begin at the losses.
+    The passes begin at the losses. The ``kind`` is that of the call, if it begins here.
     """
     if ranks is None or ranks.channel.before_pass is None:
         return nullcontext()
-    return ranks.agreement.call(partial(_go_along, ranks.channel, losses))
+    return ranks.agreement.passes(partial(_go_along, ranks.channel, losses), kind)
 
 
 def _go_along(channel: Channel, losses: Losses) -> None:

@@ -35,7 +35,7 @@ class Piece:
 
     part: int  # which of the rank's Jacobians it belongs to
     region: Region
-    equation: str  # that of the block, or an empty text for a lookup
+    equation: str
     operands: tuple[Operand, ...]
 
 

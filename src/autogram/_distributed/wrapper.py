@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autogram._capture.distribution import learns, mark_of, wrapper_now, wrapper
 from autogram._capture.recording import Channel
 from autogram._distributed.group import Group
 from autogram._errors import UnsupportedError, listed
+from autogram._undo import undone
 
 
 class Wrappers:
@@ -61,13 +63,14 @@ class Wrappers:
         for part in losses:
             self._see(channel, part)
         unlearned = [wrapper for wrapper in self._seen if learns(wrapper)]
-        for wrapper in unlearned:
-            wrapper._static_graph_delay_allreduce_enqueued = True
-        try:
-            yield
-        finally:
+
+        def delay(*, is_on: bool) -> None:
             for wrapper in unlearned:
-                wrapper._static_graph_delay_allreduce_enqueued = False
+                wrapper._static_graph_delay_allreduce_enqueued = is_on
+
+        with undone(partial(delay, is_on=False)):
+            delay(is_on=True)
+            yield
 
     @property
     def wrapped(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from autogram._engine.steps import Step
 from autogram._errors import InvalidOperandError
 from autogram._losses import Losses
+from autogram._undo import undoing
 
 
 class Accumulation:
@@ -28,6 +29,7 @@ class Accumulation:
         self._is_open = False
         self._found: tuple[Tensor, list[Any]] | None = None
 
+    @undoing
     def add(self, losses: Losses, *, retain_graph: bool = False) -> None:
         """Takes in the losses of a micro-batch, by one pass through the activations.
 
@@ -77,5 +79,10 @@ class Accumulation:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         step, self._step = self._step, None
-        if step is not None:
+        if step is None:
+            return
+        try:
             self._found = step.finish(error)
+        except BaseException as raised:
+            step.abandon(raised)
+            raise

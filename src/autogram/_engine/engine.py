@@ -20,6 +20,7 @@ from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
 from autogram._losses import L, Losses, shapes_of, weights_like
+from autogram._undo import undoing
 from autogram._weights import Weighting, weights_of
 
 
@@ -141,7 +142,7 @@ class Engine(Hooked):
             InvalidOptionError: ``keep`` is none of these.
             AutogramError: As for :meth:`compute_gramian`.
         """
-        with together(self._ranks, losses):
+        with together(self._ranks, losses, "jacobian"):
             check_keep(keep)
             losses = self._checked(losses)
             run = self._drivers.run(losses, form=keep, is_summed=False)
@@ -171,6 +172,7 @@ class Engine(Hooked):
         return_gramian: Literal[True],
     ) -> tuple[L, Tensor]: ...
 
+    @undoing
     def backward(
         self,
         losses: Losses,
@@ -229,8 +231,8 @@ class Engine(Hooked):
         ):
             step.add(losses, retain_graph=retain_graph)
             # The rows are gone before another step may write where they are.
-        gramian, (weights,) = step.gramian, step.weights
-        return (weights, gramian) if return_gramian else weights
+        (weights,) = step.weights
+        return (weights, step.gramian) if return_gramian else weights
 
     def accumulate(
         self, weighting: Weighting, *, keep: Keep = "auto", scaler: GradScaler | None = None
@@ -277,12 +279,12 @@ class Engine(Hooked):
         scale.check()
         return Accumulation(Step(self, keep, scale))
 
+    @undoing
     def weights(self, losses: L, weighting: Weighting, *, scaler: GradScaler | None = None) -> L:
         """The weights alone, in the form of the losses, for a backward pass of your own.
 
-        ``losses.backward(engine.weights(losses, weighting))`` is a step in two passes, for losses
-        of any shape. Of several losses, it is ``torch.autograd.backward(losses, weights)`` with
-        two lists.
+        ``losses.backward(engine.weights(losses, weighting))`` is a step in two passes. For several
+        losses, it is ``torch.autograd.backward(losses, weights)`` with two lists.
 
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
@@ -299,17 +301,16 @@ class Engine(Hooked):
         scale = Scale(weighting, scaler)
         if (ranks := self._ranks) is not None:
             compute = partial(self._jacobian_of_rank, losses, scale)
-            weights, gramian = ranks.weights(compute, scale.weights, scale.number)
-            scale.usable(weights, gramian, self._finite)  # or an error, perhaps of a later call
-            weights, self._form = ranks.own(weights), shapes_of(losses)
+            every, gramian = ranks.weights("weights", compute, scale.weights, scale.number)
+            weights, self._form = ranks.own(every), shapes_of(losses)
         else:
             scale.check()
             total = self._checked(losses)
             with scale.applied(total) as scaled:
                 gramian = self.compute_gramian(scaled)
-            weights = scale.weights(gramian)
-            scale.usable(weights, gramian, self._finite)
+            every = weights = scale.weights(gramian)
             weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
+        scale.usable(every, gramian, self._finite)  # or an error, perhaps of a later call
         return weights_like(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 
     def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
@@ -334,9 +335,8 @@ class Engine(Hooked):
         References:
             Charikar, Chen and Farach-Colton 2002; Pham and Pagh 2013, doi:10.1145/2487575.2487591.
         """
-        losses = self._checked(losses)
         sketching = Sketching(self._channel, dimensions, seed)
-        run = self._drivers.run(losses, sinks=[sketching], is_summed=False)
+        run = self._drivers.run(self._checked(losses), sinks=[sketching], is_summed=False)
         return Sketch(sketching.rows(run.objectives), sketching.seed)
 
     def _jacobian_of_rank(self, losses: Losses, scale: Scale | None = None) -> Jacobian:

@@ -77,8 +77,8 @@ class Hooked:
         self._ranks = ranks = None if is_alone else Ranks(distributed, session, channel)
         self._form: Losses | None = None  # of the losses of the last Gramian of all ranks
         shards = None if ranks is None else ranks.shards
-        hook_all(session, hooks)
         self._remove = weakref.finalize(self, _take_off, hooks, session, shards)
+        hook_all(session, hooks)
 
     def verify(self, losses: Losses) -> None:
         """Compares the Gramian of some losses with one ordinary backward pass.
@@ -100,7 +100,7 @@ class Hooked:
         References:
             Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
         """
-        with together(self._ranks, losses):
+        with together(self._ranks, losses, "verify"):
             self._drivers.run(self._checked(losses), must_verify=True)
 
     def report(self) -> Report:

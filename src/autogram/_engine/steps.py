@@ -13,14 +13,23 @@ from torch import Tensor
 from autogram._arguments import is_retained
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
-from autogram._capture.autograd.grad import check_addable
+from autogram._capture.autograd.grad import check_addable, has_hooks
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
-from autogram._distributed import Ranks, Wrappers, accumulate, gradients_of, together
+from autogram._distributed import (
+    Ranks,
+    Wrappers,
+    accumulate,
+    attempted,
+    gradients_of,
+    held,
+    together,
+)
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, shapes_of, weights_like
+from autogram._undo import undoing
 
 
 @dataclass(eq=False)
@@ -43,6 +52,8 @@ class Step:
         self._gramian: Tensor | None = None  # of the scaled losses, if it was added up
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
+        self._has_begun = False  # for other ranks
+        self._has_met = False  # them, at the end
         self._last: Losses = []  # where a pass for the sake of other ranks begins
 
     def add(self, losses: Losses, *, retain_graph: bool) -> None:
@@ -68,9 +79,16 @@ class Step:
         if ranks is None or self._wrappers is None:
             yield
             return
+        self._begin(ranks)
         self._last = losses if ranks.channel.before_pass is not None else []
         with ranks.passing(losses, self._wrappers, "step" if self.is_only else None):
             yield
+
+    def _begin(self, ranks: Ranks) -> None:
+        """Begins the call, in which other ranks have to be, too."""
+        if not self._has_begun:
+            self._has_begun = True
+            ranks.agreement.begin("backward" if self.is_only else "accumulate")
 
     def _take(self, losses: Tensor, *, retain_graph: bool) -> None:
         """Makes the pass for some losses."""
@@ -102,6 +120,14 @@ class Step:
             self._names.setdefault(parameter, name)
         self._gramian = run.gramian if is_summed else None
 
+    @undoing
+    def abandon(self, error: BaseException) -> None:
+        """Tells other ranks of an interrupt before :meth:`finish` could tell them anything."""
+        ranks = self.engine._ranks
+        if ranks is not None and self._wrappers is not None and not self._has_met:
+            self._finish_with_others(ranks, self._wrappers, error)
+
+    @undoing
     def finish(self, error: BaseException | None) -> tuple[Tensor, list[Any]] | None:
         """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
 
@@ -115,8 +141,6 @@ class Step:
         """
         engine, sizes = self.engine, [size for _, size in self._forms]
         if engine._ranks is not None and self._wrappers is not None:
-            if error is not None and not isinstance(error, Exception):
-                return None
             gramian, weights = self._finish_with_others(engine._ranks, self._wrappers, error)
             engine._form = shapes_of(self._forms[0][0]) if self.is_only else weights.to("meta")
         elif error is not None or not (self.is_only or any(sizes)):
@@ -162,18 +186,33 @@ class Step:
             found.append(self._jacobian())
             return found[0]
 
-        weights, gramian = ranks.weights(
-            jacobian, self.scale.weights, self.scale.number, wrappers.wrapped
-        )
-        own = ranks.own(weights)
-        usable = ranks.own(self.scale.usable(weights, gramian, self.engine._finite))
-        with ranks.agreeing():
+        def differentiate() -> tuple[dict[Tensor, Tensor], dict[str, Tensor]]:
             self._check_rest()
-            rest = self._wrapped_rest(usable, wrappers)
-            gradients = gradients_of(found[0], usable)
-        accumulate(ranks, gradients, found[0]._names, wrappers, rest)
-        with together(ranks, self._last):
-            self._differentiate_rest(usable)
+            return self._wrapped_rest(usable, wrappers), gradients_of(found[0], usable)
+
+        def end() -> None:
+            with together(ranks, self._last):
+                finish()
+                self._differentiate_rest(usable)
+
+        with held():
+            self._has_met = True
+            self._begin(ranks)
+            weights, gramian = ranks.weights(
+                None, jacobian, self.scale.weights, self.scale.number, wrappers.wrapped
+            )
+            own = ranks.own(weights)
+            usable = ranks.own(self.scale.usable(weights, gramian, self.engine._finite))
+            gradients, error = attempted(differentiate)
+            may_fail = bool(self._rest) or any(map(has_hooks, channel.parameters_now()))
+            must_wait = ranks.agreement.is_ready(error, may_fail)
+            assert gradients is not None
+            finish = accumulate(ranks, gradients[1], found[0]._names, wrappers, gradients[0])
+            _, error = attempted(end)
+            if must_wait:
+                ranks.agreement.end(error)
+            elif error is not None:
+                raise error
         return gramian, own
 
     def _differentiate_rest(self, weights: Tensor) -> None:

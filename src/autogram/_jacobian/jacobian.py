@@ -21,7 +21,7 @@ from autogram._arguments import (
 from autogram._blocks import Columns, Limit, as_real
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.grad import add_to_grad, as_gradients, check_addable
-from autogram._capture.autograd.passes import running_pass
+from autogram._capture.autograd.nested import running_pass
 from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
 from autogram._errors import InvalidOperandError, UnsupportedError

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autogram import ChangedTensorError
 from autogram._blocks import Block, Columns, Lookup, Region
 from tests.unit._blocks.blocks import gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
@@ -82,15 +83,59 @@ def test_gram_beside_the_whole(views, limit: int) -> None:
     assert_close_to_reference(columns.gram(), gramian_of(expected))
 
 
+def transposed(w: Tensor) -> Tensor:
+    return w.T
+
+
+READ = [
+    pytest.param([whole], id="read by rows"),
+    pytest.param([transposed], id="by columns"),
+    pytest.param([whole, transposed, whole, transposed], id="by rows and columns"),
+]
+
+
+def look_up(columns: Columns, views) -> Tensor:
+    """Adds a lookup in each view of the table, and returns the sum of their rows."""
+    total = torch.zeros(K, B, *BASE.shape)
+    for count, view in enumerate(views, 3):
+        (size, width), region = view(BASE).shape, Region.of(view(BASE))
+        lookup = Lookup(torch.randint(0, size, (B, count)), torch.randn(K, B, count, width))
+        columns.add(region, lookup)
+        rows = lookup.rows(size)
+        total = total + (rows if view is whole else rows.mT)
+    return total.flatten(2)
+
+
 @pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("views", [*PARTS, *VIEWS])
-def test_gram_beside_a_lookup(views, limit: int) -> None:
+def test_products_beside_a_lookup(views, read, limit: int) -> None:
     columns = Columns(Region.of(BASE), kernels(limit))
-    expected = fill(columns, views)
-    lookup = Lookup(torch.randint(0, 6, (B, 5)), torch.randn(K, B, 5, 4))
-    columns.add(Region.of(BASE), lookup)
-    expected = expected + lookup.rows(6).flatten(2)
-    assert_close_to_reference(columns.gram(), gramian_of(expected))
+    expected = fill(columns, views) + look_up(columns, read)
+    for _ in range(2):
+        assert_close_to_reference(columns.gram(), gramian_of(expected))
+        assert_close_to_reference(columns.square_norms(), expected.square().sum(2))
+        assert_close_to_reference(columns.dense(), expected)
+    some = torch.tensor([2, 0])
+    assert_close_to_reference(columns.at(some).dense(), expected[:, some])
+    for other_views in ([], [whole]):
+        for other_read in ([whole], [transposed]):
+            other = Columns(Region.of(BASE), kernels(limit))
+            rows = fill(other, other_views) + look_up(other, other_read)
+            product = torch.einsum("kbi,lci->kblc", expected, rows)
+            assert_close_to_reference(columns.cross_gram(other), product)
+
+
+@pytest.mark.parametrize("read", READ)
+def test_lookups_that_are_changed_in_place(read) -> None:
+    """The tokens of a batch, between two products."""
+    columns = Columns(Region.of(BASE), kernels())
+    look_up(columns, read[:2])
+    columns.gram()
+    _, lookup = columns.found()[-1]
+    lookup.operands[0].zero_()
+    with pytest.raises(ChangedTensorError):
+        columns.gram()
 
 
 @pytest.mark.parametrize("views", [*PARTS, *VIEWS])
@@ -101,15 +146,11 @@ def test_dense(views) -> None:
 
 
 @pytest.mark.parametrize("views", [*PARTS, *VIEWS])
-@pytest.mark.parametrize("has_lookup", [False, True])
-def test_slices(views, has_lookup: bool) -> None:
+@pytest.mark.parametrize("read", [pytest.param([], id="no lookup"), *READ])
+def test_slices(views, read) -> None:
     """Each is the part of all rows, also where these are the sum of several blocks."""
     columns = Columns(Region.of(BASE), kernels())
-    expected = fill(columns, [whole, *views])
-    if has_lookup:
-        lookup = Lookup(torch.randint(0, 6, (B, 5)), torch.randn(K, B, 5, 4))
-        columns.add(Region.of(BASE), lookup)
-        expected = expected + lookup.rows(6).flatten(2)
+    expected = fill(columns, [whole, *views]) + look_up(columns, read)
     for start, stop in ((0, 6), (0, 1), (2, 5), (5, 6)):
         assert_close_to_reference(columns.slice(start, stop), expected[..., 4 * start : 4 * stop])
 

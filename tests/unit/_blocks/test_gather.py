@@ -125,7 +125,7 @@ def test_lookups(calls: list[tuple[int, ...]]) -> None:
 
 
 def test_columns_of_all_kinds() -> None:
-    """Blocks of all samples, of some, and lookups of either, in one parameter."""
+    """Blocks of all samples, of some, and lookups of either, by rows and by columns."""
     table = torch.zeros(6, 4)
     region, columns, expected = (
         Region.of(table),
@@ -137,9 +137,11 @@ def test_columns_of_all_kinds() -> None:
         block = Block("kbtv,btd->kbvd", (torch.randn(K, b, 2, 6), torch.randn(b, 2, 4)))
         lookup = Lookup(torch.randint(0, 6, (b, 3)), torch.randn(K, b, 3, 4))
         subset = None if samples is None else Subset(samples, B)
+        by_columns = Lookup(torch.randint(0, 4, (b, 3)), torch.randn(K, b, 3, 6))
         columns.add(region, block, subset)
         columns.add(region, lookup, subset)
-        rows = dense(block) + lookup.rows(6)
+        columns.add(Region.of(table.T), by_columns, subset)
+        rows = dense(block) + lookup.rows(6) + by_columns.rows(4).mT
         expected = expected + (rows if subset is None else spread([(subset, rows)]))
     assert columns.narrow() is None
     assert_close_to_reference(columns.gram(), gramian_of(expected))

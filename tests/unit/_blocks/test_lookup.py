@@ -44,7 +44,8 @@ def test_rows() -> None:
 def test_concatenate() -> None:
     lookups = [make_lookup(), make_lookup(tokens=2)]
     expected = sum(map(dense_rows, lookups))
-    assert_close_to_reference(dense_rows(concatenate_lookups(lookups)), expected)
+    (together,) = concatenate_lookups(lookups)
+    assert_close_to_reference(dense_rows(together), expected)
 
 
 @pytest.mark.parametrize("limit", [1, 30, 2**40])

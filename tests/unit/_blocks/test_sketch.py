@@ -57,10 +57,19 @@ def test_factors_of_many_positions_have_rows() -> None:
         assert Projection(region, 8, 17, CPU).suits(block) is suits
 
 
-def test_lookups_and_rows() -> None:
-    lookup = Lookup(torch.tensor([[0, 2, 2], [5, 1, 0]]), torch.randn(3, 2, 3, 4))
-    projection = Projection(Region.contiguous((6, 4)), 5, 17, CPU)
-    rows = lookup.rows(6).flatten(2)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("is_stored_by_columns", [False, True])
+def test_lookups_and_rows(order: tuple[int, int], is_stored_by_columns: bool) -> None:
+    """Reads by rows and by columns, of a parameter that is stored by rows or by columns."""
+    table = torch.zeros(4, 6).T if is_stored_by_columns else torch.zeros(6, 4)
+    read, region = table.permute(order), Region.of(table)
+    indices = torch.tensor([[0, 2, 2], [3, 1, 0]])
+    lookup = Lookup(indices, torch.randn(3, 2, 3, read.shape[1]))
+    lookup = lookup.on(Region.of(read), region.canonical)
+    assert isinstance(lookup, Lookup)
+    projection = Projection(region, 5, 17, CPU)
+    block = lookup.block(region.canonical.shape)
+    rows = torch.einsum(block.equation, *block.operands).flatten(2)
     expected = projection.of_rows(rows.flatten(0, 1)).view(3, 2, 5)
     assert_close_to_reference(projection.of_lookup(lookup, torch.float64), expected)
 

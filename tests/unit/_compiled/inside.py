@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autogram import Engine
 from autogram._capture.autograd.passes import Pass
@@ -90,6 +91,17 @@ class Encoder(nn.Module):
         return found
 
 
+class TiedByColumns(nn.Module):
+    """A table of which each column belongs to a token, and which is a weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.tied = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (F.embedding(ids, self.alone.T) * self.tied.T[ids]).tanh() @ self.tied
+
+
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
@@ -108,5 +120,11 @@ MODELS: dict[str, tuple[Any, Any, Any, list[str]]] = {
         lambda: sequences(4, 6),
         language_losses,
         ["add"],
+    ),
+    "columns": (
+        TiedByColumns,
+        lambda: (torch.randint(6, (4, 5)),),
+        lambda y, _: y.square().sum((1, 2)),
+        [],
     ),
 }

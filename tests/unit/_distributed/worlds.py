@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn import functional as F
 
 from autogram import Engine
 from autogram.testing import reference_jacobian
@@ -46,6 +47,18 @@ class Tied(nn.Module):
         x = self.embedding(ids) + self.position
         x = x + torch.tanh(self.middle(self.norm(x))) * self.scale
         return (x @ self.embedding.weight.T).logsumexp(2).sum(1, keepdim=True)
+
+
+class TiedByColumns(nn.Module):
+    """Tables of which each column belongs to a token: read alone, or tied, or read by row, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.tied, self.both = (nn.Parameter(torch.randn(6, 11)) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.alone.T) + self.tied.T[ids].sin() * self.both.T[ids]
+        return torch.cat([x.tanh() @ self.tied, self.both[ids % 6].sin()], 2).sum(1)
 
 
 class Gappy(nn.Module):

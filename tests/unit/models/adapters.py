@@ -7,7 +7,7 @@ from typing import Any
 import peft
 from torch import Tensor, nn
 
-from .decoders import GPT2
+from .decoders import GPT2, LLAMA, LLAMA_LIKE
 from .encoders import BERT, BERT_LIKE
 from .specimen import Attention, Batch, Build, Specimen, from_config
 from .text import TOKENS, make_padded_text, sequence_losses
@@ -22,6 +22,10 @@ GPT2_TARGETS: dict[str, Any] = {
 BERT_TARGETS: dict[str, Any] = {
     "task_type": "SEQ_CLS",  # the classifier is trained, too
     "target_modules": ["query", "value"],
+}
+LLAMA_TARGETS: dict[str, Any] = {
+    "task_type": "CAUSAL_LM",
+    "target_modules": ["embed_tokens", "q_proj"],  # peft reads rows of a transposed factor
 }
 LOW_RANK: dict[str, Any] = {"r": 2, "lora_dropout": 0.1}
 
@@ -66,6 +70,15 @@ ADAPTERS: dict[str, Specimen] = {
     "gpt2-dora": _adapted_gpt2(peft.LoraConfig(**GPT2_TARGETS, **LOW_RANK, use_dora=True)),
     "gpt2-prompt": _adapted_gpt2(
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=PROMPT)
+    ),
+    "llama-lora": replace(
+        LLAMA,
+        build=adapted(
+            from_config("LlamaForCausalLM", **LLAMA_LIKE),
+            peft.LoraConfig(**LLAMA_TARGETS, **LOW_RANK),
+        ),
+        make_batch=make_padded_text,
+        attentions=("sdpa",),
     ),
     "bert-lora": _adapted_bert(peft.LoraConfig(**BERT_TARGETS, **LOW_RANK)),
     "bert-dora": _adapted_bert(peft.LoraConfig(**BERT_TARGETS, **LOW_RANK, use_dora=True)),

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from autogram import Engine
-from tests.unit.checks import trainable
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference, irregular, trainable
 from tests.unit.engines import assert_exact
+from tests.unit.jacobians import assert_operator_is
 
 from .survey import calls_of
 from .zoo import ADAPTERS
@@ -18,6 +20,7 @@ USES = {
     "gpt2-lora": {"linear": 12},
     "gpt2-dora": {"linear": 12, "mul": 12},
     "gpt2-prompt": {"repeat": 1},
+    "llama-lora": {"embedding": 1, "matmul": 1, "linear": 4},
     "bert-lora": {"linear": 8 + 1},
     "bert-dora": {"linear": 8 + 1, "mul": 8},
     "bert-prompt": {"repeat": 1, "linear": 1},
@@ -44,7 +47,7 @@ def test_fresh_adapters(name: str) -> None:
     model = specimen.make_model("sdpa")
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if "lora_B" in parameter_name:
+            if "lora_B" in parameter_name or "lora_embedding_A" in parameter_name:
                 parameter.zero_()
     engine = Engine(model)
     optimizer = torch.optim.SGD(trainable(model), 0.1)
@@ -69,3 +72,20 @@ def test_disabled_adapters(name: str) -> None:
         engine.compute_gramian(losses)
         assert not any("lora" in of.name for of in engine.report().parameters)
     assert_exact(engine, specimen.compute_losses(model, batch), model)
+
+
+def test_adapters_of_embeddings() -> None:
+    """Their first factor is read by its last dimension."""
+    specimen = ADAPTERS["llama-lora"]
+    model = specimen.make_model("sdpa")
+    assert any("lora_embedding_A" in name for name, p in model.named_parameters())
+    engine = Engine(model)
+    for size in specimen.sizes:
+        losses = specimen.compute_losses(model, specimen.make_batch(size))
+        expected = reference_jacobian(losses, trainable(model))
+        assert_operator_is(engine.jacobian(losses), expected)
+        weights = irregular(size)
+        engine.backward(losses, lambda _, w=weights: w)
+        gradient = torch.cat([p.grad.flatten() for p in trainable(model)])
+        assert_close_to_reference(gradient, weights @ expected)
+        model.zero_grad()

@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_others_in_each_step(name: str) -> None:
-    """What the steps show together is enough in the end, and then no step needs a search."""
+    """The graph tells where all samples are, also those without a cotangent in a step."""
     make, losses_of = CASES[name]
     model = make()
     engine = Engine(model, verify="never")
@@ -93,8 +93,7 @@ def test_others_in_each_step(name: str) -> None:
             engine.compute_gramian(losses)
         counts.append(len(passes))
         assert_exact(engine, losses, model)
-    assert counts[1] > 1
-    assert set(counts[-3:]) == {1}
+    assert set(counts) == {1}
 
 
 @pytest.mark.parametrize("name", CASES)

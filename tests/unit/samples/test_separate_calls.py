@@ -440,7 +440,7 @@ def test_samples_that_read_each_other_are_mixed() -> None:
     for sample in batch(4, 3):
         h = cell(sample, h)
         found.append(h)
-    with pytest.raises(MixedSamplesError, match="`linear` with `weight_ih`, `bias_ih`"):
+    with pytest.raises(MixedSamplesError, match="is where they meet first"):
         engine.compute_gramian(per_sample(torch.stack(found)))
 
 
@@ -457,7 +457,7 @@ def test_unbatched_call_for_all_samples_is_mixed() -> None:
 
 @pytest.mark.parametrize("bad", [[2], [0, 3]])
 def test_losses_that_are_not_finite(bad: list[int]) -> None:
-    """One sample alone hides its places, and has those that nobody else has."""
+    """The places of all samples are known without their values."""
     model = mlp(4, 3)
     engine = Engine(model, batch_dim=0, verify="never")
     x = batch(4, 4)
@@ -467,10 +467,6 @@ def test_losses_that_are_not_finite(bad: list[int]) -> None:
     infinite = torch.ones(4)
     infinite[bad] = torch.inf
     losses = losses * infinite
-    if len(bad) > 1:
-        with pytest.raises(Exception, match="infinite or not a number"):
-            engine.compute_gramian(losses)
-        return
     gramian = engine.compute_gramian(losses)
     alone = per_sample(model(x[good]))
     jacobian = reference_jacobian(alone, trainable(model))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from autogram._undo import undone
 
 # What scratch memory is for: rows that are read once, a copy of the first or of the second operand
 # of a product, or a copy of a factor for several products.
@@ -75,15 +78,13 @@ class Arena:
         if self._is_borrowed:
             yield None
             return
-        self._is_borrowed = True
-        try:
+        with undone(partial(setattr, self, "_is_borrowed", False)):
+            self._is_borrowed = True
             if not self._taken <= len(self._memory) <= 2 * self._taken:
                 self._memory = self._memory.new_empty(0)  # frees it before the new one is there
                 self._memory = self._memory.new_empty(self._taken)
             self._taken = 0
             yield self
-        finally:
-            self._is_borrowed = False
 
     def restart(self) -> None:
         """Takes everything back: the step begins again."""

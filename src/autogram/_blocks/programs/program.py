@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autogram._blocks.kernels.workspace import Memory
 from autogram._containers import tensors_in
+from autogram._undo import undone
 
 T = TypeVar("T")
 
@@ -84,12 +85,10 @@ def written_down(
         tensor that neither was given nor computed by such calls.
     """
     writer = _Writer(memory, tensors)
-    before, _HERE.writer = _HERE.writer, writer
-    try:
+    with undone(partial(setattr, _HERE, "writer", _HERE.writer)):
+        _HERE.writer = writer
         with writer, writer.watching:
             found = function(memory and partial(as_one_call, operator.call, memory), tensors)
-    finally:
-        _HERE.writer = before
     return found, writer.program(results(found))
 
 

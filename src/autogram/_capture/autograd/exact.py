@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from autogram._errors import UnsupportedError
+from autogram._undo import undone
 
 
 @contextmanager
@@ -41,7 +43,14 @@ def without_autocast(device: torch.device) -> Iterator[None]:
     if not torch._C._is_any_autocast_enabled():
         yield
         return
-    with torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
+    devices = [x for x in {device.type, "cpu"} if torch.is_autocast_enabled(x)]
+
+    def enable(*, is_on: bool) -> None:
+        for x in devices:
+            torch.set_autocast_enabled(x, is_on)
+
+    with undone(partial(enable, is_on=True)):
+        enable(is_on=False)
         yield
 
 

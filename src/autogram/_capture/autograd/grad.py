@@ -45,6 +45,11 @@ def check_addable(leaves: Iterable[Tensor], names: Mapping[Tensor, str] | None =
         )
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether functions are called with a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def as_gradients(sums: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
     """Weighted sums of rows as gradients of parameters: zeros where there is no sum."""
     found = {}
@@ -64,7 +69,7 @@ def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     for parameter, gradient in gradients:
         if not parameter.requires_grad:
             continue
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_hooks(parameter):
             torch.autograd.backward([parameter], [gradient])
             continue
         with _FIRST:

@@ -284,7 +284,8 @@ def _kind(node: Any) -> NodeKind:
             (sizes if is_size else arguments).append(getattr(node, field).__get__)
     if "_saved_indices" in tensors:
         arguments.append(_indexed)
-    operation = node.__name__.rstrip("0123456789").removesuffix("Backward")
+    name = node.__name__.removesuffix("_copy")  # of operators that copy what others view
+    operation = name.rstrip("0123456789").removesuffix("Backward")
     if operation == CHANGE:
         arguments.append(lambda node: (found := changed_slice(node)) and kept_by_slice(found))
         sizes.append(lambda node: [of.numbers for of in changed_slice(node) or ()])

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
@@ -14,21 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.autograd.variable import Variable
+from torch.utils.hooks import RemovableHandle
 
-from autogram._capture.autograd.graph import explaining_freed_graphs, leaves_behind
+from autogram._capture.autograd.graph import explaining_freed_graphs
+from autogram._capture.autograd.nested import is_watched, running_pass, unwatch, watch
 from autogram._capture.autograd.streams import Streams
 from autogram._capture.recording import Channel, Recording
 from autogram._errors import UnsupportedError, listed
+from autogram._undo import undone
 from autogram.hooks.backward import SILENT_PASSES
 
 _CPU = torch.device("cpu")
 _Told = Callable[[Tensor], object]
-
-
-def running_pass() -> Pass | None:
-    """The pass of an engine that the autograd node which runs now belongs to, if it is one."""
-    return SILENT_PASSES.get(torch._C._current_graph_task_id()) if SILENT_PASSES else None
 
 
 @contextmanager
@@ -40,13 +37,21 @@ def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
     """
 
     def call(function: Callable[..., None], *cotangents: tuple[Tensor | None, ...]) -> None:
-        current = running_pass()
+        current = None if is_over else running_pass()
         if current is not None and not current.is_blocked:
             function(current, *cotangents)
 
-    with ExitStack() as stack:
+    handles: list[Any] = []
+    is_over: list[bool] = []  # where an interrupt has lost the handle of a hook, it does nothing
+
+    def remove() -> None:
+        is_over.append(True)
+        for handle in handles:
+            handle.remove()
+
+    with undone(remove):
         for node, function in hooks:
-            stack.callback(node.register_hook(partial(call, function)).remove)
+            handles.append(node.register_hook(partial(call, function)))
         yield
 
 
@@ -74,12 +79,15 @@ class Pass:
     is_along: bool = False
     """Whether the pass is made only because other processes make theirs."""
     _number: int | None = None
-    _error: Exception | None = None
+    _handle: RemovableHandle | None = None
+    _error: BaseException | None = None
     _aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = field(default_factory=dict)
     """Gradients by the `id` of the tensors that had them."""
     _has_nested: bool = False
     _kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = field(default_factory=list)
     _reached: set[Recording] = field(default_factory=set)
+    _retained: list[tuple[Recording, Tensor, Tensor | None]] = field(default_factory=list)
+    """Activations that keep their gradient, with the gradient that they had."""
     _streams: Streams | None = None
     """Those of a pass with a receiver that is not on the CPU alone."""
     _waiting: deque[tuple[_Told, Tensor]] = field(default_factory=deque)
@@ -107,27 +115,32 @@ class Pass:
                 self._streams = Streams(devices)
         node = output.grad_fn if isinstance(output, Tensor) else output.node
         assert node is not None
-        handle = node.register_prehook(self._begin)
         kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
-        retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
-        try:
-            with _watched(), explaining_freed_graphs(output):
+        self._retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
+        with undone(self._undo):
+            watch(self)
+            self._handle = node.register_prehook(self._begin)
+            with explaining_freed_graphs(output):
                 found: tuple[Tensor | None, ...] = torch.autograd.grad(
                     output, inputs, cotangent, retain_graph=retain_graph, allow_unused=True
                 )
             self._finish()
-        finally:
-            handle.remove()
-            if self._number is not None:
-                del SILENT_PASSES[self._number]
-            self._error = None  # its traceback leads back to here
-            self._put_back()
-            for recording, tensor, gradient in retained:
-                if recording in self._reached:
-                    tensor.grad = gradient
         if self._kept and self.hidden is None:  # else they are shown behind the batched pass
             self.show_kept()
         return found
+
+    def _undo(self) -> None:
+        """Leaves everything as it was before the pass."""
+        if self._handle is not None:
+            self._handle.remove()
+        if self._number is not None:
+            SILENT_PASSES.pop(self._number, None)
+        unwatch(self)
+        self._error = None  # its traceback leads back to here
+        self._put_back()
+        for recording, tensor, gradient in self._retained:
+            if recording in self._reached:
+                tensor.grad = gradient
 
     def reach(self, recording: Recording) -> bool:
         """Notes that a tap of a recording is reached, and says whether its cotangent is wanted."""
@@ -160,7 +173,7 @@ class Pass:
                 self._call_in_turn(None if is_there else self._streams)
             elif self._error is None:
                 call(shown)
-        except Exception as error:
+        except BaseException as error:
             self._error = error
 
     def _call_in_turn(self, streams: Streams | None) -> None:
@@ -175,7 +188,7 @@ class Pass:
             finally:
                 self._turn.release()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Keeps an error that is raised after the pass, unless there is one."""
         if self._error is None:
             self._error = error
@@ -205,17 +218,17 @@ class Pass:
     def _put_back(self) -> list[Tensor]:
         """Puts back gradients, and returns tensors that are alive and got another one meanwhile."""
         changed = []
-        while self._aside:
-            reference, gradient = self._aside.popitem()[1]
+        for key, (reference, gradient) in [*self._aside.items()]:
             tensor = reference()
             if tensor is not None and tensor.grad is not gradient:
                 changed += [tensor] if tensor.grad is not None else []
                 tensor.grad = gradient
-        return changed[::-1]
+            del self._aside[key]  # nothing else has the gradient before it is back
+        return changed
 
     def _begin(self, _: object) -> None:
         """Learns the number of the pass at its first node, and lists it as running."""
-        if self._number is None:
+        if self._number is None and is_watched(self):
             self._number = torch._C._current_graph_task_id()
             SILENT_PASSES[self._number] = self
 
@@ -267,75 +280,3 @@ class _Unbatch(torch.autograd.Function):
         del info, hidden
         receive(cotangent.movedim(in_dims[0], 0))
         return cotangent.new_zeros(()), None
-
-
-class _Here(threading.local):
-    """The state of a thread."""
-
-    is_ours = False
-    """Whether the next pass that begins is an engine's."""
-    outer: Pass | None = None
-    """The engine's pass that a nested one, which runs now, is inside of."""
-
-
-_HERE = _Here()
-_LOCK = threading.Lock()
-_WATCHERS: list[_Watcher] = []  # the same one, for each pass of an engine that runs
-# Of `run_backward` of PyTorch's engine, in their order.
-_ARGUMENTS = "tensors grad_tensors keep_graph create_graph inputs allow_unreachable accumulate_grad"
-
-
-@contextmanager
-def _watched() -> Iterator[None]:
-    """Lets passes of engines know of the passes that begin inside of them.
-
-    PyTorch has no hook for this, so that its engine is wrapped while a pass of an engine runs. The
-    next pass that this thread starts inside of the block is taken for the engine's.
-    """
-    pytorch: Any = Variable
-    with _LOCK:
-        if not _WATCHERS:
-            pytorch._execution_engine = _Watcher(pytorch._execution_engine)
-        _WATCHERS.append(pytorch._execution_engine)
-    before, _HERE.is_ours = _HERE.is_ours, True
-    try:
-        yield
-    finally:
-        _HERE.is_ours = before
-        with _LOCK:
-            watcher = _WATCHERS.pop()
-            if not _WATCHERS and pytorch._execution_engine is watcher:
-                pytorch._execution_engine = watcher.engine
-
-
-@dataclass
-class _Watcher:
-    """PyTorch's engine, which notes passes that begin inside of the passes of engines."""
-
-    engine: Any
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a backward pass."""
-        is_ours, _HERE.is_ours = _HERE.is_ours, False
-        outer = None if is_ours else running_pass() or _HERE.outer
-        if outer is None:
-            return self.engine.run_backward(*args, **kwargs)
-        before, _HERE.outer = _HERE.outer, outer
-        try:
-            named = dict(zip(_ARGUMENTS.split(), args, strict=False))
-            outer.note_nested(_changing({**named, **kwargs}))
-            return self.engine.run_backward(*args, **kwargs)
-        finally:
-            _HERE.outer = before
-
-
-def _changing(arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors whose `.grad` a pass with these arguments may add to."""
-    if not arguments.get("accumulate_grad"):
-        return []
-    if inputs := arguments.get("inputs"):
-        return [x for x in inputs if isinstance(x, Tensor)]
-    return [leaf for output in arguments["tensors"] for leaf in leaves_behind(output)]

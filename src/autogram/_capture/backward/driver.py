@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,7 @@ from autogram._errors import (
     VerificationError,
     warn_user,
 )
+from autogram._undo import undone
 
 BatchDim = int | Literal["auto"] | None
 
@@ -49,11 +51,9 @@ _IS_OVERFLOW_EXPECTED = ContextVar("_IS_OVERFLOW_EXPECTED", default=False)
 @contextmanager
 def expecting_overflow(is_expected: bool) -> Iterator[None]:
     """Says whether calls in a block, in this thread, may overflow without an error or a warning."""
-    token = _IS_OVERFLOW_EXPECTED.set(is_expected)
-    try:
+    with undone(partial(_IS_OVERFLOW_EXPECTED.set, _IS_OVERFLOW_EXPECTED.get())):
+        _IS_OVERFLOW_EXPECTED.set(is_expected)
         yield
-    finally:
-        _IS_OVERFLOW_EXPECTED.reset(token)
 
 
 class Driver:
@@ -204,7 +204,7 @@ class Driver:
             return False
         learn, recordings = self._channel.counting.learn, run.survey.recordings
         is_another = learn(recordings, run.objectives.samples, are_apart=True)
-        is_remembered = search.graph.known is not None or not run.survey.uses
+        is_remembered = search.is_known or not run.survey.uses
         self._is_repeatable = is_remembered and not is_another
         return True
 
@@ -249,11 +249,12 @@ class Driver:
             self._confirm(run, run.check)
         except VerificationError as error:
             search.graph.forget_layouts()
-            if search.has_searched:
+            search.graph.forget_inferred(for_good=True)
+            if not search.is_remembered:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls
             raise error.since(doubted) from None
-        if not search.has_searched:
+        if search.is_remembered:
             search.graph.doubt()
 
     def _confirm(self, run: Run, check: Check) -> None:
@@ -289,8 +290,11 @@ class Drivers:
             driver = self._idle.pop()
         except IndexError:
             driver = self._make()
-        try:
+        with undone(partial(self._release, driver)):
             return retried(driver.limit, driver.run, losses, **asked)
-        finally:
-            self.last = driver
+
+    def _release(self, driver: Driver) -> None:
+        """Lets other calls have a driver."""
+        self.last = driver
+        if driver not in self._idle:
             self._idle.append(driver)

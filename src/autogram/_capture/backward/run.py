@@ -65,7 +65,6 @@ class BlockSummary:
     region: Region
     """The elements that the block covers."""
     equation: str
-    """The equation of the factors, empty for a lookup: indices and cotangents."""
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: str

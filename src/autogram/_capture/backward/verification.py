@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import sqrt
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from autogram._containers import Latest
+from autogram._undo import undone
 
 Verify = Literal["first", "always", "never"]
 
@@ -227,29 +229,32 @@ class Schedule:
 
 
 _SILENCING = threading.Lock()
-# Hooks that are kept from running, and by how many passes, by the `id` of the dict that held them.
-_SILENT: dict[int, tuple[dict[int, Any], int]] = {}
+# Hooks that are kept from running, and by which blocks, by the `id` of the dict that held them.
+_SILENT: dict[int, tuple[dict[int, Any], set[object]]] = {}
 
 
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Keeps hooks on gradients from running: a user's hook may count, send, or change gradients."""
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
-    with _SILENCING:
-        for held in hooks:
-            silent, passes = _SILENT.get(id(held), (dict(held), 0))
-            _SILENT[id(held)] = silent, passes + 1
-            held.clear()  # autograd holds the same object
-    try:
-        yield
-    finally:
+    block = object()
+    with undone(partial(_put_back, hooks, block)):
         with _SILENCING:
             for held in hooks:
-                silent, passes = _SILENT.pop(id(held))
-                if passes > 1:  # another thread is in the middle of the same
-                    _SILENT[id(held)] = silent, passes - 1
-                else:
-                    held.update(silent)
+                _SILENT.setdefault(id(held), (dict(held), set()))[1].add(block)
+                held.clear()  # autograd holds the same object
+        yield
+
+
+def _put_back(hooks: Sequence[dict[int, Any]], block: object) -> None:
+    """Puts hooks back that a block has silenced, unless another thread is in the middle of one."""
+    with _SILENCING:
+        for held in hooks:
+            silent, blocks = _SILENT.get(id(held), ({}, set()))
+            if not blocks - {block}:
+                held.update(silent)
+                _SILENT.pop(id(held), None)
+            blocks.discard(block)
 
 
 def _form_of(u: Tensor, part: Tensor) -> tuple[float, float]:

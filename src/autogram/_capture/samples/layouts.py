@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
+from autogram._capture.places.places import Places
 from autogram._capture.samples.owners import HIDDEN, NONE, Owners
 from autogram._capture.uses import Use, describe, not_finite
 from autogram._errors import MixedSamplesError
@@ -18,14 +19,7 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     a cotangent, the result is empty.
     """
     if not owners:
-        raise MixedSamplesError(
-            f"The samples are mixed before the result of {describe(use)} reaches the losses: "
-            f"in this tensor of shape {use.shape}, they have no places of their own. Batch "
-            "normalisation in training mode does this, and so do losses that compare samples, "
-            "and parameters that are used without a batch. Call `.eval()` on the normalisation, "
-            "replace it by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any "
-            "losses, slower)."
-        )
+        raise mixed_samples(use)
     batch = len(is_finite)
     if any(bool((places == HIDDEN).any()) for places in owners.values()):
         (bad,) = (~is_finite).nonzero(as_tuple=True)
@@ -83,6 +77,34 @@ def layouts_of_owners(use: Use, owners: Tensor, samples: int) -> tuple[Placement
     return fitting_layouts(use, {0: owners}, is_finite)[:1]
 
 
+def mixed_samples(use: Use, cause: str = "") -> MixedSamplesError:
+    """The error for a use whose samples have no places of their own, with a sentence on why."""
+    return MixedSamplesError(
+        f"The samples are mixed before the result of {describe(use)} reaches the losses: in this "
+        f"tensor of shape {use.shape}, they have no places of their own. {cause}Batch "
+        "normalisation in training mode does this, and so do losses that compare samples, and "
+        "parameters that are used without a batch. Call `.eval()` on the normalisation, replace it "
+        "by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any losses, slower)."
+    )
+
+
+def layouts_of_places(use: Use, places: Places | None, samples: int) -> tuple[Placement, ...]:
+    """The layout of a use with these places; there is none where no cotangent arrives."""
+    if places is None or places.is_empty:
+        return ()
+    shape, grid = use.shape, places.compact(is_exact=False).grid()
+    along = [dim for dim, size in enumerate(grid.shape) if size != 1]
+    dims = along or use.dims[:1]
+    if len(dims) == 1 and dims[0] in use.dims:
+        owners = {dims[0]: grid.flatten().expand(shape[dims[0]])}
+    else:
+        together = max([dim + 1 for dim in along], default=1)
+        front = grid.reshape(grid.shape[:together])
+        owners = {-together: front.expand(shape[:together]).flatten()}
+    is_finite = torch.ones(samples, dtype=torch.bool, device="cpu")
+    return fitting_layouts(use, owners, is_finite)[:1]
+
+
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
     """The owners along each dimension along which the owners of elements, or positions, agree."""
     found = {}
@@ -104,7 +126,8 @@ def _of_few(use: Use, owners: Owners, there: Tensor, batch: int) -> tuple[Partia
     """The layouts of a use that is for some samples."""
     count = len(there)
     subset = Subset(tuple(there.tolist()), batch)
-    own = {d: torch.where(x < 0, NONE, torch.searchsorted(there, x)) for d, x in owners.items()}
+    ranks = {dim: torch.searchsorted(there, x.contiguous()) for dim, x in owners.items()}
+    own = {dim: torch.where(owners[dim] < 0, NONE, of_dim) for dim, of_dim in ranks.items()}
     if count == 1:
         return (Partial(subset, _routed(use, own, 1) if own else None),)
     regular = regular_layouts(use.shape, own, torch.ones(count, dtype=torch.bool, device="cpu"))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Partial, Placement
+from autogram._capture.samples.inferred import Inferred, InferredByKey
 from autogram._capture.samples.layouts import layouts_of_owners
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.proofs.moves import SEVERAL
@@ -154,14 +155,15 @@ class _Structure:
 class Remembered:
     """What an engine remembers of graphs. It holds no tensor of a pass but constants.
 
-    Layouts, what calls have shown of them, and reasons why samples count as mixed (refusals), are
-    kept by a survey's key.
+    Layouts, what calls have shown of them, what was inferred, and reasons why samples count as
+    mixed (refusals), are kept by a survey's key.
     """
 
     structures: Latest[bytes, _Structure] = field(default_factory=Latest)
     layouts: Latest[bytes, Known] = field(default_factory=Latest)
     shown: Latest[bytes, Shown] = field(default_factory=Latest)
     refusals: Latest[bytes, str] = field(default_factory=Latest)
+    inferred: InferredByKey = field(default_factory=InferredByKey)
 
 
 class RememberedGraph:
@@ -180,6 +182,25 @@ class RememberedGraph:
             self._key = survey.key_without(structure.free)  # of nodes on a route
         self.known = remembered.layouts.get(survey.key) or remembered.layouts.get(self._key)
         self.refusal = remembered.refusals.get(self._key)
+
+    @property
+    def is_inferred(self) -> bool:
+        """Whether an earlier call has looked at a graph of this key."""
+        return self._survey.key in self._all.inferred
+
+    def inferred(self, objectives: Objectives) -> tuple[Inferred | None, bool]:
+        """What the graph tells, if that is enough, and whether an earlier call has found it."""
+        key, inferred = self._survey.key, self._all.inferred
+        is_known = self.is_inferred
+        if not is_known:
+            inferred[key] = Inferred.of(self._survey, objectives)
+        return inferred[key], is_known
+
+    def forget_inferred(self, *, for_good: bool) -> None:
+        """Forgets what was inferred; for good where the graph does not tell enough."""
+        self._all.inferred.pop(self._survey.key, None)
+        if for_good:
+            self._all.inferred[self._survey.key] = None
 
     def refuse(self, reason: str) -> None:
         """Remembers that the samples are mixed."""

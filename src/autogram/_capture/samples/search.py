@@ -61,6 +61,7 @@ class Search:
         self._are_apart = False
         self._forget()
         self.has_searched = False
+        self.is_remembered = True  # whether earlier calls have shown what this one goes by
 
     def _forget(self) -> None:
         """Begins with nothing found."""
@@ -73,11 +74,14 @@ class Search:
         self._moved: list[Tensor] = []
         self._scales: Scales | None = None
         self._is_proven = False  # by what an earlier search has shown; always so with scales
+        self._is_inferred = False  # from the graph
 
     def begin(self) -> None:
         """Recalls where the samples were, or searches for them."""
         if (reason := self.graph.refusal) is not None:
             raise MixedSamplesError(reason)
+        if self._infer():
+            return
         known = self.graph.known
         # In a captured call, the host cannot read what a trial finds, or where routes lead.
         is_read = known is not None and bool(known.proof.trials or known.proof.routes.hops)
@@ -85,6 +89,32 @@ class Search:
             self._recall(known)
         if not self._found and self._survey.uses:
             self.run()
+
+    def _infer(self, *, is_changed: bool = False) -> bool:
+        """Lets the graph tell the layouts of all uses, and says whether it does."""
+        survey, objectives = self._survey, self._objectives
+        if self._replays is not None and not self.graph.is_inferred:
+            return False  # a captured call can read nothing
+        inferred, is_known = self.graph.inferred(objectives)
+        if inferred is None:
+            return False
+        if is_known and inferred.finding.again:
+            changes = inferred.changes(survey)
+            changed = self._flag(changes) if changes is not None and not is_changed else None
+            if self._replays is not None:
+                if changed is None:
+                    return False
+            elif changed is None or (changed.is_ready and changed.read()):
+                changed = None
+                if not inferred.look_again(survey, objectives.samples):
+                    self.graph.forget_inferred(for_good=False)
+                    inferred, _ = self.graph.inferred(objectives)
+                    if inferred is None:
+                        return False
+            self._has_changed = changed
+        self._found, self._is_inferred = inferred.found(survey), True
+        self.is_remembered = is_known
+        return True
 
     def _recall(self, known: Known) -> None:
         """Recalls where the samples were, unless it is clear by now that they are elsewhere."""
@@ -101,7 +131,7 @@ class Search:
         if not changed.read():
             return True
         known, self._has_changed = self.graph.known, None
-        if known is None or self._replays is not None:
+        if self._is_inferred or known is None or self._replays is not None:
             return False
         return known.outlasts(self._survey, self._objectives.samples, self._changes)
 
@@ -137,6 +167,8 @@ class Search:
         layouts = self._found.get(use, ())
         if len(layouts) != 1:
             return False
+        if self._is_inferred:
+            return True
         return isinstance(layouts[0], Folded) or self._survey.uses.get(use) in self._routed
 
     @property
@@ -149,6 +181,11 @@ class Search:
             return False
         is_certain = self._has_changed is None or self._has_changed.is_ready
         return is_certain and all(map(self._is_certain, self._survey.uses))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a call for an equal graph needs no search."""
+        return self._is_inferred or self.graph.known is not None
 
     def watched(self) -> AbstractContextManager[object]:
         """Watches spots whose cotangent was zero in the pass inside of a block, and tries nodes."""
@@ -199,7 +236,12 @@ class Search:
                 "no eager step had such a graph of calls, with such shapes. Run the step that is "
                 "captured a few times as it is. Call `engine.prepare_capture()` then."
             )
+        if self._is_inferred and use is None:
+            self._forget()
+            if self._infer(is_changed=True):
+                return
         self.has_searched, are_scales_inexact = True, self._scales is not None
+        self.is_remembered = False
         self._forget()
         if use in self._needed:
             self._search_apart(f"{describe(use)} has a cotangent, and none for some samples alone")

@@ -14,7 +14,14 @@ from typing import Any
 from torch import fx
 
 from autogram._blocks import Folded
-from autogram._compiled.placement.place import UNKNOWN, ZERO, OperatorCall, Places, Shape, Unknown
+from autogram._compiled.placement.place import (
+    UNKNOWN,
+    ZERO,
+    OperatorCall,
+    PlaceOrSeveral,
+    Shape,
+    Unknown,
+)
 from autogram._compiled.placement.rules import rule_of
 from autogram._compiled.tracing.operator import SHOW
 
@@ -44,7 +51,7 @@ def find_carried(
             raise TypeError
         return shape
 
-    places: dict[fx.Node, Places] = dict.fromkeys(nodes)
+    places: dict[fx.Node, PlaceOrSeveral] = dict.fromkeys(nodes)
     places.update({x: place or ZERO for x, place in zip(given, results, strict=True)})
     try:
         for node in nodes:
@@ -68,7 +75,7 @@ def find_carried(
     return uses, [place if isinstance(place, Folded) else None for place in found]
 
 
-def _place(call: OperatorCall) -> Places:
+def _place(call: OperatorCall) -> PlaceOrSeveral:
     """Where the samples lie in what a call computes."""
     if call.node.target is operator.getitem:
         whole, item = call.node.args

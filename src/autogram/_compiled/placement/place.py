@@ -22,7 +22,7 @@ class Zero:
 UNKNOWN, ZERO = Unknown(), Zero()
 # Where the samples lie in the result of a node. `None`: it does not depend on any cotangent.
 Place = Folded | Unknown | Zero | None
-Places = Place | tuple[Place, ...]
+PlaceOrSeveral = Place | tuple[Place, ...]
 Shape = tuple[int, ...]
 
 
@@ -31,7 +31,7 @@ class OperatorCall:
     """One call of an operator, which reads a cotangent."""
 
     node: fx.Node
-    places: Mapping[fx.Node, Places]
+    places: Mapping[fx.Node, PlaceOrSeveral]
     shape_of: Callable[[fx.Node], Shape]
 
     def of(self, argument: Any) -> Place:
@@ -63,7 +63,7 @@ class OperatorCall:
         return place
 
 
-PlacementRule = Callable[[OperatorCall], Places]
+PlacementRule = Callable[[OperatorCall], PlaceOrSeveral]
 
 
 def moved(place: Folded, dim: int) -> Folded:

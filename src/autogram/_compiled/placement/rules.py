@@ -15,7 +15,7 @@ from autogram._compiled.placement.place import (
     OperatorCall,
     Place,
     PlacementRule,
-    Places,
+    PlaceOrSeveral,
     common,
     moved,
 )
@@ -24,7 +24,7 @@ from autogram._compiled.tracing.operator import SHOW
 aten = torch.ops.aten
 
 # Is given the place in the first argument, too.
-FirstRule = Callable[[OperatorCall, Folded], Places]
+FirstRule = Callable[[OperatorCall, Folded], PlaceOrSeveral]
 
 
 def _pointwise(call: OperatorCall) -> Place:
@@ -49,7 +49,7 @@ def _reshape(call: OperatorCall, place: Folded) -> Place:
 def _kept(fits: Callable[[OperatorCall, int], bool], others: int = 0) -> FirstRule:
     """For what keeps places in dimensions that fit, and loses them in ``others`` more results."""
 
-    def rule(call: OperatorCall, place: Folded) -> Places:
+    def rule(call: OperatorCall, place: Folded) -> PlaceOrSeveral:
         kept = place if fits(call, place.dim) else UNKNOWN
         return (kept, *[UNKNOWN] * others) if others else kept
 
@@ -174,7 +174,7 @@ def _scattered_part(*, keeps_dim: bool) -> PlacementRule:
     return rule
 
 
-def _attention(call: OperatorCall, place: Folded) -> Places:
+def _attention(call: OperatorCall, place: Folded) -> PlaceOrSeveral:
     del call
     kept = place if place.dim < 2 else UNKNOWN
     return (kept, kept, kept, UNKNOWN)
@@ -190,7 +190,7 @@ def _nll(call: OperatorCall, place: Folded) -> Place:
 def _of_first(rule: FirstRule) -> PlacementRule:
     """A rule that is asked where the first argument is a cotangent, and no other one is."""
 
-    def of(call: OperatorCall) -> Places:
+    def of(call: OperatorCall) -> PlaceOrSeveral:
         place = call.only_first()
         return UNKNOWN if place is None else rule(call, place)
 

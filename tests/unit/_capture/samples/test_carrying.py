@@ -15,7 +15,7 @@ from autogram._capture.autograd.graph import kind_of_node, nodes_behind
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.forward.calls import kind_of, run_and_note
 from autogram._capture.samples.proofs.carrying import (
-    Edge,
+    Crossing,
     carried,
     is_elementwise,
 )
@@ -54,7 +54,7 @@ def wrong_claims(output: Tensor) -> list[str]:
             if following is None or not shape or metadata[0].dtype != torch.float64:
                 continue
             given = tuple(following._input_metadata[number].shape)
-            edge = Edge(node, place, shape, given)
+            edge = Crossing(node, place, shape, given)
             wrong += [
                 f"{operation}: {dim} of {shape} to {place}, {given}"
                 for dim in carried(edge)
@@ -138,7 +138,7 @@ def test_slices_that_were_changed_keep_samples_apart() -> None:
             for place, (following, number) in enumerate(node.next_functions):
                 if following is not None:
                     given = tuple(following._input_metadata[number].shape)
-                    found = carried(Edge(node, place, tuple(whole.shape), given))
+                    found = carried(Crossing(node, place, tuple(whole.shape), given))
                     claims["other" if place else "whole"] += len(found)
     assert claims["whole"] > 100
     assert claims["other"] > 15
@@ -166,7 +166,7 @@ def test_samples_in_front_are_carried(name: str) -> None:
     for place, (following, number) in enumerate(node.next_functions):
         if following is not None:
             given = tuple(following._input_metadata[number].shape)
-            assert 0 in carried(Edge(node, place, shape, given))
+            assert 0 in carried(Crossing(node, place, shape, given))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_functions_that_are_differentiated_again(
         if following is not None:
             given = tuple(following._input_metadata[number].shape)
             is_of_samples = place < 2
-            edge = Edge(node, place, (3, 4, 5), given)
+            edge = Crossing(node, place, (3, 4, 5), given)
             assert carried(edge) == (expected if is_of_samples else set())
     for dim in expected:
         one = (torch.arange(found.shape[dim]) == 1).view(-1, *(1,) * (2 - dim))
@@ -244,5 +244,5 @@ def test_gradients_of_parts(function: Callable[[Tensor], Tensor], expected: set[
     (found,) = torch.autograd.grad(function(x), x, cotangent, create_graph=True)
     node = found.grad_fn
     place = next(i for i, (x, _) in enumerate(node.next_functions) if x is not None)
-    assert carried(Edge(node, place, (3, 4, 5), tuple(cotangent.shape))) == expected
+    assert carried(Crossing(node, place, (3, 4, 5), tuple(cotangent.shape))) == expected
     assert not wrong_claims(found)

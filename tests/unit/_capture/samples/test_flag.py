@@ -9,6 +9,8 @@ from autogram._capture.samples.replays import Flag
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
+pytestmark = pytest.mark.usefixtures("searching")
+
 ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0], [3, 1, 2, 0], [0, 1, 2, 3]]
 
 

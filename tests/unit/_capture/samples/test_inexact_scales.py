@@ -17,6 +17,8 @@ from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import assert_exact, batch, per_sample
 
+pytestmark = pytest.mark.usefixtures("searching")
+
 
 class Model(nn.Module):
     """Samples lie in other places for a while if index values say so."""

@@ -12,6 +12,8 @@ from autogram._capture.autograd.graph import kind_of_node
 from autogram._capture.samples.search import Search
 from tests.unit.engines import assert_exact, batch, per_sample
 
+pytestmark = pytest.mark.usefixtures("searching")
+
 SAMPLES = 7
 # None of the sizes below is a multiple of the samples, which could lie there.
 LENGTHS = (9, 11, 12, 9, 18, 19, 11)

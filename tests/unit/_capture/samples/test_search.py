@@ -13,6 +13,8 @@ from autogram import Engine, MixedSamplesError, NonFiniteError
 from autogram._capture.samples.search import Search
 from tests.unit.engines import assert_exact, batch, per_sample
 
+pytestmark = pytest.mark.usefixtures("searching")
+
 # At the second call, an engine looks at the samples again in any case.
 ORDERS = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0])
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from autogram import Engine
 from tests.unit.engines import assert_exact, batch
 
+pytestmark = pytest.mark.usefixtures("searching")
+
 B = 3
 
 # From ``(6,)`` values and a start to places of samples, in rows of ``B``.

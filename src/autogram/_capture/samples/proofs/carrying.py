@@ -29,11 +29,12 @@ from autogram._capture.autograd.slices import (
     kept_by_slice,
     kept_dims,
 )
+from autogram._capture.places.transfers.step import signed
 
 Shape = tuple[int, ...]
 
 
-class Edge(NamedTuple):
+class Crossing(NamedTuple):
     """A path through a node, from a result of some shape to the input with a number and a shape."""
 
     node: Any
@@ -43,10 +44,10 @@ class Edge(NamedTuple):
 
 
 # Gives the dimensions of the result that a node carries to the input, for an edge.
-Carries = Callable[[Edge], Iterable[int]]
+Carries = Callable[[Crossing], Iterable[int]]
 
 
-def carried(edge: Edge) -> set[int]:
+def carried(edge: Crossing) -> set[int]:
     """The dimensions of a node's result that it carries to one of its inputs."""
     find = _find(kind_of_node(edge.node.__class__).operation)
     try:
@@ -66,12 +67,12 @@ def is_packed(saved: Any) -> bool:
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
 
 
-def _all(edge: Edge) -> Iterable[int]:
+def _all(edge: Crossing) -> Iterable[int]:
     """Every dimension."""
     return range(len(edge.result))
 
 
-def _aligned(edge: Edge) -> Iterable[int]:
+def _aligned(edge: Crossing) -> Iterable[int]:
     """The dimensions along which the input was not broadcast."""
     result, given = edge.result, edge.given
     missing = len(result) - len(given)
@@ -83,7 +84,7 @@ def _of_first(carries: Carries, others: Carries = lambda _: (), count: int = 1) 
     return lambda edge: (carries if edge.position < count else others)(edge)
 
 
-def _but_normalized(edge: Edge) -> Iterable[int]:
+def _but_normalized(edge: Crossing) -> Iterable[int]:
     """The dimensions in front of those that are normalised."""
     return range(len(edge.result) - len(edge.node._saved_normalized_shape))
 
@@ -91,26 +92,26 @@ def _but_normalized(edge: Edge) -> Iterable[int]:
 def _leading(but: int) -> Carries:
     """The first dimensions, all but some last ones, where result and input have equal sizes."""
 
-    def find(edge: Edge) -> Iterable[int]:
+    def find(edge: Crossing) -> Iterable[int]:
         count = len(edge.given) - but if len(edge.given) == len(edge.result) else 0
         return [d for d in _aligned(edge) if d < count]
 
     return find
 
 
-def _stack(edge: Edge) -> Iterable[int]:
+def _stack(edge: Crossing) -> Iterable[int]:
     """For functions of a stack of matrices: the dimensions in front of the matrices."""
     rank = len(edge.given) - 2
     is_stack = rank <= len(edge.result) <= rank + 2 and edge.result[:rank] == edge.given[:rank]
     return range(rank if is_stack else 0)
 
 
-def _batch(edge: Edge) -> Iterable[int]:
+def _batch(edge: Crossing) -> Iterable[int]:
     """The first dimension."""
     return (0,) if edge.result[:1] == edge.given[:1] else ()
 
 
-def _but_own(edge: Edge) -> Iterable[int]:
+def _but_own(edge: Crossing) -> Iterable[int]:
     """All dimensions but the ``dim``, ``dims`` or ``dimension`` of the call."""
     node, rank = edge.node, len(edge.given)
     name = next((x for x in ("dim", "dimension") if hasattr(node, f"_saved_{x}")), "dims")
@@ -119,7 +120,7 @@ def _but_own(edge: Edge) -> Iterable[int]:
     return [d for d in range(min(len(edge.result), rank)) if d not in own]
 
 
-def _joined(edge: Edge) -> Iterable[int]:
+def _joined(edge: Crossing) -> Iterable[int]:
     """All dimensions, but the one along which tensors are joined if constants are among them.
 
     The node does not tell how long constants are, and so not where the other tensors lie.
@@ -131,7 +132,7 @@ def _joined(edge: Edge) -> Iterable[int]:
 def _matrices(first: int) -> Carries:
     """The stack, rows of the left matrix (which is input ``first``), columns of the right one."""
 
-    def find(edge: Edge) -> Iterable[int]:
+    def find(edge: Crossing) -> Iterable[int]:
         own = edge.position - first  # negative for the tensor that is added
         stack = range(len(edge.result) - 2)
         return [*stack, len(stack) + own] if own >= 0 else _aligned(edge)
@@ -139,7 +140,7 @@ def _matrices(first: int) -> Carries:
     return find
 
 
-def _put(edge: Edge) -> Iterable[int]:
+def _put(edge: Crossing) -> Iterable[int]:
     """For the ``y`` of ``x[indices] = y``: the dimensions that ``x[indices]`` carries."""
     result, given, front = edge.result, edge.given, _in_front(edge.node)
     is_whole = front and len(given) == rank_of_indexed(edge.node, len(result))
@@ -164,7 +165,7 @@ def _in_front(node: Any) -> int:
     return indexed[0] if len(indexed) == indexed[-1] - indexed[0] + 1 else 0
 
 
-def _restrided(edge: Edge) -> Iterable[int]:
+def _restrided(edge: Crossing) -> Iterable[int]:
     """The dimensions that a view by ``as_strided`` keeps.
 
     All dimensions for ``as_strided_``, by which pooling of images sets strides.
@@ -175,7 +176,7 @@ def _restrided(edge: Edge) -> Iterable[int]:
     return [dim for dim, _ in kept_dims(edge.node)]
 
 
-def _changed(edge: Edge) -> Iterable[int]:
+def _changed(edge: Crossing) -> Iterable[int]:
     """Where a slice was changed by an element-wise call: all dimensions of the whole tensor.
 
     And of what the slice was changed by, those that the slice has in order.
@@ -191,15 +192,10 @@ def _changed(edge: Edge) -> Iterable[int]:
     return [d for d, of in kept if edge.given[of - missing] == sizes[of]]
 
 
-def _trilinear(edge: Edge) -> Iterable[int]:
+def _trilinear(edge: Crossing) -> Iterable[int]:
     """The first dimension, as long as no factor is expanded and nothing is summed along it."""
     expanded = getattr(edge.node, f"_saved_expand{edge.position + 1}")
     return () if 0 in (*expanded, *edge.node._saved_sumdim) else (0,)
-
-
-def signed(number: int) -> int:
-    """A number that may be negative, also where it was saved as an unsigned one."""
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def wrapped(dim: int, rank: int) -> int:

@@ -19,13 +19,13 @@ from torch.nn.functional import pad
 
 from autogram._capture.autograd.graph import VIEWS, kind_of_node, use_of
 from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice, kept_dims
+from autogram._capture.places.transfers.step import signed
 from autogram._capture.samples.proofs.carrying import (
-    Edge,
+    Crossing,
     Shape,
     carried,
     is_packed,
     rank_of_indexed,
-    signed,
     wrapped,
 )
 
@@ -61,7 +61,7 @@ def owners_of_input(passage: Passage) -> Tensor | None:
     return owners
 
 
-def keeps_first(edge: Edge) -> bool:
+def keeps_first(edge: Crossing) -> bool:
     """Whether places of the first dimension stay, as long as input and result have as many.
 
     That does not depend on other sizes.
@@ -107,13 +107,15 @@ def _stay(passage: Passage, first: Tensor) -> Tensor | None:
     if any(owners.dim() for owners, _ in arrived):
         if kind_of_node(passage.node.__class__).operation in VIEWS:
             return _viewed(passage, first)
-        edges = [Edge(passage.node, passage.position, shape, passage.given) for _, shape in arrived]
+        edges = [
+            Crossing(passage.node, passage.position, shape, passage.given) for _, shape in arrived
+        ]
         if not all(map(_stays_in_first, edges)):
             return None
     return owners_of_sum([owners for owners, _ in arrived])
 
 
-def _stays_in_first(edge: Edge) -> bool:
+def _stays_in_first(edge: Crossing) -> bool:
     """Whether the places of the first dimension of a result are those of the input, in order."""
     node, _, result, given = edge
     operation, rank = kind_of_node(node.__class__).operation, max(len(result), len(given))

@@ -37,7 +37,7 @@ from autogram._capture.autograd.graph import VIEWS, calls_of, kind_of_node
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.samples.owners import Owners
 from autogram._capture.samples.proofs.carrying import (
-    Edge,
+    Crossing,
     Shape,
     carried,
     is_packed,
@@ -206,7 +206,7 @@ class Prover:
             if kind.operation in VIEWS:
                 is_carried = all(x.reshaped(spot.shape, target.shape) for x in layouts)
             else:
-                edge = Edge(node, arrival.position, spot.shape, target.shape)
+                edge = Crossing(node, arrival.position, spot.shape, target.shape)
                 is_carried = dims <= carried(edge)
             # Where more dimensions fit the input, values may hide which of them is right.
             is_clear = arrived is None or len(arrived) <= len(dims)

@@ -11,7 +11,7 @@ from math import prod
 
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
-from autogram._capture.samples.proofs.carrying import Edge, Shape, wrapped
+from autogram._capture.samples.proofs.carrying import Crossing, Shape, wrapped
 from autogram._capture.samples.proofs.moves import keeps_first
 from autogram._capture.samples.proofs.spots import Onward, Regular, Spot, Ways, results_of_node
 from autogram._capture.samples.survey import Survey
@@ -54,7 +54,7 @@ def narrowed(survey: Survey, ways: Ways, regular: Regular) -> Regular:
         node = survey.nodes[number]
         is_view = kind_of_node(node.__class__).operation in VIEWS
         for way in ways[number]:
-            edge = Edge(node, way.arrival.position, results[0].shape, way.target.shape)
+            edge = Crossing(node, way.arrival.position, results[0].shape, way.target.shape)
             stride = _stride(known[0], edge.result)
             is_first = known[0].dim == 0 and edge.result[:1] == edge.given[:1]
             is_kept = way.moves_nothing or (is_first and keeps_first(edge))

@@ -19,7 +19,7 @@ from torch import Tensor
 from autogram._blocks import Folded
 from autogram._capture.autograd.graph import shown_by, use_of
 from autogram._capture.samples.owners import NONE, Owners, are_none
-from autogram._capture.samples.proofs.carrying import Edge
+from autogram._capture.samples.proofs.carrying import Crossing
 from autogram._capture.samples.proofs.moves import (
     SEVERAL,
     Passage,
@@ -139,7 +139,7 @@ def find_routes(survey: Survey, ways: Ways, regular: Regular, seen: Mapping[Use,
                 places[spot] = layouts[0]
         for way in ways[number]:
             if way.target in irregular or way.target in places:
-                edge = Edge(node, way.arrival.position, results[0].shape, way.target.shape)
+                edge = Crossing(node, way.arrival.position, results[0].shape, way.target.shape)
                 hops[way] = len(results) == 1 and keeps_first(edge)
     own = {*survey.uses.values()}
     taps = frozenset(spot.node for spot in irregular if spot.node in own)

@@ -1,0 +1,204 @@
+"""Findings: what holds for all graphs of one key, and what values decide in each graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autogram._capture.places.inference import Edge, Inference, in_order
+from autogram._capture.places.places import Places
+from autogram._capture.places.probe import has_unpack_hook
+from autogram._capture.places.transfers.step import Road, Unreadable
+
+# A result of a node, which is known by its number in the order of a walk.
+_NumberedEdge = tuple[int, int]
+
+
+class DecidingValue(NamedTuple):
+    """A tensor that a node saved, or one of several, and whose values have decided."""
+
+    node: int
+    field: str
+    entry: int | None
+
+    def value(self, nodes: Sequence[Any]) -> Tensor:
+        """The tensor in some graph, on its device."""
+        saved = _saved(nodes[self.node], self.field)
+        tensor: Tensor = saved if self.entry is None else saved[self.entry]
+        return tensor
+
+
+@dataclass(eq=False)
+class Finding:
+    """The places of some edges in graphs of one key."""
+
+    road: Road
+    edges: Sequence[_NumberedEdge]
+    """Those that are wanted."""
+    places: list[Places | None]
+    """Those of the wanted edges in the last graph that was looked at."""
+    again: list[int]
+    """The nodes that values decide about, and all nodes behind them, in order."""
+    parts: dict[_NumberedEdge, list[Places]]
+    """What arrives at these from other nodes, for which no value decides."""
+    constants: dict[DecidingValue, Tensor]
+    """Copies of what was read in the last graph."""
+    has_untold: bool
+    """Whether something decides that is not among the constants."""
+    unknown: frozenset[int]
+    """The nodes that could not be followed."""
+    mixing: int
+    """The first node from the losses on that mixes samples on the way to a wanted edge, if any."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether samples meet at a wanted edge."""
+        return any(places is not None and places.is_mixed for places in self.places)
+
+    def changes(self, nodes: Sequence[Any]) -> list[Tensor]:
+        """Whether each constant has other values in another graph, as tensors on its device."""
+        return [_differ(x.value(nodes), old) for x, old in self.constants.items()]
+
+    def infer_again(self, nodes: Sequence[Any]) -> list[int]:
+        """Looks at another graph of the same key, at those nodes alone that values decide about.
+
+        Returns:
+            Which of the wanted edges may have other places now.
+        """
+        reader = _Reader(nodes)
+        inference = Inference(self.road, reader.read)
+        for (node, number), parts in self.parts.items():
+            inference.parts[Edge(nodes[node], number)] += parts
+        wanted = {nodes[number] for number in self.again}
+        for number in self.again:
+            inference.visit(nodes[number], wanted)
+        changed = [i for i, (node, _) in enumerate(self.edges) if nodes[node] in wanted]
+        for i in changed:
+            node, number = self.edges[i]
+            self.places[i] = inference.at(Edge(nodes[node], number))
+        self.constants = reader.constants()
+        return changed
+
+
+def infer(
+    root: Edge,
+    start: Places,
+    nodes: Sequence[Any],
+    edges: Sequence[Edge],
+) -> Finding:
+    """The finding on the first road on which no samples meet at the wanted edges.
+
+    Args:
+        root: The edge of the losses.
+        start: The places of the losses.
+        nodes: All nodes behind the losses, in the order of a walk.
+        edges: The edges whose places are wanted.
+    """
+    order = in_order(root.node, nodes, [edge.node for edge in edges])
+    wanted = {*order}
+    for road in Road:
+        reader = _Reader(nodes)
+        inference = Inference(road, reader.read)
+        inference.parts[root] = [start]
+        for node in order:
+            inference.visit(node, wanted)
+        places = [inference.at(edge) for edge in edges]
+        is_mixed = any(x is not None and x.is_mixed for x in places)
+        if not is_mixed:
+            break
+    numbers = reader.numbers
+    again: dict[Any, None] = {}
+    for node in order:
+        if node in inference.by_value or node in again:
+            again[node] = None
+            again.update({child: None for child, _ in node.next_functions if child in wanted})
+    fixed = Inference(road, reader.read)
+    fixed.parts[root] = [start]
+    for node in order if again else ():
+        if node not in again:
+            fixed.visit(node, wanted)
+    return Finding(
+        road,
+        [(numbers[edge.node], edge.number) for edge in edges],
+        places,
+        [numbers[node] for node in order if node in again],
+        {(numbers[x.node], x.number): parts for x, parts in fixed.parts.items() if x.node in again},
+        reader.constants(),
+        bool(inference.untold),
+        frozenset(numbers[node] for node in inference.unknown),
+        numbers[_mixing(inference, root, nodes, edges)] if is_mixed else 0,
+    )
+
+
+def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:
+    """The first node from the losses on that mixes samples on the way to one of some edges."""
+
+    def is_mixed(edge: Edge) -> bool:
+        places = inference.at(edge)
+        return places is not None and places.is_mixed
+
+    ends = [edge.node for edge in edges if is_mixed(edge)]
+    for node in (order := in_order(root.node, nodes, ends)):
+        results = [Edge(node, number) for number in range(len(node._input_metadata))]
+        if any(map(is_mixed, results)):
+            return node  # samples meet where several tensors are added up
+        inputs = [
+            (i, Edge(*edge)) for i, edge in enumerate(node.next_functions) if edge[0] in set(order)
+        ]
+        found = inference.carried(node, [*map(inference.at, results)], inputs)
+        if any(places is not None and places.is_mixed for places in found):
+            return node
+    return root.node
+
+
+class _Reader:
+    """Reads what nodes of one graph saved, once, and notes it."""
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.numbers = {node: number for number, node in enumerate(nodes)}
+        self._found: dict[tuple[Any, str], Any] = {}
+
+    def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
+        """The tensors in a field of a node: see :class:`.step.Read`."""
+        key = node, field
+        if key not in self._found:
+            saved = _saved(node, field)
+            if is_constant and (saved is None or saved.requires_grad):
+                return None
+            self._found[key] = saved
+        found = self._found[key]
+        if isinstance(found, Tensor):
+            return found.detach().cpu()
+        return [None if x is None else x.detach().cpu() for x in found]
+
+    def constants(self) -> dict[DecidingValue, Tensor]:
+        """Copies of all that was read."""
+        constants = {}
+        for (node, field), found in self._found.items():
+            several = [(None, found)] if isinstance(found, Tensor) else enumerate(found)
+            for entry, x in several:
+                if x is not None:
+                    constants[DecidingValue(self.numbers[node], field, entry)] = x.detach().clone()
+        return constants
+
+
+def _saved(node: Any, field: str) -> Any:
+    """What a node saved in a field, if it can be read without computing anything."""
+    raw = getattr(node, f"_raw_saved_{field}", None)
+    if raw is None or has_unpack_hook(raw):
+        raise Unreadable(field)
+    try:
+        return getattr(node, f"_saved_{field}")
+    except RuntimeError as error:  # it was changed in place, or freed
+        raise Unreadable(field) from error
+
+
+def _differ(new: Tensor, old: Tensor) -> Tensor:
+    """Whether two tensors differ, as a tensor on their device."""
+    if new.shape != old.shape or new.device != old.device:
+        return torch.ones((), dtype=torch.bool, device="cpu")
+    return (new != old).any()

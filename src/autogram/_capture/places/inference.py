@@ -1,0 +1,166 @@
+"""Inference: the places of edges of autograd's graph, from the losses down, one node at a time.
+
+What is inferred holds for all values of cotangents and of parameters. Where values decide, such as
+those of an index, they are read. How much is read is a `Road`; the next one is taken where samples
+would meet at a wanted edge. From `CONSTANTS` on, a node of a known kind that mixes samples is
+probed, as its values may keep them apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from autogram._capture.places.places import Places, Shape
+from autogram._capture.places.probe import can_probe, probed
+from autogram._capture.places.transfers.step import NodeStep, Read, Road, Unreadable, all_together
+from autogram._capture.places.transfers.table import joins_pieces, transfer_of
+from autogram._capture.places.transfers.views import from_pieces
+
+
+class Edge(NamedTuple):
+    """A result of a node, to which cotangents come."""
+
+    node: Any
+    number: int
+
+
+@dataclass(eq=False)
+class Inference:
+    """The places of edges behind some losses, on one road."""
+
+    road: Road
+    read: Read
+    parts: defaultdict[Edge, list[Places]] = field(default_factory=lambda: defaultdict(list))
+    """What arrives at each edge, which is added up."""
+    by_value: set[Any] = field(default_factory=set)
+    """The nodes about which more than the structure of the graph has decided."""
+    untold: set[Any] = field(default_factory=set)
+    """Those of them about which something has decided that cannot be compared in another graph."""
+    unknown: set[Any] = field(default_factory=set)
+    """The nodes that no transfer knows, and that cannot be carried out."""
+    _places: dict[Edge, Places | None] = field(default_factory=dict)
+
+    def at(self, edge: Edge) -> Places | None:
+        """The places of all that arrives at an edge; ``None`` where no cotangent arrives."""
+        if edge not in self._places:
+            total = None
+            for part in self.parts.get(edge, ()):
+                total = part if total is None else total.joined(part)
+            if total is not None:
+                total = total.compact(is_exact=self.road != Road.STRUCTURE)
+            self._places[edge] = total
+        return self._places[edge]
+
+    def visit(self, node: Any, wanted: set[Any]) -> None:
+        """Hands the places of a node's results on to those of its inputs that are wanted."""
+        edges = [(i, Edge(*edge)) for i, edge in enumerate(node.next_functions)]
+        edges = [(i, edge) for i, edge in edges if edge.node in wanted]
+        results = [self.at(Edge(node, i)) for i in range(len(node._input_metadata))]
+        if edges and any(results):
+            for (_, edge), places in zip(edges, self.carried(node, results, edges), strict=True):
+                if places is not None:
+                    self.parts[edge].append(places)
+
+    def carried(
+        self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
+    ) -> list[Places | None]:
+        """The places of some inputs of a node: by its transfer, or by a probe."""
+        shapes = result_shapes(node)
+        if joins_pieces(node):
+            return [
+                from_pieces(node, results, [*shapes, result_shapes(edge.node)[edge.number]])
+                for _, edge in edges
+            ]
+        transfer = transfer_of(node)
+        arrived = [(i, places) for i, places in enumerate(results) if places is not None]
+        # Without a way to tell samples apart, all that a node does is right for one sample.
+        is_one = self.road == Road.STRUCTURE and all(x.samples.numel() == 1 for _, x in arrived)
+        if is_one and len(arrived) == 1:
+            transfer = all_together
+        elif transfer is None:
+            return self._probed(node, results, edges)
+        found: list[Places | None] = []
+        for position, edge in edges:
+            total: Places | None = None
+            for number, places in arrived:
+                given = result_shapes(edge.node)[edge.number]
+                step = NodeStep(node, position, given, number, shapes[number], self.road, self.read)
+                try:
+                    part = transfer(step, places)
+                except Unreadable:
+                    self.unknown.add(node)
+                    part = all_together(step, places)
+                if step.has_read or step.is_hidden:
+                    self.by_value.add(node)
+                if step.is_hidden:
+                    self.untold.add(node)
+                total = part if total is None else total.joined(part)
+            found.append(total)
+        was_mixed = any(places.is_mixed for _, places in arrived)
+        is_mixed = any(places is not None and places.is_mixed for places in found)
+        if self.road >= Road.CONSTANTS and is_mixed and not was_mixed:
+            return self._probed(node, results, edges)
+        return found
+
+    def _probed(
+        self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
+    ) -> list[Places | None]:
+        """The places of some inputs of a node that is carried out."""
+        self.by_value.add(node)
+        inputs = [
+            None if child is None else result_shapes(child)[number]
+            for child, number in node.next_functions
+        ]
+        self.untold.add(node)
+        if can_probe(node) and (found := probed(node, results, inputs)) is not None:
+            return [found[position] for position, _ in edges]
+        self.unknown.add(node)
+        total: Places | None = None
+        for places in results:
+            if places is not None:
+                one = Places.of((), places.merged(range(len(places.shape))).samples.flatten()[0])
+                total = one if total is None else total.joined(one)
+        assert total is not None
+        return [total.summed(result_shapes(edge.node)[edge.number]) for _, edge in edges]
+
+
+def result_shapes(node: Any) -> list[Shape]:
+    """The shapes of a node's results."""
+    return [tuple(metadata.shape) for metadata in node._input_metadata]
+
+
+def in_order(root: Any, nodes: Iterable[Any], ends: Iterable[Any]) -> list[Any]:
+    """The nodes among some that lead to one of the ends, each behind all that lead to it.
+
+    Args:
+        root: The node of the losses.
+        nodes: All nodes behind the losses.
+        ends: Those to which places are wanted.
+    """
+    users: dict[Any, list[Any]] = {node: [] for node in nodes}
+    for node in users:
+        for child, _ in node.next_functions:
+            if child is not None:
+                users[child].append(node)
+    leading = {node for node in ends if node in users}
+    pending = [*leading]
+    while pending:
+        for user in users[pending.pop()]:
+            if user not in leading:
+                leading.add(user)
+                pending.append(user)
+    waiting = {node: len(users[node]) for node in leading}  # all of which lead there, too
+    ready = [root] if root in waiting else []
+    order = []
+    while ready:
+        node = ready.pop()
+        order.append(node)
+        for child, _ in node.next_functions:
+            if child in waiting:
+                waiting[child] -= 1
+                if not waiting[child]:
+                    ready.append(child)
+    return order
