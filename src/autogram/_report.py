@@ -25,8 +25,8 @@ class ParameterReport:
         name: The qualified name of the parameter.
         shape: The shape of the parameter.
         uses: The calls that read the parameter.
-        found: How layouts are known: ``"search"`` (of this call), ``"remembered"``, or ``"one
-            sample"``.
+        found: How layouts are known: ``"inferred"`` from the graph, by a ``"search"`` of this call,
+            ``"remembered"`` from an earlier search, or ``"one sample"``.
         plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions,
             joined by ``"+"``.
         costs: The cost of each plan in multiply-adds, with reads and writes of memory converted to
@@ -169,7 +169,7 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
         name=name,
         shape=region.shape,
         uses=tuple({of.call: of.use for of in found}.values()),
-        found="one sample" if is_one else "search" if summary.has_searched else "remembered",
+        found="one sample" if is_one else summary.found,
         plan="+".join(sorted(plans)),
         costs=dict(costs),
         flops=flops,

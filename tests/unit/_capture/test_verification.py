@@ -15,6 +15,7 @@ from autogram._capture.backward import verification
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
 from autogram._capture.samples import search
+from autogram._capture.samples.inferred import Inferred
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from tests.unit.checks import features
@@ -101,6 +102,7 @@ def test_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(layout, Folded)
         return (Folded(layout.dim, layout.after, layout.batch, layout.before),)
 
+    monkeypatch.setattr(Inferred, "of", lambda *_: None)
     monkeypatch.setattr(search, "fitting_layouts", turned)
     model = Tokens()
     engine = Engine(model, batch_dim=0)
@@ -140,12 +142,13 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], set[
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search sees no mixture, and take the first dimension for that of the samples."""
+    """No graph tells, and the search takes the first dimension for that of the samples."""
 
     def plain(use: Use, owners: object, is_finite: Tensor) -> tuple[Folded, ...]:
         del owners
         return tuple(candidates(use.shape, (0,), len(is_finite)))
 
+    monkeypatch.setattr(Inferred, "of", lambda *_: None)
     monkeypatch.setattr(search, "fitting_layouts", plain)
 
 

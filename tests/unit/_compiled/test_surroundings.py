@@ -159,7 +159,7 @@ class TestSeveralEngines:
             for engine, part in zip(engines, (model[0], model[2], model), strict=True):
                 jacobian = reference_jacobian(losses, list(part.parameters()))
                 assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
-                assert engine._drivers.last.summary.has_searched == (is_wrong or step == 0)
+                assert (engine._drivers.last.summary.found == "search") == (is_wrong or step == 0)
 
     def test_one_is_paused(self) -> None:
         """It is told that it was paused, and not that a backend of another name would help."""

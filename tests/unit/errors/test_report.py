@@ -87,12 +87,10 @@ def test_table() -> None:
     assert len({line.find("linear") for line in str(engine).splitlines() if "linear" in line}) == 1
 
 
-@pytest.mark.parametrize(
-    ("calls", "found"), [(1, "search"), (2, "remembered"), (3, "search"), (4, "remembered")]
-)
-def test_how_the_samples_were_found(calls: int, found: str) -> None:
+@pytest.mark.parametrize("calls", [1, 2, 3, 4])
+def test_how_the_samples_were_found(calls: int) -> None:
     report = report_on(mlp(), batch(5, 3), calls=calls)
-    assert {of.found for of in report.parameters} == {found}
+    assert {of.found for of in report.parameters} == {"inferred"}
 
 
 def test_coupled_objectives() -> None:

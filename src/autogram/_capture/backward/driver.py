@@ -168,7 +168,7 @@ class Driver:
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
             tell_of_compiled(self._channel, run.survey, self._on_unseen)
-        self.summary.has_searched = run.search is not None and run.search.has_searched
+        self.summary.found = "one sample" if run.search is None else run.search.how
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,13 +34,11 @@ class DecidingValue(NamedTuple):
 
 @dataclass(eq=False)
 class Finding:
-    """The places of some edges in graphs of one key."""
+    """How to find the places of some edges in graphs of one key."""
 
     road: Road
     edges: Sequence[_NumberedEdge]
     """Those that are wanted."""
-    places: list[Places | None]
-    """Those of the wanted edges in the last graph that was looked at."""
     again: list[int]
     """The nodes that values decide about, and all nodes behind them, in order."""
     parts: dict[_NumberedEdge, list[Places]]
@@ -54,20 +52,15 @@ class Finding:
     mixing: int
     """The first node from the losses on that mixes samples on the way to a wanted edge, if any."""
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether samples meet at a wanted edge."""
-        return any(places is not None and places.is_mixed for places in self.places)
-
     def changes(self, nodes: Sequence[Any]) -> list[Tensor]:
         """Whether each constant has other values in another graph, as tensors on its device."""
         return [_differ(x.value(nodes), old) for x, old in self.constants.items()]
 
-    def infer_again(self, nodes: Sequence[Any]) -> list[int]:
+    def infer_again(self, nodes: Sequence[Any]) -> dict[int, Places | None]:
         """Looks at another graph of the same key, at those nodes alone that values decide about.
 
         Returns:
-            Which of the wanted edges may have other places now.
+            The places of those wanted edges that may have others now, by their number.
         """
         reader = _Reader(nodes)
         inference = Inference(self.road, reader.read)
@@ -76,12 +69,9 @@ class Finding:
         wanted = {nodes[number] for number in self.again}
         for number in self.again:
             inference.visit(nodes[number], wanted)
-        changed = [i for i, (node, _) in enumerate(self.edges) if nodes[node] in wanted]
-        for i in changed:
-            node, number = self.edges[i]
-            self.places[i] = inference.at(Edge(nodes[node], number))
+        edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
         self.constants = reader.constants()
-        return changed
+        return {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
 
 
 def infer(
@@ -89,8 +79,8 @@ def infer(
     start: Places,
     nodes: Sequence[Any],
     edges: Sequence[Edge],
-) -> Finding:
-    """The finding on the first road on which no samples meet at the wanted edges.
+) -> tuple[Finding, dict[int, Places | None]]:
+    """The finding on the first road on which no samples meet at the wanted edges, and their places.
 
     Args:
         root: The edge of the losses.
@@ -106,9 +96,8 @@ def infer(
         inference.parts[root] = [start]
         for node in order:
             inference.visit(node, wanted)
-        places = [inference.at(edge) for edge in edges]
-        is_mixed = any(x is not None and x.is_mixed for x in places)
-        if not is_mixed:
+        places = {i: inference.at(edge) for i, edge in enumerate(edges)}
+        if not (is_mixed := are_mixed(places.values())):
             break
     numbers = reader.numbers
     again: dict[Any, None] = {}
@@ -121,10 +110,9 @@ def infer(
     for node in order if again else ():
         if node not in again:
             fixed.visit(node, wanted)
-    return Finding(
+    finding = Finding(
         road,
         [(numbers[edge.node], edge.number) for edge in edges],
-        places,
         [numbers[node] for node in order if node in again],
         {(numbers[x.node], x.number): parts for x, parts in fixed.parts.items() if x.node in again},
         reader.constants(),
@@ -132,6 +120,12 @@ def infer(
         frozenset(numbers[node] for node in inference.unknown),
         numbers[_mixing(inference, root, nodes, edges)] if is_mixed else 0,
     )
+    return finding, places
+
+
+def are_mixed(places: Iterable[Places | None]) -> bool:
+    """Whether samples meet in some places."""
+    return any(x is not None and x.is_mixed for x in places)
 
 
 def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:

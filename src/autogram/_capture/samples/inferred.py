@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from autogram._blocks import Placement
 from autogram._capture.autograd.graph import calls_of
-from autogram._capture.places.finding import Finding, infer
+from autogram._capture.places.finding import Finding, are_mixed, infer
 from autogram._capture.places.inference import Edge
 from autogram._capture.places.places import Places
 from autogram._capture.samples.layouts import layouts_of_places, mixed_samples
@@ -46,14 +47,13 @@ class Inferred:
         ]
         root = Edge(losses.grad_fn, losses.output_nr)
         start = Places.along(losses.shape, layout.dim)
-        finding = infer(root, start, survey.nodes, edges)
-        if finding.is_mixed:
-            if finding.unknown:
-                return None
-            raise _mixed(finding, survey)
+        finding, places = infer(root, start, survey.nodes, edges)
         inferred = cls(finding, [()] * len(edges))
-        inferred._take(range(len(edges)), survey, objectives.samples)
-        return inferred
+        if inferred._take(places, survey, objectives.samples):
+            return inferred
+        if finding.unknown:
+            return None
+        raise _mixed(finding.mixing, places, survey)
 
     def changes(self, survey: Survey) -> list[Tensor] | None:
         """Whether each value that decides is another one in a graph of this key, on its device.
@@ -64,39 +64,37 @@ class Inferred:
 
     def look_again(self, survey: Survey, samples: int) -> bool:
         """Takes in the values that decide in a graph of this key. Says whether that was enough."""
-        self._take(self.finding.infer_again(survey.nodes), survey, samples)
-        return not self.finding.is_mixed
+        return self._take(self.finding.infer_again(survey.nodes), survey, samples)
 
     def found(self, survey: Survey) -> dict[Use, tuple[Placement, ...]]:
         """The layouts by use."""
         return dict(zip(survey.uses, self.layouts, strict=True))
 
-    def _take(self, changed: range | list[int], survey: Survey, samples: int) -> None:
-        """Takes the layouts of some uses from their places."""
-        if self.finding.is_mixed:
-            return
+    def _take(self, places: Mapping[int, Places | None], survey: Survey, samples: int) -> bool:
+        """Takes the layouts of some uses from their places, unless samples meet in some."""
+        if are_mixed(places.values()):
+            return False
         uses = [*survey.uses]
         known: dict[object, tuple[Placement, ...]] = {}  # uses of equal places share a layout
-        for i in changed:
-            places, use = self.finding.places[i], uses[i]
-            key = id(places), use.shape, use.dims, use.depth
+        for i, of_use in places.items():
+            use = uses[i]
+            key = id(of_use), use.shape, use.dims, use.depth
             if key not in known:
-                known[key] = layouts_of_places(use, places, samples)
+                known[key] = layouts_of_places(use, of_use, samples)
             self.layouts[i] = known[key]
+        return True
 
 
-def _mixed(finding: Finding, survey: Survey) -> MixedSamplesError:
-    """The error that names the node which mixes the samples of a use."""
-    pairs = zip(survey.uses, finding.places, strict=True)
-    use = next(use for use, places in pairs if places is not None and places.is_mixed)
-    node = survey.nodes[finding.mixing]
+def _mixed(number: int, places: Mapping[int, Places | None], survey: Survey) -> MixedSamplesError:
+    """The error that names the node which mixes the samples of a use, by its number."""
+    use = next(use for i, use in enumerate(survey.uses) if are_mixed([places[i]]))
+    node = survey.nodes[number]
     leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
     names = [f"`{name}`" for p, name in survey.names.items() if any(p is leaf for leaf in leaves)]
     reads = f", which reads {listed(names)}," if names else ""
     shape = tuple(node._input_metadata[0].shape)
-    return mixed_samples(
-        use, f"`{node.name()}`, of a result of shape {shape}{reads} is where they meet first. "
-    )
+    cause = f"`{node.name()}`, of a result of shape {shape}{reads} is where they meet first. "
+    return mixed_samples(use, cause)
 
 
 InferredByKey = Latest[bytes, Inferred | None]

@@ -183,6 +183,13 @@ class Search:
         return is_certain and all(map(self._is_certain, self._survey.uses))
 
     @property
+    def how(self) -> str:
+        """How the layouts are known: inferred, from an earlier call, or by a search in this one."""
+        if self.has_searched:
+            return "search"
+        return "inferred" if self._is_inferred else "remembered"
+
+    @property
     def is_known(self) -> bool:
         """Whether a call for an equal graph needs no search."""
         return self._is_inferred or self.graph.known is not None

@@ -76,4 +76,4 @@ def test_ordinary_series_needs_one_search(part: Callable[[Tensor], Tensor]) -> N
         losses = part(model(batch(B, 3))).square().sum(1)
         assert_exact(engine, losses, model)
         summary = engine._drivers.last.summary
-        assert summary.has_searched == (number == 0)
+        assert (summary.found == "search") == (number == 0)
