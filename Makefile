@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit slow pretended programs unordered compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow kernels pretended programs unordered compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,13 @@ unit: $(VENV)/.test  ## Run the unit tests
 
 slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by inductor, processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+# The plain kernels of PyTorch, and last bits that depend on how operands are arranged in memory.
+KERNELS := precision rules losses hooks _capture/forward _blocks/programs
+kernels: $(VENV)/.test  ## Run the tests that compare bits, with kernels as on other processors
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.arranged \
+		--numprocesses $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS) \
+		$(addprefix tests/unit/,$(KERNELS))
 
 pretended: build/pretended.so  ## Run the unit tests on a CUDA device that is pretended, without a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.pretended --numprocesses $(JOBS) \

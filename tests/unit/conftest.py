@@ -1,6 +1,9 @@
 """Fixtures of all unit tests."""
 
 import gc
+import getpass
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +14,12 @@ from tests.unit.environment import DEVICE, DTYPE
 if DEVICE != "cpu":  # also for tensors that modules of tests make when they are imported
     torch.set_default_device(DEVICE)
     torch.backends.cudnn.allow_tf32 = False  # by default, convolutions would keep ten bits
+
+
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Inductor would take from its cache what it has compiled for another capability.
+    folder = f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), folder))
 
 
 @pytest.fixture(autouse=True)

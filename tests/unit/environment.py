@@ -11,7 +11,8 @@ DEVICE = os.environ.get("AUTOGRAM_TEST_DEVICE", "cpu")
 # Whether a kernel that runs again gives the same bits: some kernels of a GPU add up in any order.
 ADDS_UP_IN_ORDER = DEVICE == "cpu" or torch.version.cuda is None  # else a device is pretended
 
-# Where it does not: how many units in the last place, of the largest element, results may be apart.
+# Where other kernels run, or it does not: how many units in the last place, of the largest element,
+# results may be apart.
 LAST_BITS = 16
 
 

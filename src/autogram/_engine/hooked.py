@@ -117,8 +117,9 @@ class Hooked:
         """Lets the next steps be captured into CUDA graphs, and replayed.
 
         Call it behind eager steps that are those to be captured, on the stream of the capture. A
-        replay gives, bit for bit, what an eager step would give for the values in the same tensors.
-        Captured steps are not verified, and search for no samples.
+        replay gives what an eager step would give for the values in the same tensors, but for the
+        last bits where a kernel adds up in any order. Captured steps are not verified, and search
+        for no samples.
 
         Raises:
             UnsupportedError: It has to be found out in each step anew where the samples lie; or no

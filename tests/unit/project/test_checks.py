@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine
+from tests.arranged import steps
 from tests.unit.checks import (
     EVERY_KIND,
     TOLERANCES,
@@ -130,3 +131,14 @@ def test_among_others_tells_apart_what_a_single_use_does_not(right, wrong) -> No
 
     assert torch.allclose(gramian(right, alone=True), gramian(wrong, alone=True))
     assert not torch.allclose(gramian(right, alone=False), gramian(wrong, alone=False))
+
+
+def test_last_bits_follow_from_the_arrangement_of_operands() -> None:
+    """Not from values and memory, nor from an expansion that the operator makes itself."""
+    x, y, power = torch.rand(5, 4), torch.rand(5, 4), torch.rand(4)
+    moved = steps("pow.Tensor_Tensor", (x, power), x)
+    assert set(moved.flatten().tolist()) == {-1, 0, 1}
+    assert torch.equal(moved, steps("pow.Tensor_Tensor", (y, power.expand(5, 4)), y))
+    assert not torch.equal(moved, steps("pow.Tensor_Tensor", (x, power.repeat(5, 1)), x))
+    assert not torch.equal(moved, steps("pow.Tensor_Tensor", (x.mT.contiguous().mT, power), x))
+    assert not steps("mm", (x, x.mT), torch.arange(20).view(5, 4) / 4).any()
