@@ -223,3 +223,33 @@ def test_samples_along_no_dimension() -> None:
     x = spoilt(batch(SAMPLES, 5, 4), [1], torch.nan, None)
     with pytest.raises(NonFiniteError, match=r"`conv1d` with `layer\.weight`.* where the samples"):
         engine.compute_gramian(per_sample(model(x)))
+
+
+class Padded(nn.Module):
+    """Sums of tokens that lie one behind the other, read beyond the end of each short sample.
+
+    What is read there is of the next sample, and is multiplied by zero.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([2, 1, 3, 2])
+        places = (lengths.cumsum(0) - lengths).unsqueeze(1) + torch.arange(3)
+        is_there = torch.arange(3) < lengths.unsqueeze(1)
+        tokens = self.layer(x).tanh()[places.clamp(max=len(x) - 1)]
+        return (tokens * is_there.unsqueeze(2)).sum(1)
+
+
+def test_infinities_that_reach_another_sample() -> None:
+    """They hide what the other sample has in its place: its row would be finite, and wrong."""
+    model = Padded()
+    engine = Engine(model, batch_dim=0)
+    x = batch(8, 3)
+    x[0] = torch.nan
+    losses = per_sample(model(x))
+    assert losses.isfinite().tolist() == [False, True, True, True]
+    with pytest.raises(NonFiniteError, match=r"`linear` with `layer\.weight`.* where the samples"):
+        engine.compute_gramian(losses)
