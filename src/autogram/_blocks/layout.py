@@ -232,10 +232,33 @@ class Scattered:
         return f"single elements ({self.batch} samples, scattered)"
 
 
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Places that each belong to one of several samples, where nothing tells which.
+
+    Their cotangents are not finite. Each of these samples gets NaN in all hidden places, so that no
+    row of theirs seems right.
+    """
+
+    samples: tuple[int, ...]
+    """Those that a hidden place may be of."""
+    is_hidden: Tensor
+    """Whether a place is hidden, of a shape that broadcasts. On the CPU."""
+    rest: Routed
+    """The sample of each other place. What a call saved of hidden places is left out."""
+
+    def owners(self, like: Tensor) -> Tensor:
+        is_hidden = self.is_hidden.to(like.device)
+        return torch.where(is_hidden, self.samples[0], self.rest.owners(like))
+
+    def __str__(self) -> str:
+        return f"{self.rest}, and hidden places of one of {len(self.samples)} samples"
+
+
 Layout = Folded | Routed
 """Which sample each place along a dimension of a use's output, or several, belongs to."""
 
-Placement = Folded | Routed | Partial | Scattered
+Placement = Folded | Routed | Partial | Scattered | Hidden
 """Which sample each place of a use's output belongs to."""
 
 
@@ -259,6 +282,12 @@ def pieces(
             # A selection and not a product, which would spread infinities to other samples.
             own = torch.where(numbers == number, cotangent, 0)
             yield part.subset, part.layout, own
+    elif isinstance(layout, Hidden):
+        is_hidden = layout.is_hidden.to(cotangent.device)
+        yield None, layout.rest, torch.where(is_hidden, 0, cotangent)
+        lost = torch.where(is_hidden, torch.nan, torch.zeros_like(cotangent))
+        for sample in layout.samples:
+            yield Subset((sample,), layout.rest.batch), None, lost
     else:
         yield None, layout, cotangent
 

@@ -72,7 +72,7 @@ def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any)
         ) from error
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, on any device, and no smaller limit was tried yet."""
     if isinstance(error, MemoryLimitError):
         return False

@@ -105,8 +105,9 @@ class Engine(Hooked):
             InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
             NotConnectedError: The losses do not depend on the engine's parameters.
             MixedSamplesError: ``batch_dim`` is an integer, and the losses are not per-sample.
-            NonFiniteError: The call searches for the samples, and no objective is finite, or a
-                cotangent is not finite whose objective is.
+            NonFiniteError: The call searches for the samples, and no objective is finite, a
+                cotangent is not finite whose objective is, or a result has samples along no
+                dimension, some of which are not finite.
             VerificationError: The result was verified, and is wrong.
             UnseenUseError: ``unseen`` is ``"error"``, and a parameter is used unseen.
             FreedGraphError: An earlier backward pass has freed the graph.

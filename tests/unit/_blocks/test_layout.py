@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from autogram._blocks import Folded, Partial, Routed, Scattered, Subset, agree, candidates, pieces
+from autogram._blocks import (
+    Folded,
+    Hidden,
+    Partial,
+    Routed,
+    Scattered,
+    Subset,
+    agree,
+    candidates,
+    pieces,
+)
 
 
 def test_plain_layout_leaves_a_tensor_alone() -> None:
@@ -112,6 +122,29 @@ def test_pieces_of_scattered_samples() -> None:
     assert [subset for subset, *_ in found] == [Subset((0,), 4), Subset((2,), 4)]
     for (*_, own), sample in zip(found, (0, 2), strict=True):
         assert torch.equal(own, cotangent * (samples == sample).to(own.device))
+
+
+def test_pieces_of_hidden_places() -> None:
+    """Each sample that may have them gets all, and what they are is lost."""
+    is_hidden = torch.tensor([[False], [True], [False]], device="cpu")
+    layout = Hidden((1, 3), is_hidden, Routed(0, 4, torch.tensor([2, -1, 0])))
+    cotangent = torch.randn(2, 3, 2)
+    cotangent[0, 1, 1] = torch.nan
+    (subset, rest, known), *lost = pieces(layout, cotangent)
+    assert subset is None
+    assert rest is layout.rest
+    assert torch.equal(known[:, [0, 2]], cotangent[:, [0, 2]])
+    assert not known[:, 1].any()
+    assert [subset for subset, *_ in lost] == [Subset((1,), 4), Subset((3,), 4)]
+    for _, within, part in lost:
+        assert within is None
+        assert part[:, 1].isnan().all()
+        assert not part[:, [0, 2]].any()
+    assert layout.owners(cotangent[0]).flatten().tolist() == [2, 1, 0]
+    assert agree([layout], cotangent)
+    assert str(layout) == (
+        "dimension 0 (3 places of 4 samples, routed), and hidden places of one of 2 samples"
+    )
 
 
 @pytest.mark.parametrize(

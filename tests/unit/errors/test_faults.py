@@ -130,8 +130,8 @@ class TestNotFiniteAndMixed:
             engine.compute_gramian((model(batch(4, 3)).square().sum(1) * factors).sqrt())
         assert_works(engine, model, batch(4, 3))
 
-    def test_what_is_seen_of_some_samples_is_not_kept(self) -> None:
-        """The third sample reads the fourth, which is hidden at the first call and not later."""
+    def test_a_sample_that_another_one_reads(self) -> None:
+        """The third sample reads the fourth, which is not finite at the first call alone."""
         model = mlp()
         engine = Engine(model, batch_dim=0)
         x = batch(4, 3)
@@ -140,7 +140,8 @@ class TestNotFiniteAndMixed:
             y = model(x).sum(1)
             return (y + nn.functional.pad(y[3:], (2, 1))) * factors
 
-        engine.compute_gramian(losses(torch.tensor([1.0, 1.0, 1.0, math.nan])))
+        with pytest.raises(NonFiniteError, match=r"`2\.weight`.* where the samples lie"):
+            engine.compute_gramian(losses(torch.tensor([1.0, 1.0, 1.0, math.nan])))
         with pytest.raises(MixedSamplesError, match=r"`2\.weight`"):
             engine.compute_gramian(losses(torch.ones(4)))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._capture.autograd.graph import edge_of, in_dense, is_tap_of, nodes_behind
+from autogram._capture.autograd.graph import arriving, edge_of, in_dense, is_tap_of, nodes_behind
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
@@ -139,9 +139,7 @@ def vjps_of_node(
         for gradient, edge in zip(found, node.next_functions, strict=True):
             if gradient is None or edge not in places:
                 continue
-            child, result = edge
-            of = child._input_metadata[result]
-            gradient = in_dense(gradient).sum_to_size(of.shape).to(of.dtype)  # as autograd does
+            gradient = arriving(gradient, *edge)
             i = places[edge]
             totals[i] = totals[i] + gradient if i in totals else gradient
         return totals

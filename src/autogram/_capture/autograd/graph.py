@@ -135,6 +135,15 @@ def in_dense(gradient: Tensor) -> Tensor:
     return gradient if is_dense else gradient.to_dense()
 
 
+def arriving(gradient: Tensor, node: Any, result: int) -> Tensor:
+    """What arrives at a result of a node from a gradient that another node has computed for it.
+
+    Between nodes, autograd sums a gradient along the dimensions in which the result was broadcast.
+    """
+    metadata = node._input_metadata[result]
+    return in_dense(gradient).sum_to_size(metadata.shape).to(metadata.dtype)
+
+
 def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
     """Each leaf that a backward pass would reach, in any order, without the anchors of engines."""
     if isinstance(tensor, Tensor) and tensor.grad_fn is None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autogram._blocks import Folded, Partial, Placement, Routed, Scattered, Subset, candidates
+from autogram._blocks import (
+    Folded,
+    Hidden,
+    Partial,
+    Placement,
+    Routed,
+    Scattered,
+    Subset,
+    candidates,
+)
 from autogram._capture.places.places import Places
 from autogram._capture.samples.owners import HIDDEN, NONE, Owners
 from autogram._capture.uses import Use, describe, not_finite
@@ -23,11 +32,10 @@ def fitting_layouts(use: Use, owners: Owners, is_finite: Tensor) -> tuple[Placem
     batch = len(is_finite)
     if any(bool((places == HIDDEN).any()) for places in owners.values()):
         (bad,) = (~is_finite).nonzero(as_tuple=True)
-        if len(bad) > 1:  # of which of these samples a hidden place is, a single layout tells
+        if len(bad) > 1:
             regular = regular_layouts(use.shape, owners, is_finite)
-            if len(regular) != 1:
-                raise not_finite(use)
-            return regular
+            is_told = len(regular) == 1 and _has_all(regular[0], owners, bad)
+            return regular if is_told else (_hidden(use, owners, bad, batch),)
         owners = {dim: torch.where(x == HIDDEN, bad, x) for dim, x in owners.items()}
     places = next(iter(owners.values()))
     # A count takes a fraction of the time of `unique`.
@@ -114,6 +122,26 @@ def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
         if bool(((by_place == places.unsqueeze(1)) | (by_place == NONE)).all()):
             found[dim] = places
     return found
+
+
+def _has_all(layout: Folded, owners: Owners, bad: Tensor) -> bool:
+    """Whether some samples all have a cotangent in a layout, so that it tells hidden places apart.
+
+    Else a hidden place of one sample may be where the layout has another one.
+    """
+    there = layout.owners(owners[layout.dim])[owners[layout.dim] != NONE]
+    return bool(torch.isin(bad, there).all())
+
+
+def _hidden(use: Use, owners: Owners, bad: Tensor, batch: int) -> Hidden:
+    """The layout where nothing tells which of some samples hidden places are of."""
+    (dim, places), *_ = owners.items()
+    if dim < 0 and (0 not in use.dims or -dim > use.depth):
+        raise not_finite(use)
+    rest = _routed(use, {dim: places.masked_fill(places == HIDDEN, NONE)}, batch)
+    behind = len(use.shape) - rest.dim - rest.depth
+    is_hidden = (places == HIDDEN).view(*rest.samples.shape, *(1,) * behind)
+    return Hidden(tuple(bad.tolist()), is_hidden, rest)
 
 
 def _routed(use: Use, owners: Owners, batch: int) -> Routed:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from math import prod
@@ -34,7 +35,7 @@ from autogram._blocks import as_real
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.proofs.spots import Spot, shown
+from autogram._capture.samples.proofs.spots import Spot, kept_finite, shown
 from autogram._capture.samples.proofs.trials import EXPONENTS
 from autogram._capture.samples.replays import copied_to_cpu
 from autogram._capture.samples.survey import Survey
@@ -73,13 +74,18 @@ def owners_by_zeros(
     """The owners of all uses and spots that are reached, by passes for some of the samples alone.
 
     The places of a sample whose objectives are not finite are hidden: zero times infinity is not
-    zero, so that they have a cotangent in every pass. The other samples show the layout.
+    zero, so that they have a cotangent in every pass. The other samples show the layout, in passes
+    from which infinities are kept away. A pass with these shows which places are hidden.
 
     Together, what the objectives of a sample contribute to a place may cancel. If they
     ``are_apart``, other passes are made as well, in which each objective is alone.
     """
     zeros, channel = _Zeros(objectives), survey.channel
-    with shown(survey, spots, zeros.hear):
+    are_finite = bool(objectives.is_finite.all())
+    if not are_finite:
+        equal = torch.ones(objectives.samples, device="cpu")
+        show_uses(channel, objectives, equal, zeros.hide, are_apart=are_apart)
+    with shown(survey, spots, zeros.hear), nullcontext() if are_finite else kept_finite(survey):
         for is_apart in [False, True] if are_apart else [False]:
             for weights in zeros.choices(are_equal=is_apart):
                 show_uses(channel, objectives, weights, zeros.see, are_apart=is_apart)
@@ -162,14 +168,19 @@ class _Zeros:
     def see(self, use: Use, cotangent: Tensor) -> None:
         """Takes in the cotangent of a use."""
         if not cotangent.abs().amax().isfinite():
-            if self._is_finite.all() or not self._is_finite.any():
+            if self._is_finite.all():
                 raise not_finite(use)
-            is_finite = cotangent.isfinite()
-            self._mark(use, ~is_finite, 2, 1)
-            cotangent = torch.where(is_finite, cotangent, 0)
+            cotangent = torch.where(cotangent.isfinite(), cotangent, 0)
         self.counts[use] += int(cotangent.count_nonzero())
         # On a CPU, the largest of absolute values is found in a fraction of the time of `any`.
         self._mark(use, cotangent.abs(), self._bit, 1 << self._digit)
+
+    def hide(self, use: Use, cotangent: Tensor) -> None:
+        """Takes in where the cotangent of a use is not finite, in a pass for all samples."""
+        is_hidden = ~cotangent.isfinite()
+        if not self._is_finite.any() and is_hidden.any():
+            raise not_finite(use)
+        self._mark(use, is_hidden, 2, 1)
 
     def hear(self, spot: Spot, cotangents: Tensor) -> None:
         """Takes in the cotangents of a spot."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import in_dense, nodes_leading_to, use_of
+from autogram._capture.autograd.nested import running_pass
 from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.samples.proofs.carrying import Shape, is_elementwise
 from autogram._capture.samples.survey import Survey
@@ -103,3 +105,20 @@ def shown(
             current.show(partial(observe, spot), in_dense(cotangent))
 
     return hooked((survey.nodes[spot.node], partial(show, spot)) for spot in spots)
+
+
+@contextmanager
+def kept_finite(survey: Survey) -> Iterator[None]:
+    """Lets all nodes read zeros for what is not finite in passes of an engine inside of a block."""
+
+    def keep(cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        if running_pass() is None:
+            return None
+        dense = [None if x is None else in_dense(x) for x in cotangents]
+        return tuple([x if x is None else torch.where(x.isfinite(), x, 0) for x in dense])
+
+    with ExitStack() as stack:
+        for node in survey.nodes:
+            if not hasattr(node, "variable"):  # else it is a leaf
+                stack.callback(node.register_prehook(keep).remove)
+        yield

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from autogram._blocks import Folded
-from autogram._capture.autograd.graph import kind_of_node
+from autogram._capture.autograd.graph import arriving, kind_of_node
 from autogram._capture.autograd.passes import Pass, hooked
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.samples.proofs.carrying import is_packed
@@ -46,6 +46,16 @@ class Trial(NamedTuple):
         places = self.place, *[place for _, place in self.inputs]
         return not all(place.before == place.after == 1 for place in places)
 
+    def is_about(self, survey: Survey, samples: int) -> bool:
+        """Whether the places are there in a call: on routes, sizes may be other ones."""
+        node = survey.nodes[self.node]
+        shapes = [(self.place, node._input_metadata[0].shape)]
+        for position, place in self.inputs:
+            following, result = node.next_functions[position]
+            shapes.append((place, following._input_metadata[result].shape))
+        sizes = [(place.before * samples * place.after, place.dim, of) for place, of in shapes]
+        return all([*of[dim : dim + 1]] == [size] for size, dim, of in sizes)
+
 
 def can_try(node: Any) -> bool:
     """Whether a node can be carried out once more."""
@@ -61,7 +71,8 @@ def keeps_places(survey: Survey, trial: Trial, samples: int) -> bool:
     differ in a binary digit of their numbers.
     """
     node = survey.nodes[trial.node]
-    if isinstance(node, BackwardCFunction) or not can_try(node):
+    is_clear = can_try(node) and trial.is_about(survey, samples)
+    if isinstance(node, BackwardCFunction) or not is_clear:
         return False
     (result,) = node._input_metadata
     dense = torch.arange(1, prod(result.shape) + 1, dtype=torch.double, device=result.device)
@@ -71,6 +82,8 @@ def keeps_places(survey: Survey, trial: Trial, samples: int) -> bool:
         for bit in (0, 1):
             chosen = numbers >> digit & 1 == bit
             found = _carry_out(node, dense * _factors(chosen, trial.place, dense), ())
+            if found is None:
+                return False
             for position, place in trial.inputs:
                 x = found[position]
                 if x is not None and bool((x * _factors(~chosen, place, x) != 0).any()):
@@ -107,7 +120,7 @@ def _try(
     """Carries out one node once more, or more often for more samples than exponents."""
     node = survey.nodes[trial.node]
     yes, no = torch.tensor([True, False], device="cpu")
-    if not can_try(node):
+    if not can_try(node) or not trial.is_about(survey, samples):
         tell(no, no)
         return
     if cotangent.layout != torch.strided:
@@ -118,12 +131,9 @@ def _try(
     exponents = EXPONENTS if is_wide else EXPONENTS[EXPONENTS < 8]  # float16 ends at 2**16
     while unit < samples:
         powers = exponents[numbers // unit % len(exponents)].double().exp2()
-        try:
-            found = _carry_out(node, cotangent * _factors(powers, trial.place, cotangent), given)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            tell(yes, no)  # under checkpointing, what was saved is read once
+        found = _carry_out(node, cotangent * _factors(powers, trial.place, cotangent), given)
+        if found is None:
+            tell(yes, no)
             return
         for position, place in trial.inputs:
             plain, other = given[position], found[position]
@@ -147,16 +157,28 @@ def _factors(of_samples: Tensor, place: Folded, like: Tensor) -> Tensor:
 
 def _carry_out(
     node: Any, cotangent: Tensor, given: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """What a node returns for a cotangent, for each input; nothing where that is not clear.
+) -> Sequence[Tensor | None] | None:
+    """What a node gives each of its inputs for a cotangent; nothing where that is not clear.
 
     The node alone, as a pass to its inputs would also take ways from one input to another.
+
+    Returns:
+        ``None`` if the node fails: under checkpointing, what was saved is read once, and the node
+        may not take a cotangent that no pass has.
     """
-    if not isinstance(node, BackwardCFunction):
-        found = node(cotangent)
-        return found if isinstance(found, tuple) else (found,)
-    found = node.apply(cotangent)
-    # For each argument of a Function, tensor or not, where a pass has a gradient for each tensor.
-    found = iter([x for x in (found if isinstance(found, tuple) else (found,)) if x is not None])
-    in_order = [None if x is None else next(found, None) for x in given]
-    return in_order if next(found, None) is None else [None] * len(given)
+    is_function = isinstance(node, BackwardCFunction)
+    try:
+        found = node.apply(cotangent) if is_function else node(cotangent)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None
+    found = found if isinstance(found, tuple) else (found,)
+    if is_function:
+        # For each argument, tensor or not, where a pass has a gradient for each tensor.
+        left = iter([x for x in found if x is not None])
+        found = tuple([None if x is None else next(left, None) for x in given])
+        if next(left, None) is not None:
+            return [None] * len(given)
+    pairs = zip(found, node.next_functions, strict=True)
+    return [None if x is None or edge[0] is None else arriving(x, *edge) for x, edge in pairs]
