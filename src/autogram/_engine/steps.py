@@ -13,6 +13,7 @@ from torch import Tensor
 from autogram._arguments import weights_by
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
+from autogram._capture.autograd.grad import add_to_grad, owned
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import Ranks, Wrappers, accumulate, gradients_of, together
@@ -131,10 +132,10 @@ class Step:
         jacobian = self._jacobian()
         gramian = jacobian.gramian() if self._gramian is None else self._gramian
         weights = weights_by(self.scale.weighting, gramian)
+        # All are computed before any is added: memory may run out, and a hook on a parameter may
+        # take a step of it, which neither factors nor graph would bear.
         gradients = jacobian._gradients_of(weights)
-        # A hook on a parameter may take a step of it, which neither factors nor graph would bear.
-        self._differentiate_rest(weights)
-        jacobian._add(gradients)
+        jacobian._add(gradients | self._gradients_of_rest(weights))
         return gramian, weights
 
     def _finish_with_others(
@@ -163,22 +164,23 @@ class Step:
             gradients = gradients_of(found[0], own)
         accumulate(ranks, gradients, found[0]._names, wrappers, rest)
         with together(ranks, self._last):
-            self._differentiate_rest(own)
+            others = self._gradients_of_rest(own)
+        add_to_grad(others.items())
         return gramian, own
 
-    def _differentiate_rest(self, weights: Tensor) -> None:
-        """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
+    def _gradients_of_rest(self, weights: Tensor) -> dict[Tensor, Tensor]:
+        """Lets go of rows, and gives the gradients of leaves that are not of J and not wrapped."""
         rest, before_pass = list(self._rest_of(weights)), self.engine._channel.before_pass
         self._parts.clear()
         self._rest.clear()
+        found: dict[Tensor, Tensor] = {}
         for losses, outside, cotangent, retain_graph in rest:
             if leaves := self._without_wrapped(outside):
                 if before_pass is not None:
                     before_pass()
                     retain_graph = True  # for passes of other ranks
-                # Autocast would round what the nodes of this pass multiply.
-                with without_autocast(losses.device):
-                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=leaves)
+                _add_gradients(found, losses, leaves, cotangent, retain_graph)
+        return found
 
     def _rest_of(self, weights: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor], Tensor, bool]]:
         """For losses: leaves that are not of J, the cotangent, and whether to keep the graph."""
@@ -198,14 +200,26 @@ class Step:
         """
         found: dict[Tensor, Tensor] = {}
         for losses, outside, cotangent, retain_graph in self._rest_of(weights):
-            leaves = [x for x in outside if x.requires_grad and wrappers.has(x)]
-            if not leaves:
-                continue
-            must_retain = retain_graph or bool(self._without_wrapped(outside))
-            with without_hooks(leaves), without_autocast(losses.device):
-                gradients = torch.autograd.grad(
-                    [losses], leaves, [cotangent], must_retain, materialize_grads=True
-                )
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                found[leaf] = found[leaf] + gradient if leaf in found else gradient
+            if leaves := [x for x in outside if x.requires_grad and wrappers.has(x)]:
+                must_retain = retain_graph or bool(self._without_wrapped(outside))
+                _add_gradients(found, losses, leaves, cotangent, must_retain)
+                found |= {x: torch.zeros_like(x) for x in leaves if x not in found}
         return found
+
+
+def _add_gradients(
+    total: dict[Tensor, Tensor],
+    losses: Tensor,
+    leaves: Sequence[Tensor],
+    cotangent: Tensor,
+    retain_graph: bool,
+) -> None:
+    """Adds the gradients of leaves to a total, which owns them. No hook on a leaf runs."""
+    # Autocast would round what the nodes of this pass multiply.
+    with without_hooks(leaves), without_autocast(losses.device):
+        gradients = torch.autograd.grad(
+            [losses], leaves, [cotangent], retain_graph, allow_unused=True
+        )
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if gradient is not None:
+            total[leaf] = total[leaf] + gradient if leaf in total else owned(gradient, leaf)
