@@ -110,9 +110,9 @@ class Engine(Hooked):
             VerificationError: The result was verified, and is wrong.
             UnseenUseError: ``unseen`` is ``"error"``, and a parameter is used unseen.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient for each objective; the pass would
-                disturb a wrapper of `torch.distributed`; or a custom autograd Function or a hook
-                adds to `.grad` of parameters during the pass.
+            UnsupportedError: A call has no gradient for each objective; a parameter was frozen
+                after the forward pass; the pass would disturb a wrapper of `torch.distributed`; or
+                a custom Function or a hook adds to `.grad` of parameters during the pass.
             MemoryLimitError: Memory ran out, and again with an eighth of the limit. If an eighth
                 is enough, the engine and its Jacobians have this limit from then on.
             RemovedEngineError: The engine was removed.

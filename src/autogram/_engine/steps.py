@@ -125,6 +125,8 @@ class Step:
     def _jacobian(self) -> Jacobian:
         """The rows of all losses. Those without elements count only where there are no others."""
         parts = [part for part in self._parts if part.m] or self._parts[-1:]
+        reached = {p: self._names[p] for part in parts for p in part.columns}
+        self.engine._channel.refuse_frozen(reached)  # behind one of several micro-batches
         return Jacobian(parts, self._names, self.engine._limit)
 
     def _finish_alone(self) -> tuple[Tensor, Tensor]:
