@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import Engine, MemoryLimitError
-from autogram._blocks.programs import known
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import batch, mlp, per_sample
@@ -210,15 +209,9 @@ def test_at_some_allocations_of_a_first_step(name: str, way: str) -> None:
 
 @EACH
 @EACH_MODEL
-@pytest.mark.parametrize("has_programs", [False, True], ids=["chosen", "programs"])
-def test_at_some_allocations_of_a_later_step(
-    name: str, way: str, has_programs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is remembered is used, by calls that are chosen in the step or were written before."""
-    if has_programs:
-        for each in ("_WORTH_WRITING", "_WORTH_WRITING_TOGETHER"):
-            monkeypatch.setattr(known, each, 1)
-    at_allocations_of_a_later_step(Training(name, way), 6)
+def test_at_some_allocations_of_a_later_step(name: str, way: str) -> None:
+    """What is remembered is used."""
+    at_allocations_of_a_later_step(Training(name, way), 8)
 
 
 @pytest.mark.slow
