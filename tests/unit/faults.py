@@ -1,6 +1,7 @@
 """Faults of PyTorch's operators, to see what an engine does then."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,29 +17,54 @@ SHORTAGES: dict[str, Callable[[], RuntimeError]] = {
 _PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.mul, torch.ops.aten.stack}
 
 
+def is_product(function: Any) -> bool:
+    """Whether an operator computes products, or prepares them."""
+    return function.overloadpacket in _PRODUCTS
+
+
+@cache
+def allocates(function: Any) -> bool:
+    """Whether an operator has a result with memory of its own, which it asks an allocator for."""
+    results = function._schema.returns
+    return any("Tensor" in str(x.type) and x.alias_info is None for x in results)
+
+
 class Fault(TorchDispatchMode):
-    """Makes operators that compute products, or prepare them, fail; or only counts them.
+    """Makes operators of one kind fail, or only counts them.
 
     Args:
         make_error: Makes what they raise.
         skipped: How many of them go well before.
         times: How many of them fail.
+        fails: Whether an operator is of the kind.
     """
 
     def __init__(
-        self, make_error: Callable[[], BaseException], skipped: int = 0, times: float = 1
+        self,
+        make_error: Callable[[], BaseException],
+        skipped: int = 0,
+        times: float = 1,
+        fails: Callable[[Any], bool] = is_product,
     ) -> None:
         super().__init__()
-        self.make_error, self.skipped, self.times = make_error, skipped, times
-        self.products = self.failures = 0
+        self.make_error, self.skipped, self.times, self.fails = make_error, skipped, times, fails
+        self.calls = self.failures = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function.overloadpacket in _PRODUCTS:
-            self.products += 1
-            if self.products > self.skipped and self.failures < self.times:
+        if self.fails(function):
+            self.calls += 1
+            if self.calls > self.skipped and self.failures < self.times:
                 self.failures += 1
                 raise self.make_error()
         return function(*args, **(kwargs or {}))
+
+
+def count_allocations(call: Callable[[], Any]) -> int:
+    """How many operators of a call allocate memory."""
+    with Fault(SHORTAGES["CPU"], times=0, fails=allocates) as counted:
+        call()
+    assert counted.calls > 0
+    return counted.calls
 
 
 def spread(prepare: Callable[[], Callable[[], Any]], most: int) -> Iterator[int]:
@@ -52,8 +78,8 @@ def spread(prepare: Callable[[], Callable[[], Any]], most: int) -> Iterator[int]
         call = prepare()
         with Fault(SHORTAGES["CPU"], times=0) as counted:
             call()
-    assert counted.products > 0
-    yield from sorted({round(i * (counted.products - 1) / (most - 1)) for i in range(most)})
+    assert counted.calls > 0
+    yield from sorted({round(i * (counted.calls - 1) / (most - 1)) for i in range(most)})
 
 
 def weighting(gramian: Tensor) -> Tensor:

@@ -82,7 +82,8 @@ class Columns:
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
             # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
             self.check()
-            block = Block(block.equation, (blocks.pop().operands[0] + block.operands[0],))
+            block = Block(block.equation, (blocks[-1].operands[0] + block.operands[0],))
+            blocks.pop()  # last, as memory may run out before
         block.check()
         blocks.append(block)
 
@@ -320,10 +321,13 @@ class Columns:
         if not self._partial:
             return
         self.check()
-        partial, self._partial = self._partial, None
-        for region, block in partial.blocks(samples):
+        blocks = list(self._partial.blocks(samples))
+        lookups = self._partial.lookups(samples)
+        # All is changed last: if memory runs out before, another attempt begins where this one did.
+        for region, block in blocks:
             self._blocks.setdefault(region, []).append(block)
-        self._lookups = *self._lookups, *partial.lookups(samples)
+        self._lookups = *self._lookups, *lookups
+        self._partial = None
 
     def _spread(self) -> list[Block]:
         """Rows of each region, on the whole parameter."""

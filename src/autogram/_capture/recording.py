@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from autogram._errors import UnsupportedError
+from autogram._errors import UnsupportedError, listed
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
@@ -103,6 +103,7 @@ class Channel:
             ``None``.
         before_pass: Is called before each pass that is inside of no other, if passes communicate
             with other processes.
+        shard_of: Gives the sharded parameter of some name, or ``None`` if it is not sharded.
         has_noted: Whether a forward pass was ever noted at nodes of its graph.
     """
 
@@ -124,6 +125,7 @@ class Channel:
         self.told: set[str] = set()
         self.listener: Any = None
         self.before_pass: Callable[[], None] | None = None
+        self.shard_of: Callable[[str], Tensor | None] = lambda _: None
         self.has_noted = False
 
     def begin(self) -> Recording:
@@ -164,6 +166,21 @@ class Channel:
         if not names or not names.keys() >= set(known):
             names = self.parameters_now() | names
         return names
+
+    def refuse_frozen(self, inside: Mapping[Tensor, str]) -> None:
+        """Refuses parameters of J that were frozen since the losses were computed."""
+        pairs = ((self.shard_of(name), p, name) for p, name in inside.items())
+        frozen = [
+            name for shard, p, name in pairs if not (p if shard is None else shard).requires_grad
+        ]
+        if frozen:
+            raise UnsupportedError(
+                "Parameters that the losses depend on were frozen after the forward pass: "
+                f"{listed([f'`{name}`' for name in frozen])}. J has columns for them, but a "
+                "backward pass would give them no gradient, so that the weights would be those of "
+                "another J. Call `requires_grad_(False)` before the forward pass, or after the "
+                "step."
+            )
 
     def names(
         self,

@@ -56,6 +56,7 @@ class Ranks:
         self.channel = channel
         if self.shards:  # passes gather parameters from all ranks
             channel.before_pass = self.agreement.before_pass
+            channel.shard_of = self.shards.__getitem__
         self.link: Link | None = None
         self.way: Way | None = None
         self.plan: ExchangePlan | None = None

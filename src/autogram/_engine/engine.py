@@ -111,9 +111,9 @@ class Engine(Hooked):
             VerificationError: The result was verified, and is wrong.
             UnseenUseError: ``unseen`` is ``"error"``, and a parameter is used unseen.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A recorded call has no gradient for each objective; the pass would
-                disturb a wrapper of `torch.distributed`; or a custom autograd Function or a hook
-                adds to `.grad` of parameters during the pass.
+            UnsupportedError: A call has no gradient for each objective; a parameter was frozen
+                after the forward pass; the pass would disturb a wrapper of `torch.distributed`; or
+                a custom Function or a hook adds to `.grad` of parameters during the pass.
             MemoryLimitError: Memory ran out, and again with an eighth of the limit. If an eighth
                 is enough, the engine and its Jacobians have this limit from then on.
             RemovedEngineError: The engine was removed.
@@ -296,8 +296,7 @@ class Engine(Hooked):
             The weights, as :meth:`backward` returns them.
 
         Raises:
-            InvalidOperandError: As for :meth:`backward`.
-            AutogramError: As for :meth:`compute_gramian`.
+            AutogramError: As for :meth:`backward`.
         """
         scale = Scale(weighting, scaler)
         if (ranks := self._ranks) is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from autogram._arguments import is_retained
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
-from autogram._capture.autograd.grad import check_addable, has_hooks
+from autogram._capture.autograd.grad import add_to_grad, check_addable, has_hooks, owned
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import (
@@ -154,6 +154,8 @@ class Step:
     def _jacobian(self) -> Jacobian:
         """The rows of all losses. Those without elements count only where there are no others."""
         parts = [part for part in self._parts if part.m] or self._parts[-1:]
+        reached = {p: self._names[p] for part in parts for p in part.columns}
+        self.engine._channel.refuse_frozen(reached)  # behind one of several micro-batches
         return Jacobian(parts, self._names, self.engine._limit, self.engine._finite)
 
     def _finish_alone(self) -> tuple[Tensor, Tensor]:
@@ -163,10 +165,10 @@ class Step:
         gramian = jacobian.gramian() if self._gramian is None else self._gramian
         weights = self.scale.weights(gramian)
         usable = self.scale.usable(weights, gramian, self.engine._finite)
+        # All are computed before any is added: memory may run out, and a hook on a parameter may
+        # take a step of it, which neither factors nor graph would bear.
         gradients = jacobian._gradients_of(usable)
-        # A hook on a parameter may take a step of it, which neither factors nor graph would bear.
-        self._differentiate_rest(usable)
-        jacobian._add(gradients)
+        jacobian._add(gradients | self._gradients_of_rest(usable))
         return gramian, weights
 
     def _finish_with_others(
@@ -192,8 +194,9 @@ class Step:
 
         def end() -> None:
             with together(ranks, self._last):
+                others = self._gradients_of_rest(usable)
                 finish()
-                self._differentiate_rest(usable)
+                add_to_grad(others.items())
 
         with held():
             self._has_met = True
@@ -215,19 +218,19 @@ class Step:
                 raise error
         return gramian, own
 
-    def _differentiate_rest(self, weights: Tensor) -> None:
-        """Lets go of rows, and adds gradients of leaves that are not of J to their ``.grad``."""
+    def _gradients_of_rest(self, weights: Tensor) -> dict[Tensor, Tensor]:
+        """Lets go of rows, and gives the gradients of leaves that are not of J and not wrapped."""
         rest, before_pass = list(self._rest_of(weights)), self.engine._channel.before_pass
         self._parts.clear()
         self._rest.clear()
+        found: dict[Tensor, Tensor] = {}
         for losses, outside, cotangent, retain_graph in rest:
             if leaves := self._without_wrapped(outside):
                 if before_pass is not None:
                     before_pass()
                     retain_graph = True  # for passes of other ranks
-                # Autocast would round what the nodes of this pass multiply.
-                with without_autocast(losses.device):
-                    torch.autograd.backward([losses], [cotangent], retain_graph, inputs=leaves)
+                _add_gradients(found, losses, leaves, cotangent, retain_graph)
+        return found
 
     def _check_rest(self) -> None:
         """Refuses leaves that are not of J, and whose gradients cannot be added up."""
@@ -251,14 +254,26 @@ class Step:
         """
         found: dict[Tensor, Tensor] = {}
         for losses, outside, cotangent, retain_graph in self._rest_of(weights):
-            leaves = [x for x in outside if x.requires_grad and wrappers.has(x)]
-            if not leaves:
-                continue
-            must_retain = retain_graph or bool(self._without_wrapped(outside))
-            with without_hooks(leaves), without_autocast(losses.device):
-                gradients = torch.autograd.grad(
-                    [losses], leaves, [cotangent], must_retain, materialize_grads=True
-                )
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                found[leaf] = found[leaf] + gradient if leaf in found else gradient
+            if leaves := [x for x in outside if x.requires_grad and wrappers.has(x)]:
+                must_retain = retain_graph or bool(self._without_wrapped(outside))
+                _add_gradients(found, losses, leaves, cotangent, must_retain)
+                found |= {x: torch.zeros_like(x) for x in leaves if x not in found}
         return found
+
+
+def _add_gradients(
+    total: dict[Tensor, Tensor],
+    losses: Tensor,
+    leaves: Sequence[Tensor],
+    cotangent: Tensor,
+    retain_graph: bool,
+) -> None:
+    """Adds the gradients of leaves to a total, which owns them. No hook on a leaf runs."""
+    # Autocast would round what the nodes of this pass multiply.
+    with without_hooks(leaves), without_autocast(losses.device):
+        gradients = torch.autograd.grad(
+            [losses], leaves, [cotangent], retain_graph, allow_unused=True
+        )
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if gradient is not None:
+            total[leaf] = total[leaf] + gradient if leaf in total else owned(gradient, leaf)

@@ -1,6 +1,7 @@
 """Blocks of some samples, made blocks of all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from autogram._blocks import Block, Columns, Lookup, Region, Subset
 from autogram._blocks.gather import Gathering
 from tests.unit._blocks.blocks import dense, gramian_of, kernels
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.faults import SHORTAGES, Fault, allocates, count_allocations
 
 K, B = 2, 5
 REGION = Region.contiguous((3, 4))
@@ -145,6 +147,61 @@ def test_columns_of_all_kinds() -> None:
         expected = expected + (rows if subset is None else spread([(subset, rows)]))
     assert columns.narrow() is None
     assert_close_to_reference(columns.gram(), gramian_of(expected))
+
+
+def columns_of_some_samples() -> Columns:
+    """The same at each call: blocks of a table and of half of it, and lookups, of some samples."""
+    torch.manual_seed(0)
+    table = torch.zeros(6, 4)
+    columns = Columns(Region.of(table), kernels())
+    for samples in ((1,), (4, 0)):
+        b, subset = len(samples), Subset(samples, B)
+        for region, rows, positions in ((columns.parameter, 6, 2), (Region.of(table[3:]), 3, 1)):
+            factors = torch.randn(K, b, positions, rows), torch.randn(b, positions, 4)
+            columns.add(region, Block("kbtv,btd->kbvd", factors), subset)
+        lookup = Lookup(torch.randint(0, 6, (b, 3)), torch.randn(K, b, 3, 4))
+        columns.add(columns.parameter, lookup, subset)
+    return columns
+
+
+def kept(columns: Columns) -> Tensor:
+    """All rows, behind a call that keeps these."""
+    columns.keep("rows", lambda *_: True)
+    return columns.dense()
+
+
+def narrowed(columns: Columns) -> Tensor:
+    """The rows of the samples that have any."""
+    columns.narrow()
+    return columns.dense()
+
+
+PRODUCTS: dict[str, Callable[[Columns], Tensor]] = {
+    "gram": lambda columns: columns.gram(),
+    "norms": lambda columns: columns.square_norms(),
+    "cross": lambda columns: columns.cross_gram(columns_of_some_samples()),
+    "cross, of the other": lambda columns: columns_of_some_samples().cross_gram(columns),
+    "sum": lambda columns: columns.weighted_sum(torch.ones(1, K, B)),
+    "direction": lambda columns: columns.directional(torch.ones(6, 4)),
+    "rows": lambda columns: columns.rows(torch.tensor([1, 3])),
+    "kept": kept,
+    "narrowed": narrowed,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_behind_a_shortage_of_memory(name: str) -> None:
+    """Wherever memory runs out in a product, the same product is right afterwards."""
+    product = PRODUCTS[name]
+    expected = product(columns_of_some_samples())
+    for skipped in range(count_allocations(partial(product, columns_of_some_samples()))):
+        columns = columns_of_some_samples()
+        with (
+            Fault(SHORTAGES["CPU"], skipped, fails=allocates),
+            pytest.raises(RuntimeError, match="can't allocate memory"),
+        ):
+            product(columns)
+        assert_close_to_reference(product(columns), expected)
 
 
 def test_columns_of_some_samples() -> None:

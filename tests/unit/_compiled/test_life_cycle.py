@@ -137,6 +137,29 @@ def test_frozen_parts() -> None:
         model.requires_grad_(True)
 
 
+@pytest.mark.parametrize("inner", INNER)
+def test_frozen_behind_the_forward_pass(inner: str) -> None:
+    """Refused, as J would have rows of it; and what is trained from then on has no part in it."""
+    model = _mlp()
+    run = compiled(model, inner)
+    engine = Engine(model, unseen="error")
+    x = torch.randn(4, 3)
+    for frozen in (model[0].weight, model[2].bias):
+        losses = _squares(run(x), x)
+        frozen.requires_grad_(False)
+        for call in (engine.compute_gramian, engine.jacobian):
+            with pytest.raises(
+                UnsupportedError, match=r"frozen after the forward pass: `\d\.\w+`\."
+            ):
+                call(losses)
+        others = trainable(model)
+        expected, later = _squares(model(x), x), _squares(run(x), x)
+        frozen.requires_grad_(True)
+        assert_step(engine, later, expected, others)
+        assert frozen.grad is None
+        assert_step(engine, losses, _squares(model(x), x), trainable(model))
+
+
 def test_parameters_are_freed() -> None:
     """PyTorch compiles anew. Before 2.12 it may not notice, and gradients would be missing."""
     model = Decoder()

@@ -192,6 +192,25 @@ def parts_of_some_ranks(rank: int) -> None:
         assert_close_to_reference(total, expected)
 
 
+def frozen_behind_the_forward_pass(rank: int) -> None:
+    """On one rank: refused on all, and the next step is right."""
+    world = World()
+    model, twin = world.model(), world.model()
+    wrapped = Wrap(model)
+    engine = Engine(wrapped, distributed=True)
+    for step in range(STEPS):
+        losses = world.losses(wrapped(world.batch(rank, step)))
+        model[0].bias.requires_grad_(rank == 0)
+        for call in (engine.compute_gramian, partial(engine.backward, weighting=weighting)):
+            with pytest.raises(
+                RankError, match=r"frozen after the forward pass: `module\.0\.bias`"
+            ):
+                call(losses)
+        model[0].bias.requires_grad_(True)
+        losses.sum().backward()  # or the wrapper would still wait for it
+        assert_fused(engine, world, wrapped, twin, step)
+
+
 def samples_are_not_looked_for_again(rank: int) -> None:
     """What DDP puts behind the model to look for unused parameters hands cotangents on."""
     world = World(sizes=[4])
@@ -455,6 +474,7 @@ def scenarios() -> Mapping[str, Scenario]:
         static_graph_and_a_gramian_alone,
         hooks_run_once,
         parts_of_some_ranks,
+        frozen_behind_the_forward_pass,
         samples_are_not_looked_for_again,
         steps_without_exchange,
         a_trunk_with_a_plain_head,

@@ -251,6 +251,23 @@ def inputs_with_gradients(rank: int) -> None:
                 assert_close_to_reference(x.grad, of_inputs)
 
 
+def frozen_behind_the_forward_pass(rank: int) -> None:
+    """A shard, for which whole tensors are in the graph: on all ranks, or on one."""
+    for reshard_after_forward in (True, False):
+        world = World()
+        model, twin = world.model(), world.model()
+        model = nested(model, reshard_after_forward=reshard_after_forward)
+        engine = Engine(model, distributed=True)
+        for step, ranks_with in enumerate(((0, 1), (1,))):
+            losses = world.losses(model(world.batch(rank, step)))
+            shard = engine._ranks.shards["0.bias"]
+            shard.requires_grad_(rank not in ranks_with)
+            with pytest.raises(RankError, match=r"frozen after the forward pass: `0\.bias`\."):
+                engine.backward(losses, weighting)
+            shard.requires_grad_(True)
+            assert_step(engine, world, model, twin, step, gradient)
+
+
 def products_of_each_rank(rank: int) -> None:
     """`jacobian` and `verify` are of this rank alone, and all ranks call them."""
     world = World()
@@ -391,6 +408,7 @@ def scenarios() -> Mapping[str, Scenario]:
         accumulation,
         different_numbers_of_passes,
         inputs_with_gradients,
+        frozen_behind_the_forward_pass,
         products_of_each_rank,
         a_rank_that_raises,
         what_is_refused,

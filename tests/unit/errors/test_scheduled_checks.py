@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from autogram import CoupledObjectivesWarning, Engine, MixedSamplesError, Verifi
 from autogram.testing import reference_jacobian
 from tests.unit.checks import TOLERANCES, irregular
 from tests.unit.engines import mlp, per_sample
+from tests.unit.faults import SHORTAGES, Fault, allocates
 
 LONGEST = 64  # calls between two checks
 SHIFTED = torch.eye(4).roll(1, 0)
@@ -163,6 +165,35 @@ def test_the_error_says_since_when(change: int, fused: bool) -> None:
     assert named, f"no call is named: {message}"
     assert min(named) <= change
     assert min(named) > change - LONGEST - 1
+
+
+def test_the_check_of_a_new_graph_behind_a_shortage_of_memory() -> None:
+    """The call begins again, and so does its check: it finds gradients that are no sums of rows."""
+
+    def new_graph() -> Callable[[], Tensor]:
+        model = mlp()
+        engine = Engine(model, batch_dim=0)
+        for _ in range(4):  # no other check is due before the eighth call
+            engine.compute_gramian(per_sample(model(irregular(4, 3))))
+        hidden = model[:2](irregular(4, 3)).sin()
+        hidden.register_hook(lambda cotangent: cotangent.clamp(-0.1, 0.1))
+        return partial(engine.compute_gramian, per_sample(model[2](hidden)))
+
+    for _ in range(2):  # what is kept for all engines is there the second time
+        call = new_graph()
+        with (
+            Fault(SHORTAGES["CPU"], times=0, fails=allocates) as counted,
+            pytest.raises(VerificationError),
+        ):
+            call()
+    for skipped in range(0, counted.calls, counted.calls // 8):
+        call = new_graph()
+        with (
+            Fault(SHORTAGES["CPU"], skipped, fails=allocates) as shortage,
+            pytest.raises(VerificationError),
+        ):
+            call()
+        assert shortage.failures == 1
 
 
 def test_a_remembered_layout_of_the_losses() -> None:

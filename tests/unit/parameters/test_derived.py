@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from autogram import Engine, UnseenUseWarning, UnsupportedError
-from autogram.testing import reference_jacobian
 from tests.unit.checks import (
     COUPLED,
     PER_SAMPLE,
@@ -18,7 +17,6 @@ from tests.unit.checks import (
     SEVERAL,
     ModelFactory,
     Objectives,
-    assert_close_to_reference,
     assert_gramian_is_exact,
 )
 from tests.unit.engines import assert_exact
@@ -1007,37 +1005,3 @@ def test_a_parameter_that_is_moved_behind_the_forward_pass(move: Callable) -> No
         with pytest.raises(UnsupportedError, match="weight` was moved in memory after the forward"):
             product(losses)
     assert_exact(engine, model(x).square().sum(1), model)
-
-
-class Penalized(nn.Module):
-    """A linear layer with weight normalisation, whose bias is also used outside of its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = parametrizations.weight_norm(nn.Linear(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).square().sum(1)
-
-
-@pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
-@pytest.mark.parametrize("name", ["weight.original0", "weight.original1", "bias"])
-@pytest.mark.parametrize("verify", ["always", "never"])
-def test_frozen_between_the_losses_and_the_gramian(name: str, verify: Any) -> None:
-    """Rows are those of the losses, whatever is trained from then on; but it gets no gradient."""
-    model = Penalized()
-    engine = Engine(model, verify=verify)
-    frozen = model.get_parameter(
-        f"layer.{name}" if name == "bias" else f"layer.parametrizations.{name}"
-    )
-    weights = torch.linspace(0.5, 1.5, 5)
-    for _ in range(3):
-        losses = model(torch.randn(5, 4)) + model.layer.bias.square().sum()
-        jacobian = reference_jacobian(losses, model.parameters())
-        frozen.requires_grad_(False)
-        gramian = engine.backward(losses, lambda _: weights, return_gramian=True)[1]
-        assert_close_to_reference(gramian, jacobian @ jacobian.T)
-        assert frozen.grad is None
-        assert sum(p.grad is not None for p in model.parameters()) == 2
-        frozen.requires_grad_(True)
-        model.zero_grad()

@@ -268,7 +268,7 @@ class Driver:
             if not _IS_OVERFLOW_EXPECTED.get():
                 warn_user(str(error), UnverifiedWarning)
             is_confirmed = False
-        self._schedule.note_checked(is_confirmed=is_confirmed)
+        self._schedule.note_checked(run.survey, is_confirmed=is_confirmed)
 
 
 class Drivers:

@@ -40,8 +40,8 @@ def are_rows_cheaper(run: Run, known: Summary | None) -> bool:
         return False
     parameters, sizes = survey.inside, [prod(use.shape) for use in survey.uses]
     read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
-    if not read.issubset(parameters) or not all(p.requires_grad for p in parameters):
-        return False  # some are no leaves, or were frozen since
+    if not read.issubset(parameters):
+        return False  # some are no leaves
     elements = sum(p.numel() for p in parameters)
     device, dtype = run.objectives.losses.device, run.objectives.losses.dtype
     kernels = run.devices.on(device)

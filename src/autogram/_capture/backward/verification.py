@@ -190,7 +190,7 @@ class Schedule:
         self.confirmed = 0  # the number of the last call whose check has found nothing wrong
         self._mode = mode
         self._due = 1
-        self._seen = Latest[bytes, None]()
+        self._checked = Latest[bytes, None]()  # structures of graphs
         # A generator of its own, so that the user's random state is not changed.
         self._generator = torch.Generator("cpu").manual_seed(0)
 
@@ -204,8 +204,7 @@ class Schedule:
         """
         self.calls += 1
         if self._mode == "first":
-            must |= self.calls >= self._due or survey.structure not in self._seen
-            self._seen[survey.structure] = None
+            must |= self.calls >= self._due or survey.structure not in self._checked
         if not must and self._mode != "always":
             return None
         losses, m = survey.losses, survey.losses.numel()
@@ -220,8 +219,9 @@ class Schedule:
         """Whether a result was found right, or results are never checked."""
         return self._mode == "never" or self.confirmed > 0
 
-    def note_checked(self, *, is_confirmed: bool) -> None:
+    def note_checked(self, survey: Survey, *, is_confirmed: bool) -> None:
         """Notes that the last call was checked. A call that failed before leaves its check due."""
+        self._checked[survey.structure] = None
         if is_confirmed:
             self.confirmed = self.calls
         if self.calls >= self._due:

@@ -72,6 +72,8 @@ class Survey:
         for recording in self.recordings:
             if others := {leaf for leaf in self.leaves if leaf not in recording.names}:
                 self._refuse_missed(recording, others)
+        if channel.before_pass is not None or not all(x.requires_grad for x in self.leaves):
+            channel.refuse_frozen({x: self.names[x] for x in self.inside})
         self.tail = self._find_tail() if self.leaves_of_tail else []
         # Digests of all that decides where the samples lie, except values of tensors.
         self.structure = _digest(self._structure)  # also except sizes
