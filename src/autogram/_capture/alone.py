@@ -167,9 +167,7 @@ def _fill(
 ) -> None:
     """Adds the blocks of a use to the columns of its parameters."""
     cotangent, *saved = tensors
-    for tracked, region, block in use.contributions(
-        layout, cotangent, tuple(saved), devices.limit
-    ):
+    for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), devices.limit):
         columns[tracked.sources[0]].add(region, block)
 
 

@@ -29,7 +29,7 @@ _MOST_NAMED = 8
 
 
 def confirm(run: Run, check: Check) -> None:
-    """Raises if a check shows that the result of a run is wrong. Else it gives the run a witness."""
+    """Raises if a check shows that the result of a run is wrong. Else gives the run a witness."""
     compared = check.compare(run.columns)
     _refuse_non_finite(run.gramian, compared)
     differing = check.differing(compared)

@@ -102,7 +102,7 @@ class Check:
             each.clear()
 
     def see_use(self, use: Use, cotangent: Tensor, *, is_hidden: bool = False) -> None:
-        """Notes which calls a parameter is used in, their precision, and whether rows are hidden."""
+        """Notes which calls a parameter is used in, in which precision, and with hidden rows."""
         self._dtypes |= {cotangent.dtype, *use.recording.dtypes}
         for tracked in use.reads:
             for parameter in tracked.sources:
@@ -256,7 +256,8 @@ class Schedule:
         losses, m = survey.losses, survey.losses.numel()
         options: Any = {"generator": self._generator, "device": "cpu"}
         while True:
-            u = 0.5 ** (torch.randperm(m, **options) % 3) * (1 - 2 * torch.randint(2, (m,), **options))
+            u = 0.5 ** (torch.randperm(m, **options) % 3)
+            u = torch.where(torch.rand(m, **options) < 0.5, u, -u)
             if u.sum() != 0:
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 

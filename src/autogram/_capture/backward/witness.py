@@ -91,12 +91,11 @@ class Witness:
             image: Computes J Jᵀ u, ``(m,)``, by the engine. It is called if no Gramian is known.
         """
         if self._image is None:
-            found, u = image(), self._vector
-            form, most = _dot(u.to(found), found), _dot(u.abs().to(found), found.abs())
+            self._image = own = image()
+            square, size = self._norm**2, _dot(self._vector.abs(), own.abs())
             error = self._rounding * self._norm
-            self._compare("J Jᵀ u", form, self._norm**2, most + self._norm**2, error)
-            self._image = found
-        if weights.is_floating_point():
+            self._compare("J Jᵀ u", _dot(self._vector, own), square, size + square, error)
+        if weights.dim() == 2:
             w = weights.to(self._image)
             expected, most = w @ self._image, w.abs() @ self._image.abs()
         else:
@@ -104,7 +103,7 @@ class Witness:
             most = expected.abs()
         found, squares = torch.zeros_like(expected), torch.zeros_like(expected)
         for parameter, total in sums.items():
-            if total is None:
+            if total is None or not len(expected):
                 continue
             flat = real_numbers(total).reshape(len(expected), -1)
             squares += torch.linalg.vector_norm(flat, dim=1).square().to(squares)
@@ -130,7 +129,7 @@ class Witness:
     def _compare(
         self, product: str, found: float, expected: float, size: float, error: float
     ) -> None:
-        """Raises if two numbers differ by more than rounding explains. Others than finite do not."""
+        """Raises if two numbers differ by more than rounding explains. NaN is not compared."""
         lost = self._lost(self._vector.dtype)
         if abs(found - expected) > self._tolerance * size + error + lost:
             raise wrong_product(
@@ -163,7 +162,7 @@ def norm(tensor: Tensor | None) -> float:
 
 def _dot(first: Tensor, second: Tensor) -> float:
     """An inner product of two vectors over the objectives, in double precision."""
-    return float(first.double() @ second.double())
+    return float(first.double() @ second.to(first.device, torch.float64))
 
 
 def real_numbers(tensor: Tensor) -> Tensor:
