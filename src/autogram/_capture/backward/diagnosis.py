@@ -158,7 +158,7 @@ def _describe(comparison: Comparison) -> str:
         rule = rule_name(use)
         uses.append(f"`{use.function}` (" + (f"rule `{rule}`)" if rule else "without a rule)"))
     seen = f"used in {', '.join(uses)}" if uses else "of which no use was seen"
-    at = "" if comparison.entry is None else f", most at the entry {comparison.entry}"
+    at = f", most at the entry {comparison.entry}" if comparison.entry else ""
     return (
         f"`{comparison.name}`: norms {comparison.engine:.6g} and {comparison.autograd:.6g}, "
         f"{comparison.gap:.1e} apart{at}, {seen}"

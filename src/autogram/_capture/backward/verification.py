@@ -50,7 +50,7 @@ class Comparison:
     autograd: float
     distance: float
     """The norm of the difference of both."""
-    entry: tuple[int, ...] | None = None
+    entry: tuple[int, ...] = ()
     """Where the difference is largest, if it is large."""
     uses: dict[str, Use] = field(default_factory=dict)
     """The uses that were seen, by function."""
