@@ -1,6 +1,7 @@
 """Faults inside of the library that a verification finds, and when it looks."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,14 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autogram import CoupledObjectivesWarning, Engine, VerificationError
-from autogram._blocks import Folded, candidates
+from autogram import (
+    CoupledObjectivesWarning,
+    Engine,
+    Jacobian,
+    VerificationError,
+    concatenate,
+)
+from autogram._blocks import Folded, bundle, candidates, columns
+from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward import verification
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
 from autogram._capture.samples import search
+from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
+from autogram._jacobian.parts import JacobianPart
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
 from tests.unit.networks import Recurrent
@@ -230,6 +240,155 @@ def test_verify_does_not_wait_for_its_turn(counted: list[int]) -> None:
     engine.compute_gramian(losses)
     engine.verify(losses)
     assert counted == [1]
+
+
+CHECKED: dict[str, Callable[[Engine, Tensor], Any]] = {
+    "Gramian": lambda engine, losses: engine.compute_gramian(losses),
+    "step": lambda engine, losses: engine.backward(losses, lambda gramian: gramian.diagonal()),
+    "Jacobian": lambda engine, losses: engine.jacobian(losses),
+}
+
+
+@pytest.mark.parametrize("checked", [8, 32], ids=["without programs", "with programs"])
+@pytest.mark.parametrize("call", CHECKED)
+def test_what_a_check_costs(call: str, checked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary pass, and Jᵀ u for each parameter once. The call before it has neither."""
+    model = mlp()
+    engine = Engine(model)
+    counts: list[Counter[str]] = [Counter()]
+    for module in (columns, bundle):
+        for name in ("weighted_sum", "products"):
+            counted = counting(getattr(module, name), counts, name)
+            monkeypatch.setattr(module, name, counted)
+    differentiate = counting(Pass.differentiate, counts, "passes")
+    monkeypatch.setattr(Pass, "differentiate", differentiate)
+    for _ in range(checked):
+        counts.append(Counter())
+        CHECKED[call](engine, per_sample(model(batch(5, 3))))
+    plain, dear = counts[checked - 1 :]
+    assert (plain["passes"], dear["passes"]) == (1, 2)
+    assert dear["products"] == plain["products"]
+    assert plain["weighted_sum"] == (dear["weighted_sum"] // 2 if call == "step" else 0)
+    assert 0 < dear["weighted_sum"] <= 2 * len(list(model.parameters()))
+
+
+def counting(
+    function: Callable[..., Any], counts: list[Counter[str]], name: str
+) -> Callable[..., Any]:
+    """A function whose calls are counted by the last counter."""
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        counts[-1][name] += 1
+        return function(*arguments, **named)
+
+    return counted
+
+
+def test_the_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one entry of a gradient has another sign."""
+    monkeypatch.setattr(columns, "weighted_sum", with_one_sign(columns.weighted_sum, (5, 3), 2, 1))
+    model = mlp()
+    engine = Engine(model, batch_dim=None)
+    with pytest.raises(
+        VerificationError, match=r"`0\.weight`: norms .* most at the entry \(2, 1\)"
+    ):
+        engine.compute_gramian(features(model(batch(5, 3)), 1).sum())
+
+
+def with_one_sign(
+    function: Callable[..., Tensor], shape: tuple[int, ...], *entry: int
+) -> Callable[..., Tensor]:
+    """Weighted sums, of which those of a shape have another sign in one entry."""
+
+    def changed(*arguments: Any) -> Tensor:
+        found = function(*arguments)
+        if found.shape[1:] == shape:
+            found = found.clone()
+            found[(slice(None), *entry)] *= -1
+        return found
+
+    return changed
+
+
+def test_a_gramian_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are right, and no parameter is blamed."""
+    monkeypatch.setattr(Objectives, "in_order", lambda _, values, *__: values)
+    model = mlp(3, 4)
+    engine = Engine(model, batch_dim=0)
+    message = (
+        r"The Gramian does not agree with an ordinary backward pass, although .*: for a random "
+        r"vector u, uᵀ G u is \S+ and ‖Jᵀ u‖² is .*please report it"
+    )
+    with pytest.raises(VerificationError, match=message) as found:
+        engine.compute_gramian(features(model(batch(5, 3)), 3))
+    assert found.value.gaps == {}
+    assert not found.value.is_of_samples
+
+
+def test_a_gramian_that_is_not_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added changes no form uᵀ G u."""
+
+    def skewed(self: Objectives, values: Tensor, *dims: int) -> Tensor:
+        del self, dims
+        upper = torch.ones_like(values).triu()
+        return values + upper - upper.T
+
+    monkeypatch.setattr(Objectives, "in_order", skewed)
+    model = mlp()
+    with pytest.raises(VerificationError, match=r"The Gramian .*: it is not symmetric"):
+        Engine(model).compute_gramian(per_sample(model(batch(5, 3))))
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives one percent more."""
+    return lambda *arguments: function(*arguments) * 1.01
+
+
+PRODUCTS: dict[str, tuple[Any, str, Callable[[Jacobian], Any], str]] = {
+    "gramian": (columns, "products", lambda j: j.gramian(), "The Gramian"),
+    "block_gramians": (columns, "products", lambda j: j.block_gramians(), "The Gramian"),
+    "vjp": (columns, "weighted_sum", lambda j: j.vjp(torch.ones(5)), "Jᵀ w"),
+    "accumulate_grad": (
+        columns,
+        "weighted_sum",
+        lambda j: j.accumulate_grad(torch.ones(5)),
+        "The gradient Jᵀ w",
+    ),
+    "jvp": (columns, "directional", lambda j: j.jvp([torch.ones(4, 3)]), "J v"),
+    "rows": (JacobianPart, "rows", lambda j: j.rows([1, 3]), "A row of J"),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_of_a_verified_jacobian(
+    product: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compared with the gradient, also where only the second part was verified."""
+    place, name, call, what = PRODUCTS[product]
+    model = nn.Linear(3, 4, bias=False)
+    others = [Engine(model, verify="never") for _ in range(parts - 1)]
+    sizes = [2] * (parts - 1) + [5 - 2 * (parts - 1)]
+    engines = [*others, Engine(model, verify="always")]
+    losses = [per_sample(model(batch(size, 3))) for size in sizes]
+    jacobian = concatenate([e.jacobian(x) for e, x in zip(engines, losses, strict=True)])
+    call(jacobian)
+    monkeypatch.setattr(place, name, scaled(getattr(place, name)))
+    message = f"{what} does not agree with an ordinary backward pass"
+    model.weight.grad = None
+    with pytest.raises(VerificationError, match=message) as found:
+        call(jacobian)
+    assert found.value.gaps == {}
+    assert model.weight.grad is None  # nothing was written
+
+
+def test_rounding_is_no_error() -> None:
+    """A cotangent in front of a normalisation of two numbers is rounding errors alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)).float()
+    engine = Engine(model, verify="always")
+    for _ in range(100):
+        engine.compute_gramian(per_sample(model(batch(6, 3).float() * 1e3)))
 
 
 SETTINGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
