@@ -34,6 +34,8 @@ _BY_CUDNN = ("Convolution", "CudnnRnn")
 _MOST_ROUNDINGS = 8
 # Two shares that one of two vectors may have in an entry of their sum, exact in any dtype.
 _SHARES = (3 / 8, 5 / 8), (5 / 16, 7 / 16)
+# The most passes that one sum is split into.
+_MOST_PASSES = 8
 
 # The most calls from one check to the next: checks then take about one percent of the time.
 _LONGEST = 64
@@ -86,6 +88,7 @@ class Check:
         self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
+        self._objectives = Objectives(survey.losses, None)
         self._by_sample = vector
 
     def begin(self) -> None:
@@ -98,6 +101,7 @@ class Check:
         # As weights of a step are: in the dtype in which programs for weighted sums take them.
         dtype = torch.promote_types(self.vector.dtype, torch.float32)
         self._by_sample = objectives.by_sample(self.vector.to(dtype))
+        self._objectives = objectives
         for each in (self._compared, self._hidden, self._uses):
             each.clear()
 
@@ -176,23 +180,31 @@ class Check:
 
     @cached_property
     def _roundings(self) -> dict[str, float]:
-        """By how much autograd errs for each parameter: Jᵀ v + Jᵀ (u - v) is not quite Jᵀ u.
+        """By how much autograd errs for each parameter: if u is a sum, Jᵀ u is one, but not quite.
 
-        The share of v in each entry of u is random, and no power of two, so that all products are
-        rounded to other numbers.
+        Passes for single objectives of all samples err as those of the engine do. Shares of u that
+        are random, and no powers of two, have all products rounded to other numbers.
         """
+        sums = []
+        if (k := self._objectives.per_sample) > 1:
+            each = self._objectives.cotangents()
+            some = [each[i::_MOST_PASSES].sum(0) for i in range(min(k, _MOST_PASSES))]
+            sums.append([self.vector * x for x in some])
         generator = torch.Generator("cpu").manual_seed(0)
-        shape, found = self.vector.shape, dict.fromkeys(self.survey.names.values(), 0.0)
         for low, high in _SHARES:
-            is_low = torch.randint(2, shape, generator=generator, device="cpu").bool()
+            is_low = torch.randint(2, self.vector.shape, generator=generator, device="cpu").bool()
             part = self.vector * torch.where(is_low, low, high).to(self.vector)
-            first, second = self._differentiate(part), self._differentiate(self.vector - part)
-            for parameter, gradient in self._gradients.items():
-                own, others = first.pop(parameter), second.pop(parameter)
-                if gradient is not None and own is not None and others is not None:
-                    error = _difference(_difference(gradient, own), others)
-                    name = self.survey.names[parameter]
-                    found[name] = max(found[name], norm(error))
+            sums.append([part, self.vector - part])
+        found = dict.fromkeys(self.survey.names.values(), 0.0)
+        for summands in sums:
+            errors = {p: x for p, x in self._gradients.items() if x is not None}
+            for gradients in map(self._differentiate, summands):
+                for parameter, gradient in gradients.items():
+                    if gradient is not None and parameter in errors:
+                        errors[parameter] = _difference(errors[parameter], gradient)
+            for parameter, error in errors.items():
+                name = self.survey.names[parameter]
+                found[name] = max(found[name], norm(error))
         return found
 
     def _differentiate(self, vector: Tensor) -> dict[Tensor, Tensor | None]:
