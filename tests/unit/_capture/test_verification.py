@@ -407,19 +407,20 @@ def test_products_of_a_verified_jacobian(
 
 @pytest.mark.parametrize("measures", [True, False])
 def test_rounding_is_no_error(measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where cotangents cancel behind a normalisation of two numbers, rounding errors are left.
+    """Where the gradients of several objectives nearly cancel, rounding errors are left.
 
     Without a measure of these, some right results would be called wrong.
     """
     if not measures:
         monkeypatch.setattr(verification, "_MOST_ROUNDINGS", 0)
     alarms = 0
-    for seed in range(40):
+    for seed in range(30):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.Linear(2, 3)).bfloat16()
+        layers = nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Softplus(), nn.GELU()
+        model = nn.Sequential(*layers).bfloat16()
         engine = Engine(model, batch_dim=0, verify="never")
-        losses = features(model(batch(1, 3).bfloat16()), 4)
-        for _ in range(4):
+        losses = features(model(batch(1, 1).bfloat16()), 5)
+        for _ in range(15):
             try:
                 engine.verify(losses)
             except VerificationError:
