@@ -64,11 +64,12 @@ class UnseenUseError(AutogramError, RuntimeError):
 
 
 class VerificationError(AutogramError, ArithmeticError):
-    """The Gramian and an ordinary backward pass do not agree.
+    """A result and an ordinary backward pass do not agree.
 
     Attributes:
-        gaps: How far they are apart, relative to the larger, by name of the parameter, or by those
-            of several that were contracted together (``"0.weight, 0.bias"``).
+        gaps: How far the gradients of a random sum of the losses are apart, by name of the
+            parameter: the norm of the difference, relative to the larger norm. Empty if gradients
+            agree, and a Gramian or another product does not.
         is_of_samples: Whether they agree if the whole batch is treated as one sample.
         is_late: Whether results of earlier calls are in doubt, too.
     """

@@ -101,7 +101,9 @@ def weighted_sums(found: Mapping[Tensor, Columns], weights: Tensor) -> dict[Tens
 
     Results own their memory, with strides as autograd would give them.
     """
-    # One tensor for all parameters, which is new: kernels may compute something from it once.
+    # One tensor for all parameters, which is new: kernels may compute something from it once. Its
+    # strides are always the same, and so are the programs.
+    weights = weights.contiguous()
     stack = weights.view(weights.shape) if weights.dim() == 3 else weights.unsqueeze(0)
     each, settings = list(found.values()), settings_now()
     sums = _by_program(each, stack, settings, partial(_in_bundles, found, stack, settings))

@@ -145,6 +145,32 @@ def contract_alone(
     return found
 
 
+def columns_of(
+    use: RuleUse,
+    parameters: Sequence[Tensor],
+    layout: Folded,
+    tensors: Sequence[Tensor],
+    devices: Devices,
+) -> dict[Tensor, Columns]:
+    """The columns of a use's parameters, of the blocks that :func:`contract_alone` contracts."""
+    columns = {p: Columns(Region.of_parameter(p), devices.on(p.device)) for p in parameters}
+    _fill(columns, use, layout, tensors, devices)
+    return columns
+
+
+def _fill(
+    columns: Mapping[Tensor, Columns],
+    use: RuleUse,
+    layout: Folded,
+    tensors: Sequence[Tensor],
+    devices: Devices,
+) -> None:
+    """Adds the blocks of a use to the columns of its parameters."""
+    cotangent, *saved = tensors
+    for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), devices.limit):
+        columns[tracked.sources[0]].add(region, block)
+
+
 def _contract(
     use: RuleUse,
     columns: Mapping[Tensor, Columns],
@@ -155,10 +181,7 @@ def _contract(
     tensors: Sequence[Tensor],
 ) -> Addition:
     """Contracts a use by itself, into the columns of each parameter, which are empty before."""
-    cotangent, *saved = tensors
-    limit = conditions.devices.limit
-    for tracked, region, block in use.contributions(layout, cotangent, tuple(saved), limit):
-        columns[tracked.sources[0]].add(region, block)
+    _fill(columns, use, layout, tensors, conditions.devices)
     taken, is_short = 0, False
 
     def has_room(device: torch.device, elements: int) -> bool:

@@ -148,7 +148,7 @@ class Engine(Hooked):
             losses = self._checked(losses)
             run = self._drivers.run(losses, form=keep, is_summed=False)
         exchanged, names = is_exchanged(self._channel, losses), run.names
-        part = JacobianPart.of(run.objectives, run.columns, names)
+        part = JacobianPart.of(run, names)
         return Jacobian([part], names, self._limit, self._finite, is_exchanged=exchanged)
 
     @overload

@@ -81,13 +81,13 @@ class Hooked:
         hook_all(session, hooks)
 
     def verify(self, losses: Losses) -> None:
-        """Compares the Gramian of some losses with one ordinary backward pass.
+        """Compares J and the Gramian of some losses with one ordinary backward pass.
 
-        For a random vector u, uᵀ G u must be the squared norm of Jᵀ u, parameter by parameter, to
-        within the square root of the precision of the coarsest dtype on the way: 1.5e-8 in float64,
-        3.5e-4 in float32, 9e-2 in bfloat16, and 3e-2 on a GPU that may use TF32. The random state,
-        ``.grad``, and hooks on parameters are not touched. Costs :meth:`compute_gramian` and an
-        ordinary backward pass.
+        For a random vector u, Jᵀ u must be the gradient of each parameter, entry by entry, and
+        uᵀ G u its squared norm, to within the square root of the precision of the coarsest dtype on
+        the way: 1.5e-8 in float64, 3.5e-4 in float32, 9e-2 in bfloat16, and 3e-2 on a GPU that may
+        use TF32. The random state, ``.grad``, and hooks on parameters are not touched. Costs
+        :meth:`compute_gramian`, an ordinary backward pass and :meth:`autogram.Jacobian.vjp`.
 
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.

@@ -115,7 +115,7 @@ class Step:
             self._wrappers.check_outside(outside)
         if outside:
             self._rest[len(self._parts)] = losses, outside, retain_graph
-        self._parts.append(JacobianPart.of(run.objectives, run.columns, names))
+        self._parts.append(JacobianPart.of(run, names))
         for parameter, name in names.items():
             self._names.setdefault(parameter, name)
         self._gramian = run.gramian if is_summed else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import NoReturn
 
@@ -18,7 +18,7 @@ from autogram._arguments import (
     labels,
     parameter_of,
 )
-from autogram._blocks import Columns, Limit, as_real
+from autogram._blocks import Limit, as_real
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.grad import add_to_grad, as_gradients, check_addable
 from autogram._capture.autograd.nested import running_pass
@@ -123,7 +123,9 @@ class Jacobian:
     def gramian(self) -> Tensor:
         """J Jᵀ, all inner products of the objectives' gradients, ``(m, m)``."""
         with exact(self.device):
-            return self._parts.products(self._parts, self._names, self.dtype)
+            gramian = self._parts.products(self._parts, self._names, self.dtype)
+            self._parts.check_gramian(gramian)
+            return gramian
 
     @retried_with_less
     def block_gramians(self, by: Grouping | None = None) -> dict[str, Tensor]:
@@ -142,7 +144,10 @@ class Jacobian:
             groups.setdefault(label, []).append(parameter)
         with exact(self.device):
             parts, dtype = self._parts, self.dtype
-            return {name: parts.products(parts, group, dtype) for name, group in groups.items()}
+            found = {name: parts.products(parts, group, dtype) for name, group in groups.items()}
+            if sum(map(len, groups.values())) == len(self._names):
+                parts.check_gramian(sum(found.values()))
+            return found
 
     @retried_with_less
     def row_norms(self) -> Tensor:
@@ -152,7 +157,9 @@ class Jacobian:
             Goodfellow, Efficient Per-Example Gradient Computations, 2015, arXiv:1510.01799.
             Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
         """
-        return self._per_objective(lambda _, columns: columns.square_norms()).sqrt()
+        with exact(self.device):
+            norms = self._parts.per_objective(lambda _, x: x.square_norms(), self.dtype)
+            return norms.sqrt()
 
     @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:
@@ -171,8 +178,7 @@ class Jacobian:
             InvalidOperandError: ``w`` has another shape.
 
         References:
-            Bu, Wang, Zha and Karypis, Differentially Private Optimization on Large Model at Small
-            Cost, 2022, arXiv:2210.00038.
+            Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038.
         """
         with exact(self.device):
             weights = self._parts.weights_of(w, can_be_stack=True)
@@ -183,6 +189,8 @@ class Jacobian:
                 if (gradient := found.get(parameter)) is None:
                     gradient = zeros_for(parameter, shape, dtype)
                 gradients[name] = gradient.to(dtype_for(parameter, dtype))
+            sums = dict(zip(self._names, gradients.values(), strict=True))
+            self._parts.check_sums("Jᵀ w", sums, w, self.dtype)
             return gradients
 
     def accumulate_grad(self, w: Tensor) -> None:
@@ -218,7 +226,9 @@ class Jacobian:
             )
         check_addable({p: None for part in self._parts.each for p in part.columns}, self._names)
         with exact(self.device):
-            return as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)).items())
+            gradients = as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)).items())
+            self._parts.check_sums("The gradient Jᵀ w", gradients, w, self.dtype)
+            return gradients
 
     def _add(self, gradients: dict[Tensor, Tensor]) -> None:
         """Adds gradients to ``.grad``, and lets go of them."""
@@ -237,13 +247,12 @@ class Jacobian:
             InvalidOperandError: A name is unknown, or a tensor or their number does not fit.
         """
         by_parameter = direction_of(direction, self._names)
-        return self._per_objective(
-            lambda parameter, columns: (
-                columns.directional(as_real(by_parameter[parameter]))
-                if parameter in by_parameter
-                else None
-            )
-        )
+        real = {parameter: as_real(x) for parameter, x in by_parameter.items()}
+        with exact(self.device):
+            found = self._parts.directional(real, self.dtype)
+            if (witness := self._parts.witness) is not None:
+                witness.check_directional("J v", found, real)
+            return found
 
     def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
         """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.
@@ -319,6 +328,9 @@ class Jacobian:
                 if names is None or name in names:
                     gradients[name] = zeros_for(parameter, (len(index),), self.dtype)
                     self._parts.put_rows(gradients[name], parameter, index)
+            if names is None:
+                rows = dict(zip(self._names, gradients.values(), strict=True))
+                self._parts.check_sums("A row of J", rows, index, self.dtype, are_rows=True)
             return gradients
 
     def dense(self) -> Tensor:
@@ -327,13 +339,6 @@ class Jacobian:
         found = zip(self._names, self.rows(slice(None)).values(), strict=True)
         flat = [as_real(gradient).reshape(m, as_real(p).numel()) for p, gradient in found]
         return torch.cat([x.to(self.device, self.dtype) for x in flat], 1)
-
-    def _per_objective(self, function: Callable[[Tensor, Columns], Tensor | None]) -> Tensor:
-        """The sum over parameters of a number for each objective, ``(m,)``."""
-        with exact(self.device):
-            dtype = self.dtype
-            found = [part.per_objective(function, dtype) for part in self._parts.each]
-            return torch.cat([x.to(self.device) for x in found]) if len(found) > 1 else found[0]
 
 
 def check_jacobian(given: object) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from autogram._blocks import (
     side_by_side,
     weighted_sums,
 )
+from autogram._capture.backward.run import Run
+from autogram._capture.backward.witness import Witness
 from autogram._capture.samples.objectives import Objectives
 from autogram._weights import weights_of
 
@@ -30,14 +33,14 @@ class JacobianPart:
 
     objectives: Objectives  # without the graph of the losses
     columns: Mapping[Tensor, Columns]  # of each parameter that the losses reach
+    witness: Witness | None = None  # if the pass was verified
 
     @classmethod
-    def of(
-        cls, objectives: Objectives, columns: Mapping[Tensor, Columns], names: Iterable[Tensor]
-    ) -> JacobianPart:
+    def of(cls, run: Run, names: Iterable[Tensor]) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
-        objectives = Objectives(objectives.losses.detach(), objectives.batch_dim)
-        return cls(objectives, {p: of for p in names if (of := columns.get(p)) is not None})
+        losses, batch_dim = run.objectives.losses.detach(), run.objectives.batch_dim
+        columns = {p: of for p in names if (of := run.columns.get(p)) is not None}
+        return cls(Objectives(losses, batch_dim), columns, run.witness)
 
     @property
     def m(self) -> int:
@@ -127,6 +130,48 @@ class Parts:
         self.sizes = [part.m for part in parts]
         starts = accumulate(self.sizes[:-1], initial=0)
         self._numbered = list(zip(starts, self.each, strict=True))
+
+    @cached_property
+    def witness(self) -> Witness | None:
+        """What products are compared with, if some parts were verified."""
+        return Witness.together([(part.witness, part.m) for part in self.each])
+
+    def per_objective(
+        self, function: Callable[[Tensor, Columns], Tensor | None], dtype: torch.dtype
+    ) -> Tensor:
+        """The sum over parameters of a number for each objective, ``(m,)``."""
+        found = [part.per_objective(function, dtype) for part in self.each]
+        device = self.each[0].objectives.losses.device
+        return torch.cat([x.to(device) for x in found]) if len(found) > 1 else found[0]
+
+    def directional(self, direction: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+        """J v, ``(m,)``, for a direction in real numbers, which is zero where it has no tensor."""
+        return self.per_objective(
+            lambda parameter, columns: (
+                columns.directional(direction[parameter]) if parameter in direction else None
+            ),
+            dtype,
+        )
+
+    def check_gramian(self, gramian: Tensor | Literal[0]) -> None:
+        """Compares J Jᵀ with the witness if there is one."""
+        if (witness := self.witness) is not None and isinstance(gramian, Tensor):
+            witness.check_gramian(gramian)
+
+    def check_sums(
+        self,
+        product: str,
+        sums: Mapping[Tensor, Tensor | None],
+        w: Tensor,
+        dtype: torch.dtype,
+        *,
+        are_rows: bool = False,
+    ) -> None:
+        """Compares Jᵀ w with the witness if there is one, or rows of J whose numbers are given."""
+        if (witness := self.witness) is not None:
+            image = partial(self.directional, witness.gradients, dtype)
+            weights = w if are_rows else w.detach().reshape(-1, sum(self.sizes))
+            witness.check_sums(product, sums, weights, image)
 
     @cached_property
     def groups(self) -> list[MergedParts]:

@@ -1,6 +1,7 @@
 """Faults inside of the library that a verification finds, and when it looks."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,15 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autogram import CoupledObjectivesWarning, Engine, VerificationError
-from autogram._blocks import Folded, candidates
+from autogram import (
+    CoupledObjectivesWarning,
+    Engine,
+    Jacobian,
+    VerificationError,
+    concatenate,
+)
+from autogram._blocks import Columns, Folded, bundle, candidates, columns
+from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward import verification
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
 from autogram._capture.samples import search
 from autogram._capture.samples.inferred import Inferred
+from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
+from autogram._jacobian import parts
+from autogram._jacobian.parts import JacobianPart
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, batch, mlp, per_sample
 from tests.unit.networks import Recurrent
@@ -44,7 +55,7 @@ def test_a_dropped_use_of_a_shared_parameter(
     losses = per_sample(model(batch(5, 4)))
     with pytest.raises(VerificationError, match=r"`cell\.weight`.*used in `linear`") as found:
         engine.compute_gramian(losses)
-    assert "The Gramian does not agree with an ordinary backward pass" in str(found.value)
+    assert "The result does not agree with an ordinary backward pass" in str(found.value)
     assert set(found.value.gaps) == {"cell.weight", "cell.bias"}
     assert not found.value.is_of_samples
 
@@ -233,6 +244,191 @@ def test_verify_does_not_wait_for_its_turn(counted: list[int]) -> None:
     engine.compute_gramian(losses)
     engine.verify(losses)
     assert counted == [1]
+
+
+# What is called, and how often Jᵀ of one vector is computed, for one parameter or for all.
+CHECKED: dict[str, tuple[Callable[[Engine, Tensor], Any], Counter[str], Counter[str]]] = {
+    "Gramian": (
+        lambda engine, losses: engine.compute_gramian(losses),
+        Counter(),
+        Counter({"for one": 4}),
+    ),
+    "step": (
+        lambda engine, losses: engine.backward(losses, lambda gramian: gramian.diagonal()),
+        Counter({"for all": 1}),
+        Counter({"for all": 2}),
+    ),
+    "Jacobian": (
+        lambda engine, losses: engine.jacobian(losses),
+        Counter(),
+        Counter({"for all": 1}),
+    ),
+}
+
+
+@pytest.mark.parametrize("checked", [8, 32], ids=["without programs", "with programs"])
+@pytest.mark.parametrize("call", CHECKED)
+def test_what_a_check_costs(call: str, checked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary pass, and Jᵀ u for each parameter once. The call before it has neither."""
+    make, without, with_check = CHECKED[call]
+    model = mlp()
+    engine = Engine(model)
+    counts: list[Counter[str]] = [Counter()]
+
+    def count(place: Any, name: str, what: str) -> None:
+        monkeypatch.setattr(place, name, counting(getattr(place, name), counts, what))
+
+    count(Pass, "differentiate", "passes")
+    count(columns, "products", "products")
+    count(bundle, "products", "products")
+    for _ in range(checked):
+        counts.append(Counter())
+        if len(counts) == checked:  # programs write down no function that is counted
+            count(Columns, "weighted_sum", "for one")
+            count(verification, "weighted_sums", "for all")
+            count(parts, "weighted_sums", "for all")
+        make(engine, per_sample(model(batch(5, 3))))
+    plain, dear = counts[checked - 1 :]
+    assert (plain.pop("passes"), dear.pop("passes")) == (1, 2)
+    assert dear.pop("products", 0) == plain.pop("products", 0)
+    if call == "step":  # each of the sums for all may be made of sums for one
+        assert dear.pop("for one", 0) == 2 * plain.pop("for one", 0)
+    elif call == "Jacobian":
+        dear.pop("for one", 0)
+    assert (plain, dear) == (without, with_check)
+
+
+def counting(
+    function: Callable[..., Any], counts: list[Counter[str]], name: str
+) -> Callable[..., Any]:
+    """A function whose calls are counted by the last counter."""
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        counts[-1][name] += 1
+        return function(*arguments, **named)
+
+    return counted
+
+
+def test_the_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one entry of a gradient has another sign."""
+    monkeypatch.setattr(columns, "weighted_sum", with_one_sign(columns.weighted_sum, (5, 3), 2, 1))
+    model = mlp()
+    engine = Engine(model, batch_dim=None)
+    with pytest.raises(
+        VerificationError, match=r"`0\.weight`: norms .* most at the entry \(2, 1\)"
+    ):
+        engine.compute_gramian(features(model(batch(5, 3)), 1).sum())
+
+
+def with_one_sign(
+    function: Callable[..., Tensor], shape: tuple[int, ...], *entry: int
+) -> Callable[..., Tensor]:
+    """Weighted sums, of which those of a shape have another sign in one entry."""
+
+    def changed(*arguments: Any) -> Tensor:
+        found = function(*arguments)
+        if found.shape[1:] == shape:
+            found = found.clone()
+            found[(slice(None), *entry)] *= -1
+        return found
+
+    return changed
+
+
+def test_a_gramian_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are right, and no parameter is blamed."""
+    monkeypatch.setattr(Objectives, "in_order", lambda _, values, *__: values)
+    model = mlp(3, 4)
+    engine = Engine(model, batch_dim=0)
+    message = (
+        r"The Gramian does not agree with an ordinary backward pass, although .*: for a random "
+        r"vector u, uᵀ G u is \S+ and ‖Jᵀ u‖² is .*please report it"
+    )
+    with pytest.raises(VerificationError, match=message) as found:
+        engine.compute_gramian(features(model(batch(5, 3)), 3))
+    assert found.value.gaps == {}
+    assert not found.value.is_of_samples
+
+
+def test_a_gramian_that_is_not_symmetric(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is added changes no form uᵀ G u."""
+
+    def skewed(self: Objectives, values: Tensor, *dims: int) -> Tensor:
+        del self, dims
+        upper = torch.ones_like(values).triu()
+        return values + upper - upper.T
+
+    monkeypatch.setattr(Objectives, "in_order", skewed)
+    model = mlp()
+    with pytest.raises(VerificationError, match=r"The Gramian .*: it is not symmetric"):
+        Engine(model).compute_gramian(per_sample(model(batch(5, 3))))
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives one percent more."""
+    return lambda *arguments: function(*arguments) * 1.01
+
+
+PRODUCTS: dict[str, tuple[Any, str, Callable[[Jacobian], Any], str]] = {
+    "gramian": (columns, "products", lambda j: j.gramian(), "The Gramian"),
+    "block_gramians": (columns, "products", lambda j: j.block_gramians(), "The Gramian"),
+    "vjp": (columns, "weighted_sum", lambda j: j.vjp(torch.ones(5)), "Jᵀ w"),
+    "accumulate_grad": (
+        columns,
+        "weighted_sum",
+        lambda j: j.accumulate_grad(torch.ones(5)),
+        "The gradient Jᵀ w",
+    ),
+    "jvp": (columns, "directional", lambda j: j.jvp([torch.ones(4, 3)]), "J v"),
+    "rows": (JacobianPart, "rows", lambda j: j.rows([1, 3]), "A row of J"),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("others", [0, 1])
+def test_products_of_a_verified_jacobian(
+    product: str, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compared with the gradient, also where only the second part was verified."""
+    place, name, call, what = PRODUCTS[product]
+    model = nn.Linear(3, 4, bias=False)
+    engines = [Engine(model, verify="never") for _ in range(others)]
+    engines.append(Engine(model, verify="always"))
+    sizes = [2] * others + [5 - 2 * others]
+    losses = [per_sample(model(batch(size, 3))) for size in sizes]
+    jacobian = concatenate([e.jacobian(x) for e, x in zip(engines, losses, strict=True)])
+    call(jacobian)
+    monkeypatch.setattr(place, name, scaled(getattr(place, name)))
+    message = f"{what} does not agree with an ordinary backward pass"
+    model.weight.grad = None
+    with pytest.raises(VerificationError, match=message) as found:
+        call(jacobian)
+    assert found.value.gaps == {}
+    assert model.weight.grad is None  # nothing was written
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_rounding_is_no_error(measures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gradients of several objectives nearly cancel, rounding errors are left.
+
+    Without a measure of these, some right results would be called wrong.
+    """
+    if not measures:
+        monkeypatch.setattr(verification, "_MOST_ROUNDINGS", 0)
+    alarms = 0
+    for seed in range(30):
+        torch.manual_seed(seed)
+        layers = nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Softplus(), nn.GELU()
+        model = nn.Sequential(*layers).bfloat16()
+        engine = Engine(model, batch_dim=0, verify="never")
+        losses = features(model(batch(1, 1).bfloat16()), 5)
+        for _ in range(15):
+            try:
+                engine.verify(losses)
+            except VerificationError:
+                alarms += 1
+    assert (alarms == 0) == measures
 
 
 SETTINGS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram import Engine, MemoryLimitError, MixedSamplesError, NonFiniteError
+from autogram import (
+    CoupledObjectivesWarning,
+    Engine,
+    MemoryLimitError,
+    MixedSamplesError,
+    UnverifiedWarning,
+)
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference, features
 from tests.unit.engines import (
@@ -111,27 +117,32 @@ def assert_only_these_are_hidden(
 class TestNotFiniteAndMixed:
     """Nothing is guessed where what is not finite hides how samples are mixed."""
 
-    @pytest.mark.parametrize("batch_dim", ["auto", 0])
-    def test_a_normalisation_of_the_batch(self, batch_dim: Any) -> None:
-        """It carries what is not finite to all samples."""
+    def test_a_normalisation_of_the_batch(self) -> None:
+        """It carries what is not finite to all samples, and mixes them also then."""
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        engine = Engine(model, batch_dim=batch_dim)
         x = batch(5, 3)
         x[1] = math.nan
-        with pytest.raises(NonFiniteError, match="where the samples lie"):
-            engine.compute_gramian(per_sample(model(x)))
+        with pytest.raises(MixedSamplesError, match="NativeBatchNorm"):
+            Engine(model, batch_dim=0).compute_gramian(per_sample(model(x)))
+        with pytest.warns(CoupledObjectivesWarning), pytest.warns(UnverifiedWarning):
+            gramian = Engine(model).compute_gramian(per_sample(model(x)))
+        assert not gramian.isfinite().any()
 
     def test_losses_that_are_finite_and_gradients_that_are_not(self) -> None:
-        """The root of zero: which sample it belongs to cannot be seen at the first call."""
+        """The root of zero: the rows of its sample are not finite, and all others are right."""
         model = mlp()
         engine = Engine(model, batch_dim=0)
-        factors = torch.tensor([1.0, 0.0, 1.0, 1.0])
-        with pytest.raises(NonFiniteError, match=r"`2\.weight`.*detect_anomaly"):
-            engine.compute_gramian((model(batch(4, 3)).square().sum(1) * factors).sqrt())
+        factors, good = torch.tensor([1.0, 0.0, 1.0, 1.0]), [0, 2, 3]
+        squares = model(batch(4, 3)).square().sum(1)
+        with pytest.warns(UnverifiedWarning):
+            gramian = engine.compute_gramian((squares * factors).sqrt())
+        rows = reference_jacobian(squares.sqrt(), model.parameters())[good]
+        assert_close_to_reference(gramian[good][:, good], rows @ rows.T)
+        assert not gramian[1].isfinite().any()
         assert_works(engine, model, batch(4, 3))
 
     def test_a_sample_that_another_one_reads(self) -> None:
-        """The third sample reads the fourth, which is not finite at the first call alone."""
+        """The third sample reads the fourth, also where that is not finite."""
         model = mlp()
         engine = Engine(model, batch_dim=0)
         x = batch(4, 3)
@@ -140,10 +151,9 @@ class TestNotFiniteAndMixed:
             y = model(x).sum(1)
             return (y + nn.functional.pad(y[3:], (2, 1))) * factors
 
-        with pytest.raises(NonFiniteError, match=r"`2\.weight`.* where the samples lie"):
-            engine.compute_gramian(losses(torch.tensor([1.0, 1.0, 1.0, math.nan])))
-        with pytest.raises(MixedSamplesError, match=r"`2\.weight`"):
-            engine.compute_gramian(losses(torch.ones(4)))
+        for factors in (torch.tensor([1.0, 1.0, 1.0, math.nan]), torch.ones(4)):
+            with pytest.raises(MixedSamplesError, match=r"`2\.weight`"):
+                engine.compute_gramian(losses(factors))
 
 
 class Interrupting(torch.autograd.Function):

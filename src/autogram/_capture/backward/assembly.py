@@ -19,7 +19,7 @@ from autogram._blocks import (
     pieces,
     settings_now,
 )
-from autogram._capture.alone import Conditions, contract_alone
+from autogram._capture.alone import Conditions, columns_of, contract_alone
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.accounts import Account, Accounts
 from autogram._capture.backward.run import Run
@@ -58,8 +58,8 @@ class Assembly:
     dropped unless they are kept, so that few are alive at a time. The survey tells how many uses
     there will be; where there may be others, all columns wait for the end of the pass.
 
-    In a pass that is verified, columns in a bundle are contracted twice: in the bundle, as in any
-    pass, and one by one, to compare each parameter.
+    A pass that is verified contracts what any pass contracts. The check sees columns before they
+    are dropped, or where they are kept.
     """
 
     def __init__(self, run: Run, *, is_by_use: bool = True) -> None:
@@ -141,7 +141,9 @@ class Assembly:
             for p, factors in kept.items()
         }
         self._columns.update(columns)
-        self._see(uses, [gramian], columns, gramian)
+        if self._run.check is not None:
+            for use in uses:
+                self._run.check.see_use(use, gramian, is_hidden=self.form is None)
         self._taken += taken
         self._sum(gramian)
 
@@ -219,9 +221,12 @@ class Assembly:
         if found is None:
             return False
         kept = {parameters[i]: of for i, of in found.columns.items()} if run.form else {}
-        if run.check is not None:
-            waiting = [retried(self.limit, found.columns[i].gram) for i, *_ in found.waiting]
-            self._see([use], [*found.parts, *waiting], kept, cotangent)
+        if (check := run.check) is not None:
+            check.see_use(use, cotangent)
+            if run.form is None:  # the program has not kept what it has contracted
+                each = retried(self.limit, columns_of, *given[:4], run.devices)
+                for parameter, columns in each.items():
+                    retried(self.limit, check.see_columns, parameter, columns)
         self._taken += found.taken
         self._columns.update(kept)
         for part in found.parts:
@@ -230,21 +235,6 @@ class Assembly:
             if bundle := self._bundles.put(found.columns[i], form, elements):
                 self._sum(retried(self.limit, gram_of_bundle, bundle))
         return True
-
-    def _see(
-        self,
-        uses: Iterable[Use],
-        parts: Iterable[Tensor | None],
-        kept: Mapping[Tensor, Columns],
-        cotangent: Tensor,
-    ) -> None:
-        """Shows the check, if there is one, what was contracted without an account."""
-        if (check := self._run.check) is not None:
-            for use in uses:
-                check.see_use(use, cotangent)
-            check.see_contracted(uses, parts)
-            for parameter, columns in kept.items():
-                retried(self.limit, check.see_columns, parameter, columns, are_kept=True)
 
     def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
         """Counts an arrival for each owner, and finishes accounts where no other is expected."""
@@ -300,7 +290,6 @@ class Assembly:
     def _take(self, complete: Complete) -> None:
         """Takes all columns of some parameters, which come once in a pass."""
         run = self._run
-        parts: dict[Columns, Tensor | None] = {}
         for parameter, columns in complete:
             if run.summary is not None and columns.is_of_rows:
                 run.summary.elements_of_rows += parameter.numel()
@@ -308,15 +297,13 @@ class Assembly:
                 given = run.form, self.has_room, self._conditions.memory
                 self._taken += retried(self.limit, columns.keep, *given)
                 self._columns[parameter] = columns
-            if run.check is not None:
-                see, are_kept = run.check.see_columns, not run.is_summed or run.form is not None
-                parts[columns] = retried(self.limit, see, parameter, columns, are_kept=are_kept)
+            elif run.check is not None:
+                retried(self.limit, run.check.see_columns, parameter, columns)
             for sink in run.sinks:
                 sink.take(parameter, columns)
         if run.is_summed:
             for bundle in self._bundles.add(*[columns for _, columns in complete]):
-                part = parts.get(bundle[0]) if len(bundle) == 1 else None
-                self._sum(retried(self.limit, gram_of_bundle, bundle) if part is None else part)
+                self._sum(retried(self.limit, gram_of_bundle, bundle))
 
     def _sum(self, part: Tensor | None) -> None:
         """Adds a part of the Gramian, ``(m, m)`` or ``(k, b, k, b)``; ``None`` where it is zero."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.run import Run, rule_name
 from autogram._capture.backward.verification import Check, Comparison
+from autogram._capture.backward.witness import wrong_product
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
@@ -28,21 +29,28 @@ _MOST_NAMED = 8
 
 
 def confirm(run: Run, check: Check) -> None:
-    """Raises if a check shows that the result of a run is wrong."""
-    compared = check.compare()
+    """Raises if a check shows that the result of a run is wrong. Else gives the run a witness."""
+    compared = check.compare(run.columns)
     _refuse_non_finite(run.gramian, compared)
     differing = check.differing(compared)
-    if not differing:
+    witness, reason = check.witness(), None
+    if run.is_summed and witness is not None and witness.why_wrong(run.gramian) is not None:
+        witness = check.witness(is_measured=True)
+        reason = None if witness is None else witness.why_wrong(run.gramian)
+    if not differing and reason is None:
+        run.witness = witness
         return
+    if reason is not None and not (differing or check.has_hidden):
+        raise wrong_product("The Gramian", reason)
     in_whole = _differing_in_whole(run, check) if run.objectives.samples > 1 else differing
     concerned = in_whole or differing
-    lines = [f"  {_describe(c)}" for c in concerned[:_MOST_NAMED]]
+    lines = [f"  {_describe(c)}" for c in concerned[:_MOST_NAMED]] or [f"  the Gramian: {reason}"]
     if len(concerned) > _MOST_NAMED:
         lines.append(f"  and {len(concerned) - _MOST_NAMED} others")
     parameters = "\n".join(lines)
     raise VerificationError(
-        "The Gramian does not agree with an ordinary backward pass: for a random vector u, uᵀ G u "
-        f"and ‖Jᵀ u‖² are apart. Look at\n{parameters}\n{_cause(in_whole)}",
+        "The result does not agree with an ordinary backward pass: for a random vector u, Jᵀ u is "
+        f"not the gradient of the losses times u. Look at\n{parameters}\n{_cause(in_whole)}",
         gaps={c.name: c.gap for c in concerned},
         is_of_samples=not in_whole,
     )
@@ -76,10 +84,12 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
         total = (run.survey.losses * check.vector).sum()
     survey = Survey(run.channel, total)
     whole = Check(survey, torch.ones_like(total))
-    of_total = Run(run.channel, run.devices, survey, Objectives(total, None), whole)
+    whole.begin()
+    objectives = Objectives(total, None)
+    of_total = Run(run.channel, run.devices, survey, objectives, whole, form=run.form)
     with showing(survey.tail):
         assemble(of_total)
-    return whole.differing(whole.compare())
+    return whole.differing(whole.compare(of_total.columns))
 
 
 def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
@@ -98,7 +108,7 @@ def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
             f"{extent} Look for a division by zero or an overflow in these samples; "
             "`torch.autograd.detect_anomaly()` finds it."
         )
-    names = [f"`{c.name}`" for c in compared if not isfinite(c.gramian + c.gradient)]
+    names = [f"`{c.name}`" for c in compared if not isfinite(c.engine + c.autograd)]
     if names:
         raise NonFiniteError(
             "The Gramian cannot be verified: there are gradients that are infinite or not a "
@@ -113,8 +123,9 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
         return (
             "With the whole batch as one sample they agree, so no use is missing and every rule is "
             "right: the samples are mixed, or lie elsewhere than was found. Batch normalisation in "
-            "training mode and losses that compare samples mix them. Pass `batch_dim=None` to "
-            "`Engine` (exact for any losses, slower)."
+            "training mode and losses that compare samples mix them, and so may a hook on a "
+            "gradient, which is not in autograd's graph. Pass `batch_dim=None` to `Engine` (exact "
+            "for any losses, slower)."
         )
     rules = dict.fromkeys(rule_name(use) for c in in_whole for use in c.uses.values())
     foreign = [f"`{rule}`" for rule in rules if rule and not rule.startswith("autogram.")]
@@ -124,7 +135,7 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
             "small model with `autogram.testing.reference_jacobian`, and correct the equation, or "
             "do not register the rule (the call is then exact, and slower)."
         )
-    lacking = [f"`{c.name}`" for c in in_whole if c.gramian < c.gradient and not c.uses]
+    lacking = [f"`{c.name}`" for c in in_whole if c.engine < c.autograd and not c.uses]
     missing = (
         f"A use of {listed(lacking) or 'them, perhaps,'} was not recorded: an operation that the "
         "recorder cannot see, such as one that keeps a parameter outside of the modules' "
@@ -148,7 +159,8 @@ def _describe(comparison: Comparison) -> str:
         rule = rule_name(use)
         uses.append(f"`{use.function}` (" + (f"rule `{rule}`)" if rule else "without a rule)"))
     seen = f"used in {', '.join(uses)}" if uses else "of which no use was seen"
+    at = f", most at the entry {comparison.entry}" if comparison.entry else ""
     return (
-        f"`{comparison.name}`: {comparison.gramian:.6g} and {comparison.gradient:.6g}, "
-        f"{comparison.gap:.1e} apart, {seen}"
+        f"`{comparison.name}`: norms {comparison.engine:.6g} and {comparison.autograd:.6g}, "
+        f"{comparison.gap:.1e} apart{at}, {seen}"
     )

@@ -153,6 +153,8 @@ class Driver:
     def _make_passes(self, run: Run) -> None:
         """Makes the passes of a run, verifies its result if a check is due, and keeps a summary."""
         self._is_repeatable = True
+        if run.check is not None:
+            run.check.begin()
         if run.search is None or not self._collect_per_sample(run, run.search):
             run.objectives, run.search = Objectives(run.survey.losses, None), None
             self._assemble_one_sample(run)

@@ -23,6 +23,7 @@ from autogram._blocks import (
     Subset,
 )
 from autogram._capture.backward.verification import Check
+from autogram._capture.backward.witness import Witness
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.search import Search
@@ -148,6 +149,8 @@ class Run:
     """Whether the pass stands for the user's own backward pass."""
     is_misled: bool = False
     """Whether the batch is one sample because of a wrong guess, which later calls do not make."""
+    witness: Witness | None = None
+    """What later products are compared with, if this call was verified."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that the recorder did not see, and the graph has shown."""
     columns: dict[Tensor, Columns] = field(default_factory=dict)

@@ -1,22 +1,23 @@
-"""Verification: the Gramian against one ordinary backward pass."""
+"""Verification: Jᵀ u by the engine against one ordinary backward pass."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from math import sqrt
+from functools import cached_property, partial
+from math import hypot, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from autogram._blocks import Columns, as_real
-from autogram._capture.autograd.graph import dtypes_of, kind_of_node, use_of
+from autogram._blocks import Columns, as_real, weighted_sums
+from autogram._capture.autograd.graph import dtypes_of, in_dense, kind_of_node, use_of
 from autogram._capture.autograd.passes import Pass
+from autogram._capture.backward.witness import Witness, norm, real_numbers
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
@@ -30,152 +31,208 @@ _EPSILON_OF_TF32 = 2.0**-10
 _EXACT = {"none", "ieee"}
 _BY_CUDNN = ("Convolution", "CudnnRnn")
 
+# So many times the rounding errors of autograd's passes are not blamed on the engine.
+_MOST_ROUNDINGS = 8
+# Two shares that one of two vectors may have in an entry of their sum, exact in any dtype.
+_SHARES = (3 / 8, 5 / 8), (5 / 16, 7 / 16)
+# The most passes that one sum is split into.
+_MOST_PASSES = 8
+
 # The most calls from one check to the next: checks then take about one percent of the time.
 _LONGEST = 64
 
 
 @dataclass
 class Comparison:
-    """Both sides of the check for one parameter, or for some that were contracted together.
+    """Jᵀ u for one parameter, by the engine and by autograd."""
 
-    Each side of the whole is a sum over the parameters.
-    """
-
-    name: str = ""
-    gramian: float = 0.0
-    """uᵀ G u, by the engine."""
-    scale: float = 0.0
-    """The sum of the squared norms of the rows times u: uᵀ G u on average over the signs of u."""
-    gradient: float = 0.0
-    """The squared norm of Jᵀ u, by autograd."""
-    elements: int = 0
+    name: str
+    elements: int
+    engine: float
+    """The norm of Jᵀ u, by the engine."""
+    autograd: float
+    distance: float
+    """The norm of the difference of both."""
+    entry: tuple[int, ...] = ()
+    """Where the difference is largest, if it is large."""
     uses: dict[str, Use] = field(default_factory=dict)
     """The uses that were seen, by function."""
 
     @property
+    def size(self) -> float:
+        """The larger of both norms."""
+        return max(self.engine, self.autograd)
+
+    @property
     def gap(self) -> float:
-        """The difference of both sides, relative to the largest of both and of the scale."""
-        largest = max(self.gramian, self.gradient, self.scale)
-        return abs(self.gramian - self.gradient) / largest if largest else 0.0
+        """The distance, relative to the size."""
+        return self.distance / self.size if self.size else 0.0
 
 
 class Check:
-    """Freivalds' check: uᵀ (J Jᵀ) u = ‖Jᵀ u‖² for a random vector u, of the objectives' shape.
+    """Compares Jᵀ u, entry by entry, with an ordinary backward pass, for a random vector u.
 
-    An assembly shows each use, and the columns of each parameter, to the check.
+    The ordinary pass comes first. An assembly shows each use to the check, and the columns of each
+    parameter unless they are kept.
+
+    Args:
+        survey: The graph behind the losses.
+        vector: u, of the losses' shape.
     """
 
     def __init__(self, survey: Survey, vector: Tensor) -> None:
         self.survey = survey
         self.vector = vector
-        self._alone: defaultdict[Tensor, Comparison] = defaultdict(Comparison)
-        # Of parameters that were contracted together.
-        self._together: defaultdict[tuple[Tensor, ...], Comparison] = defaultdict(Comparison)
+        self._gradients: dict[Tensor, Tensor | None] = {}
+        self._compared: dict[Tensor, Comparison] = {}
+        self._hidden: set[Tensor] = set()  # only the Gramian of their rows is known
         self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
+        self._objectives = Objectives(survey.losses, None)
         self._by_sample = vector
 
+    def begin(self) -> None:
+        """Makes the ordinary backward pass."""
+        self._gradients = self._differentiate(self.vector)
+        self._dtypes |= {p.dtype for p, gradient in self._gradients.items() if gradient is not None}
+
     def restart(self, objectives: Objectives) -> None:
-        """Forgets an earlier pass."""
-        self._by_sample = objectives.by_sample(self.vector)
-        for each in (self._alone, self._together, self._uses):
+        """Forgets an earlier pass of the engine."""
+        # As weights of a step are: in the dtype in which programs for weighted sums take them.
+        dtype = torch.promote_types(self.vector.dtype, torch.float32)
+        self._by_sample = objectives.by_sample(self.vector.to(dtype))
+        self._objectives = objectives
+        for each in (self._compared, self._hidden, self._uses):
             each.clear()
 
-    def see_use(self, use: Use, cotangent: Tensor) -> None:
-        """Notes which calls a parameter is used in, and their precision."""
+    def see_use(self, use: Use, cotangent: Tensor, *, is_hidden: bool = False) -> None:
+        """Notes which calls a parameter is used in, in which precision, and with hidden rows."""
         self._dtypes |= {cotangent.dtype, *use.recording.dtypes}
         for tracked in use.reads:
             for parameter in tracked.sources:
                 self._uses[parameter][use.function] = use
+                if is_hidden:
+                    self._hidden.add(parameter)
 
-    def see_columns(self, parameter: Tensor, columns: Columns, *, are_kept: bool) -> Tensor | None:
-        """Takes in the columns of one parameter. Kept columns are checked by their weighted sum.
+    def see_columns(self, parameter: Tensor, columns: Columns) -> None:
+        """Takes in all columns of one parameter, which are not kept."""
+        found = columns.weighted_sum(self._by_sample.to(parameter.device).unsqueeze(0))
+        self._compared[parameter] = self._compare(parameter, None if found is None else found[0])
 
-        Returns:
-            The Gramian ``(k, b, k, b)`` of the columns, if it was needed and is not zero.
+    def compare(self, kept: Mapping[Tensor, Columns]) -> list[Comparison]:
+        """A comparison for each trainable parameter, but for those whose rows are hidden.
+
+        Of columns that are ``kept``, the weighted sums are computed as those of a step.
         """
-        u = self._by_sample.to(parameter.device)
-        part = None
-        if are_kept:
-            gradient, norms = columns.weighted_sum(u.unsqueeze(0)), columns.square_norms()
-            if gradient is None or norms is None:
-                return None
-            gramian = _squared_norm(gradient)
-            scale = float((u.square().to(norms) * norms).sum(dtype=torch.float64))
-        else:
-            part = columns.gram()
-            if part is None:
-                return None
-            gramian, scale = _form_of(u, part)
-        # Both are added last: if memory runs out before, the columns are shown again.
-        comparison = self._alone[parameter]
-        comparison.gramian += gramian
-        comparison.scale += scale
-        return part
+        sums = weighted_sums(kept, self._by_sample) if kept else {}
+        for parameter in {**self._gradients, **sums}:
+            if parameter not in self._compared and parameter not in self._hidden:
+                self._compared[parameter] = self._compare(parameter, sums.pop(parameter, None))
+        compared = {p: self._compared[p] for p in self._gradients if p in self._compared}
+        for parameter, comparison in compared.items():
+            comparison.uses = self._uses[parameter]
+        return list(compared.values())
 
-    def see_contracted(self, uses: Iterable[Use], parts: Iterable[Tensor | None]) -> None:
-        """Takes in parts of the Gramian of parameters that nothing but these uses reads.
+    def differing(self, compared: Iterable[Comparison]) -> list[Comparison]:
+        """The parameters for which rounding cannot explain how far both sides are apart.
 
-        A program or a compiled part has contracted them together.
+        Where the parts of a gradient cancel (the bias in front of a normalisation), only their
+        rounding is left; the size of these parts is taken from the network's whole gradient. Where
+        gradients vanish, each product may be below the smallest number. What is still too far apart
+        is compared with the rounding errors of autograd, which takes further passes.
         """
-        parameters = dict.fromkeys(p for use in uses for of in use.reads for p in of.sources)
-        comparison = self._together[tuple(parameters)]
-        for part in parts:
-            if part is not None:
-                gramian, scale = _form_of(self._by_sample, part)
-                comparison.gramian += gramian
-                comparison.scale += scale
+        t, losses = self.tolerance, self.survey.losses
+        total = hypot(*[c.size for c in compared])
+        dtype = torch.promote_types(losses.dtype, torch.float32)
+        lost = torch.finfo(dtype).tiny * losses.numel()
+        far = [
+            c
+            for c in compared
+            if c.distance > t * c.size + t * sqrt(t) * total + lost * sqrt(c.elements)
+        ]
+        return [c for c in far if c.distance > _MOST_ROUNDINGS * self._roundings[c.name]]
 
-    def compare(self) -> list[Comparison]:
-        """Makes the ordinary backward pass. Returns a comparison for each trainable parameter.
+    @property
+    def has_hidden(self) -> bool:
+        """Whether the rows of some parameters cannot be compared."""
+        return bool(self._hidden)
 
-        Those that were contracted together are compared together, and alone too if columns of each
-        are kept.
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error of a right result.
+
+        A sum of n numbers errs by about √n roundings, and no longer changes beyond n = 1 / ε: a
+        right result may be off by √ε.
         """
-        survey, names = self.survey, self.survey.names
-        parameters = [p for p in names if p.requires_grad and p not in survey.left_out]
+        is_tf32 = self.survey.losses.is_cuda and _may_be_tf32(self.survey.nodes)
+        return sqrt(max(_epsilon(dtype, is_tf32=is_tf32) for dtype in self._dtypes))
+
+    def witness(self, *, is_measured: bool = False) -> Witness | None:
+        """What to compare products of J with, or ``None`` if J has columns that autograd has not.
+
+        If it ``is_measured`` how much rounding changes, further passes are made.
+        """
+        if not self._gradients.keys() >= self._compared.keys() | self._hidden:
+            return None  # frozen since
+        gradients = {p: x for p, x in self._gradients.items() if x is not None}
+        rounding = _MOST_ROUNDINGS * hypot(*self._roundings.values()) if is_measured else 0.0
+        return Witness(self.vector.flatten(), gradients, self.tolerance, rounding)
+
+    @cached_property
+    def _roundings(self) -> dict[str, float]:
+        """By how much autograd errs for each parameter: if u is a sum, Jᵀ u is one, but not quite.
+
+        Passes for single objectives of all samples err as those of the engine do. Shares of u that
+        are random, and no powers of two, have all products rounded to other numbers.
+        """
+        sums = []
+        if (k := self._objectives.per_sample) > 1:
+            each = self._objectives.cotangents()
+            some = [each[i::_MOST_PASSES].sum(0) for i in range(min(k, _MOST_PASSES))]
+            sums.append([self.vector * x for x in some])
+        generator = torch.Generator("cpu").manual_seed(0)
+        for low, high in _SHARES:
+            is_low = torch.randint(2, self.vector.shape, generator=generator, device="cpu").bool()
+            part = self.vector * torch.where(is_low, low, high).to(self.vector)
+            sums.append([part, self.vector - part])
+        found = dict.fromkeys(self.survey.names.values(), 0.0)
+        for summands in sums:
+            errors = {p: x for p, x in self._gradients.items() if x is not None}
+            for gradients in map(self._differentiate, summands):
+                for parameter, gradient in gradients.items():
+                    if gradient is not None and parameter in errors:
+                        errors[parameter] = _difference(errors[parameter], gradient)
+            for parameter, error in errors.items():
+                name = self.survey.names[parameter]
+                found[name] = max(found[name], norm(error))
+        return found
+
+    def _differentiate(self, vector: Tensor) -> dict[Tensor, Tensor | None]:
+        """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
+        survey = self.survey
+        parameters = [p for p in survey.names if p.requires_grad and p not in survey.left_out]
         # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
         # this one may add to these.
         leaves = parameters + [x for x in survey.outside if x.requires_grad]
         with without_hooks(leaves):
-            gradients = Pass(survey.channel).differentiate(survey.losses, leaves, self.vector)
-        norms: dict[Tensor, float] = {}
-        for parameter, gradient in zip(parameters, gradients, strict=False):
-            norms[parameter] = 0.0 if gradient is None else _squared_norm(gradient)
-            if gradient is not None:
-                self._dtypes.add(parameter.dtype)
-        hidden = {p for of in self._together for p in of} - self._alone.keys()
-        each = [((p,), self._alone[p]) for p in parameters if p not in hidden]
-        for of, comparison in (*each, *self._together.items()):
-            own = [p for p in of if p in norms]
-            comparison.name = ", ".join(names[p] for p in own)
-            comparison.elements = sum(p.numel() for p in own)
-            comparison.gradient = sum(norms[p] for p in own)
-            comparison.uses = {name: use for p in own for name, use in self._uses[p].items()}
-        return [*[comparison for _, comparison in each], *self._together.values()]
+            gradients = Pass(survey.channel).differentiate(survey.losses, leaves, vector)
+        pairs = zip(parameters, gradients, strict=False)
+        return {p: None if x is None else as_real(in_dense(x)) for p, x in pairs}
 
-    def differing(self, compared: Sequence[Comparison]) -> list[Comparison]:
-        """The parameters for which rounding cannot explain how far both sides are apart.
-
-        A sum of n numbers errs by about √n roundings, and no longer changes beyond n = 1 / ε: so a
-        right computation may be off by √ε, relative to the average of uᵀ G u. Where the parts of a
-        gradient cancel (the bias in front of a normalisation), only their rounding is left, whose
-        square is ε² of theirs; the size of these parts is taken from the network's whole gradient.
-        Where gradients vanish, each product in the Gramian may be below the smallest number.
-        """
-        losses = self.survey.losses
-        is_tf32 = losses.is_cuda and _may_be_tf32(self.survey.nodes)
-        t = sqrt(max(_epsilon(dtype, is_tf32=is_tf32) for dtype in self._dtypes))
-        total = sum(max(c.scale, c.gradient) for c in compared)
-        dtype = torch.promote_types(losses.dtype, torch.float32)
-        lost = torch.finfo(dtype).tiny * losses.numel() ** 2
-        return [
-            c
-            for c in compared
-            if abs(c.gramian - c.gradient)
-            > t * max(c.scale, c.gramian) + t * t * total + lost * c.elements
-        ]
+    def _compare(self, parameter: Tensor, found: Tensor | None) -> Comparison:
+        """Compares what the engine has found with the gradient."""
+        gradient, name = self._gradients.get(parameter), self.survey.names.get(parameter, "")
+        compared = Comparison(name, parameter.numel(), norm(found), norm(gradient), 0.0)
+        if found is None or gradient is None:
+            compared.distance = compared.size
+            return compared
+        difference = _difference(found, gradient)
+        compared.distance = norm(difference)
+        if compared.distance > self.tolerance * compared.size:
+            places = torch.unravel_index(difference.abs().argmax(), difference.shape)
+            compared.entry = tuple(int(place) for place in places)
+        return compared
 
 
 class Schedule:
@@ -197,10 +254,11 @@ class Schedule:
     def next(self, survey: Survey, *, must: bool) -> Check | None:
         """The check of the next call, with a new vector, if a check is due or must be made.
 
-        The entries of the vector are 1 or 1/2, with random signs: products with powers of two are
-        exact, and with entries up to 1 cotangents overflow no sooner than in the pass that is
-        verified. Equal entries would not show that samples are mixed, and entries whose sum is zero
-        would not show a part that is missing from all objectives alike. Neither is used.
+        The entries of the vector are 1, 1/2 or 1/4, each as often, with random signs and in random
+        order: products with powers of two are exact, and with entries up to 1 cotangents overflow
+        no sooner than in the pass that is verified. Equal entries would not show that samples are
+        mixed or in another order. Entries whose sum is zero would not show a part that is missing
+        from all objectives alike.
         """
         self.calls += 1
         if self._mode == "first":
@@ -208,10 +266,11 @@ class Schedule:
         if not must and self._mode != "always":
             return None
         losses, m = survey.losses, survey.losses.numel()
-        entries = torch.tensor([-1, -0.5, 0.5, 1], device="cpu")
+        options: Any = {"generator": self._generator, "device": "cpu"}
         while True:
-            u = entries[torch.randint(4, (m,), generator=self._generator, device="cpu")]
-            if m == 1 or (u.sum() != 0 and bool((u != u[0]).any())):
+            u = 0.5 ** (torch.randperm(m, **options) % 3)
+            u = torch.where(torch.rand(m, **options) < 0.5, u, -u)
+            if u.sum() != 0:
                 return Check(survey, u.to(losses.device, losses.dtype).view(losses.shape))
 
     @property
@@ -257,19 +316,10 @@ def _put_back(hooks: Sequence[dict[int, Any]], block: object) -> None:
             blocks.discard(block)
 
 
-def _form_of(u: Tensor, part: Tensor) -> tuple[float, float]:
-    """uᵀ G u of a part of the Gramian, and its mean over the signs of u."""
-    u = u.flatten().to(part.device, torch.float64)
-    matrix = part.reshape(len(u), len(u)).to(torch.float64)
-    return float(u @ matrix @ u), float(u.square() @ matrix.diagonal())
-
-
-def _squared_norm(gradient: Tensor) -> float:
-    """The squared norm of a gradient, in double precision."""
-    values = as_real(gradient.coalesce().values() if gradient.is_sparse else gradient)
-    if values.dtype.itemsize == 1:
-        values = values.to(torch.float32)  # PyTorch promotes no float8
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+def _difference(first: Tensor, second: Tensor) -> Tensor:
+    """The difference of two tensors of real numbers, in at least float32."""
+    first, second = real_numbers(first), real_numbers(second)
+    return first - second.to(first)
 
 
 def _epsilon(dtype: torch.dtype, *, is_tf32: bool) -> float:
