@@ -49,7 +49,7 @@ slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by ind
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 # The plain kernels of PyTorch, and last bits that depend on how operands are arranged in memory.
-KERNELS := precision rules losses hooks _capture/forward _blocks/programs
+KERNELS := precision rules losses _capture/forward _blocks/programs
 kernels: $(VENV)/.test  ## Run the tests that compare bits, with kernels as on other processors
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.arranged \
 		--numprocesses $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS) \

@@ -409,7 +409,7 @@ class FromTwo(nn.Module):
         return left @ right
 
     def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        return w[:, :2], w[:2]
+        return w[:, :2].contiguous(), w[:2].contiguous()  # with the strides of their copies
 
 
 def parametrized(module: nn.Module, *transforms: nn.Module) -> nn.Module:
