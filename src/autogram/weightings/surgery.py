@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autogram._errors import InvalidOptionError
 from autogram.weightings.checks import check_gramian
+from autogram.weightings.scale import Scale, check_scale, scaled
 
 
 def _orders(gramian: Tensor) -> Tensor:
@@ -27,6 +28,13 @@ class PCGrad:
     The method is that of torchjd's ``PCGradWeighting``. The random orders are drawn on the
     Gramian's device, so that they differ from torchjd's for the same seed.
 
+    Args:
+        scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
+            by their sum, so that a learning rate for the mean loss keeps its meaning.
+
+    Raises:
+        InvalidOptionError: ``scale`` is no choice.
+
     Example:
         >>> import torch
         >>> from autogram.weightings import PCGrad
@@ -36,6 +44,10 @@ class PCGrad:
     References:
         Yu et al., Gradient Surgery for Multi-Task Learning, 2020, arXiv:2001.06782, algorithm 1.
     """
+
+    def __init__(self, *, scale: Scale = "method") -> None:
+        check_scale(scale)
+        self.scale: Scale = scale
 
     @torch.no_grad()
     def __call__(self, gramian: Tensor) -> Tensor:
@@ -55,7 +67,7 @@ class PCGrad:
             square = squares[others]
             steps = torch.where(products < 0, -products / square, 0)
             weights.scatter_add_(1, others.unsqueeze(1), steps.unsqueeze(1))
-        return weights.sum(0)
+        return scaled(weights.sum(0), self.scale)
 
 
 class GradVac:
@@ -68,20 +80,25 @@ class GradVac:
     Args:
         beta: The part of a new cosine in the moving average, from 0 to 1.
         eps: A number that is added to denominators.
+        scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
+            by their sum, so that a learning rate for the mean loss keeps its meaning.
 
     Raises:
-        InvalidOptionError: ``beta`` is not in [0, 1], or ``eps`` is negative.
+        InvalidOptionError: ``beta`` is not in [0, 1], ``eps`` is negative, or ``scale`` is no
+            choice.
 
     References:
         Wang et al., Gradient Vaccine: Investigating and Improving Multi-task Optimization in
         Massively Multilingual Models, 2020, arXiv:2010.05874, algorithm 1.
     """
 
-    def __init__(self, beta: float = 0.5, eps: float = 1e-8) -> None:
+    def __init__(self, beta: float = 0.5, eps: float = 1e-8, *, scale: Scale = "method") -> None:
         if not 0 <= beta <= 1:
             raise InvalidOptionError(f"`beta` is {beta}. Pass a number from 0 to 1.")
         if not eps >= 0:
             raise InvalidOptionError(f"`eps` is {eps}. Pass zero or a positive number.")
+        check_scale(scale)
+        self.scale: Scale = scale
         self.beta = beta
         self.eps = eps
         self._targets: Tensor | None = None
@@ -120,4 +137,4 @@ class GradVac:
             weights.scatter_add_(1, index, step.unsqueeze(1))
             products += step.unsqueeze(1) * gramian[others]
             targets.scatter_(1, index, torch.lerp(target, cosine, self.beta).unsqueeze(1))
-        return weights.sum(0)
+        return scaled(weights.sum(0), self.scale)
