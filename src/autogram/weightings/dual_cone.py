@@ -9,7 +9,7 @@ from autogram._arguments import check_square
 from autogram._errors import InvalidOperandError, InvalidOptionError
 from autogram.weightings.certificate import Certificate
 from autogram.weightings.projection import Projector
-from autogram.weightings.scale import Scale, check_scale, scaled
+from autogram.weightings.scale import WeightScale, check_scale, scaled
 
 
 class _DualCone:
@@ -20,7 +20,7 @@ class _DualCone:
         pref_vector: Tensor | None = None,
         projector: Projector | None = None,
         *,
-        scale: Scale = "method",
+        scale: WeightScale = "method",
     ) -> None:
         given: object = pref_vector
         if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
@@ -28,7 +28,7 @@ class _DualCone:
         check_scale(scale)
         self.pref_vector = pref_vector
         self.projector = Projector() if projector is None else projector
-        self.scale: Scale = scale
+        self.scale: WeightScale = scale
 
     @property
     def certificate(self) -> Certificate | None:
@@ -98,7 +98,7 @@ class UPGrad(_DualCone):
         pref_vector: Tensor | None = None,
         projector: Projector | None = None,
         *,
-        scale: Scale = "method",
+        scale: WeightScale = "method",
         samples: int | None = None,
         seed: int = 0,
     ) -> None:

@@ -25,6 +25,8 @@ _MOST_NEWTON_STEPS = 30  # of each dtype
 # What Newton's method aims at, as a part of the tolerance, and the least aim in float32.
 _AIM = 0.8
 _LEAST_IN_FLOAT32 = 1e-5
+# Splitting is polished if the error is at most this.
+_FAR = 1.0
 # A Gramian counts as positive semidefinite down to this part of the regularisation.
 _NEGATIVE = 0.1
 
@@ -167,11 +169,11 @@ class Projector:
             (torch.float64, aim),
             (torch.float64, aim / 10),
         ):
-            narrow = (x.to(dtype) for x in (bounds, gramian, start))
-            excess, steps = newton(*narrow, self.reg_eps, goal, _MOST_NEWTON_STEPS)
+            u, a, v = (x.to(dtype) for x in (bounds, gramian, start))
+            excess, steps = newton(u, a, v, self.reg_eps, goal, _MOST_NEWTON_STEPS)
             start = excess.double().clamp_(min=0).add_(bounds)
             count, error = count + steps, self._error(bounds, gramian, start)
-            if error <= self.tolerance:
+            if error <= self.tolerance or steps == _MOST_NEWTON_STEPS:
                 break
         return start, Certificate("newton", count, error, self.tolerance)
 
@@ -185,6 +187,8 @@ class Projector:
                 its_error = self._error(bounds, gramian, tried)
                 if its_error < error:
                     best, error = tried, its_error
+                if its_error > _FAR:
+                    break
             return error <= self.tolerance
 
         count = split(bounds, gramian, start, is_done, self.most)

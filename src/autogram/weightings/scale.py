@@ -9,16 +9,16 @@ from torch import Tensor
 
 from autogram._errors import InvalidOptionError
 
-Scale = Literal["method", "mean"]
+WeightScale = Literal["method", "mean"]
 
 
-def check_scale(scale: Scale) -> None:
+def check_scale(scale: WeightScale) -> None:
     """Refuses what is no choice of a scale."""
-    if scale not in get_args(Scale):
+    if scale not in get_args(WeightScale):
         raise InvalidOptionError(f'`scale` is {scale!r}. Pass "method" or "mean".')
 
 
-def scaled(weights: Tensor, scale: Scale) -> Tensor:
+def scaled(weights: Tensor, scale: WeightScale) -> Tensor:
     """The weights ``(m,)`` as they are, or divided by their sum for ``"mean"``.
 
     Weights whose sum is not positive stay as they are.

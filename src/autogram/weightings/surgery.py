@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autogram._errors import InvalidOptionError
 from autogram.weightings.checks import check_gramian
-from autogram.weightings.scale import Scale, check_scale, scaled
+from autogram.weightings.scale import WeightScale, check_scale, scaled
 
 
 def _orders(gramian: Tensor) -> Tensor:
@@ -45,9 +45,9 @@ class PCGrad:
         Yu et al., Gradient Surgery for Multi-Task Learning, 2020, arXiv:2001.06782, algorithm 1.
     """
 
-    def __init__(self, *, scale: Scale = "method") -> None:
+    def __init__(self, *, scale: WeightScale = "method") -> None:
         check_scale(scale)
-        self.scale: Scale = scale
+        self.scale: WeightScale = scale
 
     @torch.no_grad()
     def __call__(self, gramian: Tensor) -> Tensor:
@@ -92,13 +92,15 @@ class GradVac:
         Massively Multilingual Models, 2020, arXiv:2010.05874, algorithm 1.
     """
 
-    def __init__(self, beta: float = 0.5, eps: float = 1e-8, *, scale: Scale = "method") -> None:
+    def __init__(
+        self, beta: float = 0.5, eps: float = 1e-8, *, scale: WeightScale = "method"
+    ) -> None:
         if not 0 <= beta <= 1:
             raise InvalidOptionError(f"`beta` is {beta}. Pass a number from 0 to 1.")
         if not eps >= 0:
             raise InvalidOptionError(f"`eps` is {eps}. Pass zero or a positive number.")
         check_scale(scale)
-        self.scale: Scale = scale
+        self.scale: WeightScale = scale
         self.beta = beta
         self.eps = eps
         self._targets: Tensor | None = None

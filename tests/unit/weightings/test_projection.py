@@ -118,6 +118,16 @@ def test_optimality_conditions(kind: str, m: int) -> None:
         conditions_hold(weights, gramian, vector, 1e-7)
 
 
+def test_a_small_regularisation_is_left_to_splitting() -> None:
+    """Newton's method makes no progress there."""
+    rows = gradients("narrow", 60)
+    weighting = UPGrad(projector=Projector(reg_eps=1e-6))
+    weighting(rows @ rows.T)
+    assert weighting.certificate is not None
+    assert weighting.certificate.is_optimal
+    assert weighting.certificate.method == "splitting"
+
+
 @pytest.mark.parametrize("name", ["UPGrad", "DualProj"])
 def test_splitting_takes_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Newton's method makes too few steps."""
