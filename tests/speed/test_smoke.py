@@ -71,8 +71,13 @@ def test_weightings_and_whole_steps_are_timed(capsys: pytest.CaptureFixture[str]
     assert float(cells["`UPGradWeighting`"]) > 0
     steps = re.findall(r"^  (.+): ([\d.]+)$", printed, re.MULTILINE)
     assert [name for name, _ in steps] == [
-        *("SGD", "autogram, separate", "autogram, fused", "torchjd")
+        *("SGD", "Gramian, mean", "UPGrad", "UPGrad, 32 samples", "torchjd")
     ]
+    rows = re.findall(
+        r"^\| (\w+) \| (\d+) \| 16 \|.* \| ([\d.]+) \| (\S+) \|$", printed, re.MULTILINE
+    )
+    assert len(rows) == 6
+    assert all(float(ratio) > 0 and float(error) <= 1e-3 for *_, ratio, error in rows)
 
 
 def test_choices_and_limits_are_timed(capsys: pytest.CaptureFixture[str]) -> None:

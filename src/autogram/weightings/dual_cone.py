@@ -7,19 +7,23 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from autogram._arguments import check_square, refuse_options
+from autogram._arguments import check_square, count_of, refuse_options
 from autogram._errors import InvalidOperandError, InvalidOptionError
 from autogram._weights import check_numbers
-from autogram.weightings.projection import Certificate, Projector
+from autogram.weightings.certificate import Certificate
+from autogram.weightings.projection import Projector
+from autogram.weightings.scale import WeightScale, check_scale, scaled
 
 
 class _DualCone:
-    """A weighting by projections, with preferences and a projector."""
+    """A weighting by projections, with preferences, a projector and a scale."""
 
     def __init__(
         self,
         pref_vector: Tensor | None = None,
         projector: Projector | None = None,
+        *,
+        scale: WeightScale = "method",
         **unknown: Never,
     ) -> None:
         refuse_options(self, unknown, _DualCone.__init__)
@@ -32,8 +36,10 @@ class _DualCone:
             raise InvalidOptionError(
                 f"`projector` is {projector!r}. Pass a `Projector`, or `None` for its defaults."
             )
+        check_scale(scale)
         self.pref_vector = pref_vector
         self.projector = Projector() if projector is None else projector
+        self.scale: WeightScale = scale
 
     @property
     def certificate(self) -> Certificate | None:
@@ -58,19 +64,32 @@ class _DualCone:
 
 
 class UPGrad(_DualCone):
-    """The weights of UPGrad: the gradient of each objective is projected, and all are added up.
+    r"""The weights of UPGrad: the gradient of each objective is projected, and all are added up.
 
     The method and its parameters are those of torchjd's ``UPGradWeighting``, with another solver:
     all m quadratic programs are solved together, on the Gramian's device, by operations on (m, m)
     matrices. The combination of gradients with these weights has no negative inner product with any
     gradient, up to the regularisation.
 
+    With ``samples=s``, only s of the m rows are projected, times m / s, for s / m of the cost. Each
+    projection lies in the dual cone, so that the step conflicts with no gradient, as before. The
+    expectation of the weights is that of all rows. Their variance, the expected squared distance
+    from the weights w = sum of all v_i, is m^2 / s * (1 - s / m) * V, with V = sum of
+    \|v_i - w / m\|^2 / (m - 1), as always when drawing without replacement.
+
     Args:
         pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
         projector: How to project, with the normalisation, the regularisation and the tolerance.
+        scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
+            by their sum, so that a learning rate for the mean loss keeps its meaning.
+        samples: How many rows to project, chosen at random in each call; all if ``None``.
+        seed: The seed of the generator of this choice, ``generator``, which nothing else uses.
 
     Raises:
         InvalidOperandError: ``pref_vector`` is no vector.
+        InvalidOptionError: ``scale`` is no choice, or ``samples`` is not positive, or is given
+            together with a projector with a fixed number of iterations: a CUDA graph would choose
+            the same rows in each replay.
 
     Example:
         >>> import torch
@@ -85,17 +104,47 @@ class UPGrad(_DualCone):
         Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024, arXiv:2406.16232.
     """
 
+    def __init__(
+        self,
+        pref_vector: Tensor | None = None,
+        projector: Projector | None = None,
+        *,
+        scale: WeightScale = "method",
+        samples: int | None = None,
+        seed: int = 0,
+        **unknown: Never,
+    ) -> None:
+        refuse_options(self, unknown, UPGrad.__init__)
+        super().__init__(pref_vector, projector, scale=scale)
+        if samples is not None:
+            samples = count_of("samples", samples, ", or `None`")
+        if samples is not None and self.projector.iterations is not None:
+            raise InvalidOptionError(
+                "`samples` and a projector with `iterations` are given. A CUDA graph would choose "
+                "the same samples in each replay. Leave out one of them."
+            )
+        self.samples = samples
+        self.generator = torch.Generator("cpu").manual_seed(seed)
+
     def __call__(self, gramian: Tensor) -> Tensor:
         """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
 
-        Cost: for up to 64 objectives, a few times m factorisations of (m, m) matrices; for more,
-        some tens to hundreds of products of (m, m) matrices.
+        Cost: for up to 45 objectives, a few times m factorisations of (m, m) matrices; for more,
+        some ten to fifty products of (m, m) matrices.
 
         Raises:
             InvalidOperandError: The matrix is no Gramian, or does not fit the preferences.
             NonFiniteError: The matrix has entries that are infinite or not a number.
+
+        Warns:
+            InexactWeightsWarning: The tolerance of the projector was not reached.
         """
-        return self.projector(torch.diag(self._preferences(gramian)), gramian).sum(0)
+        vectors = torch.diag(self._preferences(gramian))
+        m = len(vectors)
+        if self.samples is not None and self.samples < m:
+            chosen = torch.randperm(m, generator=self.generator, device="cpu")[: self.samples]
+            vectors = vectors[chosen.to(vectors.device)] * (m / self.samples)
+        return scaled(self.projector(vectors, gramian).sum(0), self.scale)
 
 
 class DualProj(_DualCone):
@@ -106,9 +155,12 @@ class DualProj(_DualCone):
     Args:
         pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
         projector: How to project, with the normalisation, the regularisation and the tolerance.
+        scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
+            by their sum, so that a learning rate for the mean loss keeps its meaning.
 
     Raises:
         InvalidOperandError: ``pref_vector`` is no vector.
+        InvalidOptionError: ``scale`` is no choice.
 
     References:
         Lopez-Paz and Ranzato, Gradient Episodic Memory for Continual Learning, 2017,
@@ -118,12 +170,14 @@ class DualProj(_DualCone):
     def __call__(self, gramian: Tensor) -> Tensor:
         """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
 
-        Cost: for up to 256 objectives, a few factorisations of (m, m) matrices; for more, a
-        factorisation for each 20 products of an (m, m) matrix with a vector, of which there are
-        some tens to hundreds.
+        Cost: for up to 160 objectives, a few factorisations of an (m, m) matrix; for more, some
+        tens of products of an (m, m) matrix with a vector.
 
         Raises:
             InvalidOperandError: The matrix is no Gramian, or does not fit the preferences.
             NonFiniteError: The matrix has entries that are infinite or not a number.
+
+        Warns:
+            InexactWeightsWarning: The tolerance of the projector was not reached.
         """
-        return self.projector(self._preferences(gramian), gramian)
+        return scaled(self.projector(self._preferences(gramian), gramian), self.scale)

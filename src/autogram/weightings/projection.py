@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -15,42 +12,23 @@ from autogram._errors import (
     InvalidOptionError,
     warn_user,
 )
+from autogram.weightings.certificate import Certificate, error_of
 from autogram.weightings.checks import check_gramian
+from autogram.weightings.newton import newton, newton_steps
 from autogram.weightings.pivoting import pivot
-from autogram.weightings.splitting import State, first_state, polish, split
+from autogram.weightings.splitting import polish, split
 
 # Pivoting is chosen if one step has at most this many multiply-adds.
-_MOST_FOR_PIVOTING = 2**24
+_MOST_FOR_PIVOTING = 2**22
 _MOST_PIVOTS = 40
-# Splitting goes on in float64 once the residual in float32 is below this.
-_COARSE = 1e-5
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """How well some weights fulfil the optimality conditions.
-
-    The conditions of min v G v for v >= u are that G v is not negative, and zero where v > u.
-
-    Attributes:
-        method: ``"pivoting"``, which is exact but for rounding, or ``"splitting"``, which iterates.
-        iterations: Steps of the method.
-        residual: The largest violation of a condition, relative to the largest value that an entry
-            of G v would have if all gradients had one direction: the largest norm of a gradient,
-            times the sum of all norms, weighted by the absolute entries of v. G is normalised and
-            regularised.
-        tolerance: The largest residual that is accepted.
-    """
-
-    method: Literal["pivoting", "splitting"]
-    iterations: int
-    residual: float
-    tolerance: float
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the residual is within the tolerance."""
-        return self.residual <= self.tolerance
+_MOST_NEWTON_STEPS = 30  # of each dtype
+# What Newton's method aims at, as a part of the tolerance, and the least aim in float32.
+_AIM = 0.8
+_LEAST_IN_FLOAT32 = 1e-5
+# Splitting is polished if the error is at most this.
+_FAR = 1.0
+# A Gramian counts as positive semidefinite down to this part of the regularisation.
+_NEGATIVE = 0.1
 
 
 class Projector:
@@ -58,16 +36,16 @@ class Projector:
 
     The projection of Jᵀ u is Jᵀ v with the v that minimises v G v for v >= u (Quinton and Rey 2024,
     arXiv:2406.16232, proposition 1). All programs are solved together: by pivoting where that is
-    cheap, else by splitting and polishing. Each call starts from the solution of the last call, if
-    the shapes are equal.
+    cheap, else by Newton's method, and by splitting where neither converges. Pivoting starts from
+    the solution of the last call, if the shapes are equal.
 
     Args:
         norm_eps: A Gramian with a smaller trace counts as zero. Others are divided by their trace.
-        reg_eps: A number that is added to the diagonal after that. All is computed in float64.
-        tolerance: The largest violation of the optimality conditions that is accepted, as
-            :class:`Certificate` measures it.
+        reg_eps: A number that is added to the diagonal after that.
+        tolerance: The largest error of the weights that is accepted, relative to their norm, as
+            :class:`Certificate` states it. Of several vectors, the weights are added up.
         most: The number of iterations of splitting after which to stop.
-        iterations: A fixed number of iterations of splitting, whatever the size, for CUDA graphs:
+        iterations: A fixed number of steps of Newton's method, whatever the size, for CUDA graphs:
             nothing is checked, nothing is remembered, and nothing waits for the device.
 
     Attributes:
@@ -82,7 +60,7 @@ class Projector:
         *,
         norm_eps: float = 1e-4,
         reg_eps: float = 1e-4,
-        tolerance: float = 1e-9,
+        tolerance: float = 1e-3,
         most: int = 20_000,
         iterations: int | None = None,
     ) -> None:
@@ -99,7 +77,7 @@ class Projector:
         if iterations is not None:
             self.iterations = count_of("iterations", iterations, ", or `None`")
         self.certificate: Certificate | None = None
-        self._last: State | None = None
+        self._last: Tensor | None = None
 
     def __call__(self, vectors: Tensor, gramian: Tensor) -> Tensor:
         """The weights v of the projections, of the shape of the vectors ``(*, m)``.
@@ -124,96 +102,97 @@ class Projector:
         with torch.no_grad():
             bounds = vectors.detach().reshape(-1, m).to(gramian.device, torch.float64)
             wide = gramian.detach().double()
-            if self.iterations is None:
+            if self.iterations is not None:
+                found = newton_steps(bounds, self._regular(wide), self.reg_eps, self.iterations)
+            else:
                 check_gramian(wide, bounds)
-            try:
-                found = self._project(bounds, self._regular(wide))
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # of rounded Gramians
-                found = self._project(bounds, self._regular(_without_negative_part(wide)))
+                found = self._project(bounds, self._checked(wide))
             return found.to(gramian.dtype).view(vectors.shape)
 
     def _regular(self, gramian: Tensor) -> Tensor:
         """The Gramian divided by its trace, with ``reg_eps`` added to its diagonal."""
         trace = gramian.diagonal().sum()
-        unit = torch.where(trace < self.norm_eps, torch.zeros_like(gramian), gramian / trace)
-        eye = torch.eye(len(gramian), dtype=unit.dtype, device=unit.device)
-        return (unit + unit.mT) / 2 + self.reg_eps * eye
+        unit = torch.where(trace < self.norm_eps, 0, gramian / trace)
+        regular = (unit + unit.mT) / 2
+        regular.diagonal().add_(self.reg_eps)
+        return regular
+
+    def _checked(self, gramian: Tensor) -> Tensor:
+        """The same, without the negative eigenvalues that a rounded Gramian may have."""
+        regular = self._regular(gramian)
+        lower = regular.clone()
+        lower.diagonal().sub_((1 - _NEGATIVE) * self.reg_eps)
+        if int(torch.linalg.cholesky_ex(lower).info) == 0:
+            return regular
+        return self._regular(_without_negative_part(gramian))
 
     def _project(self, bounds: Tensor, gramian: Tensor) -> Tensor:
         """The weights ``(s, m)``, and a certificate of them."""
-        if self.iterations is not None:
-            state, _ = split(bounds, gramian, first_state(bounds, gramian), None, self.iterations)
-            return polish(bounds, gramian, state.point)
+        start = bounds.clamp(min=0)
         can_pivot = len(bounds) * len(gramian) ** 3 <= _MOST_FOR_PIVOTING
-        start = self._start(bounds, gramian)
-        if can_pivot:
-            found, certificate = self._pivot(bounds, gramian, start)
-        if not can_pivot or not certificate.is_optimal:
-            found, certificate = self._split(bounds, gramian, start)
-        if can_pivot and not certificate.is_optimal:  # from an active set that is about right
-            assert self._last is not None
-            found, certificate = self._pivot(bounds, gramian, self._last)
+        methods = [self._pivot] * can_pivot + [self._newton, self._split]
+        found, certificate = methods[0](bounds, gramian, start)
+        for method in methods[1:]:
+            if certificate.is_optimal:
+                break
+            other, its_certificate = method(bounds, gramian, found)
+            if not its_certificate.error > certificate.error:
+                found, certificate = other, its_certificate
         self.certificate = certificate
         if not certificate.is_optimal:
             warn_user(
-                f"The weights fulfil the optimality conditions to {certificate.residual:.1e}, "
-                f"and not to {self.tolerance:.1e}. Pass a larger `reg_eps`, `most` or `tolerance`.",
+                f"The weights are exact to {certificate.error:.1e}, and not to "
+                f"{self.tolerance:.1e}. Pass a larger `reg_eps`, `most` or `tolerance`.",
                 InexactWeightsWarning,
             )
         return found
 
-    def _pivot(self, bounds: Tensor, gramian: Tensor, start: State) -> tuple[Tensor, Certificate]:
-        """The weights by pivoting, from the active set of a state."""
-        found, count = pivot(bounds, gramian, _MOST_PIVOTS, start.point <= bounds)
-        residual = float(residual_of(bounds, gramian, found))
-        self._last = State(found, torch.zeros_like(found), start.penalty)
-        return found, Certificate("pivoting", count, residual, self.tolerance)
+    def _error(self, bounds: Tensor, gramian: Tensor, point: Tensor) -> float:
+        """A bound of the relative error of the sum of some rows."""
+        return float(error_of(bounds, gramian, (1 - _NEGATIVE) * self.reg_eps, point))
 
-    def _split(self, bounds: Tensor, gramian: Tensor, start: State) -> tuple[Tensor, Certificate]:
-        """The weights by splitting, polished whenever the active set may be right."""
-        best, residual = bounds, torch.inf
-
-        def is_done(state: State) -> bool:
-            nonlocal best, residual
-            for point in (state.point, polish(bounds, gramian, state.point)):
-                found = float(residual_of(bounds, gramian, point))
-                if found < residual:
-                    best, residual = point, found
-                if residual <= self.tolerance or found > 1e-3:  # far from the active set
-                    break
-            return residual <= self.tolerance
-
-        # The active set is about right before more digits than those of float32 are needed.
-        narrow = bounds.float(), gramian.float()
-        coarse, first = split(
-            *narrow,
-            start.to(torch.float32),
-            lambda state: float(residual_of(*narrow, state.point)) < _COARSE,
-            self.most,
-        )
-        start = coarse.to(torch.float64)
-        start = start._replace(point=torch.maximum(start.point, bounds))
-        self._last, count = split(bounds, gramian, start, is_done, self.most)
-        if residual > self.tolerance:
-            is_done(self._last)  # which nothing has asked about, where all iterations were made
-        return best, Certificate("splitting", first + count, residual, self.tolerance)
-
-    def _start(self, bounds: Tensor, gramian: Tensor) -> State:
-        """The state of the last call, if it fits, and else the first one."""
+    def _pivot(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
+        """The weights by pivoting, from the active set of the last call if there is one."""
         last = self._last
-        if last is None or last.point.shape != bounds.shape or last.point.device != bounds.device:
-            return first_state(bounds, gramian)
-        return last._replace(point=torch.maximum(last.point, bounds))
+        if last is not None and last.shape == bounds.shape and last.device == bounds.device:
+            start = last
+        found, count = pivot(bounds, gramian, _MOST_PIVOTS, start <= bounds)
+        self._last = found
+        error = self._error(bounds, gramian, found)
+        return found, Certificate("pivoting", count, error, self.tolerance)
 
+    def _newton(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
+        """The weights by Newton's method: in float32, and in float64 where that is too coarse."""
+        count, aim, error = 0, _AIM * self.tolerance, torch.inf
+        for dtype, goal in (
+            (torch.float32, max(aim, _LEAST_IN_FLOAT32)),
+            (torch.float64, aim),
+            (torch.float64, aim / 10),
+        ):
+            u, a, v = (x.to(dtype) for x in (bounds, gramian, start))
+            excess, steps = newton(u, a, v, self.reg_eps, goal, _MOST_NEWTON_STEPS)
+            start = excess.double().clamp_(min=0).add_(bounds)
+            count, error = count + steps, self._error(bounds, gramian, start)
+            if error <= self.tolerance or steps == _MOST_NEWTON_STEPS:
+                break
+        return start, Certificate("newton", count, error, self.tolerance)
 
-def residual_of(bounds: Tensor, gramian: Tensor, point: Tensor) -> Tensor:
-    """The largest violation of the optimality conditions, as :class:`Certificate` measures it."""
-    pull = point @ gramian
-    norms = gramian.diagonal().sqrt()
-    scale = ((point.abs() @ norms) * norms.amax()).clamp(min=torch.finfo(point.dtype).tiny)
-    violation = torch.where(point > bounds, pull.abs(), (-pull).clamp(min=0))
-    below = (bounds - point).clamp(min=0).amax(1) / bounds.abs().amax().clamp(min=1e-300)
-    return torch.maximum(violation.amax(1) / scale, below).amax()
+    def _split(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
+        """The weights by splitting, polished whenever the active set may be right."""
+        best, error = start, torch.inf
+
+        def is_done(point: Tensor) -> bool:
+            nonlocal best, error
+            for tried in (point, polish(bounds, gramian, point)):
+                its_error = self._error(bounds, gramian, tried)
+                if its_error < error:
+                    best, error = tried, its_error
+                if its_error > _FAR:
+                    break
+            return error <= self.tolerance
+
+        count = split(bounds, gramian, start, is_done, self.most)
+        return best, Certificate("splitting", count, error, self.tolerance)
 
 
 def _without_negative_part(gramian: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Projections onto a dual cone by operator splitting (ADMM): for many objectives.
+"""Projections onto a dual cone by operator splitting (ADMM): slow and sure.
 
 All programs share one matrix, so that an iteration for all of them is one product of (m, m)
 matrices. The penalty follows the ratio of both residuals.
@@ -10,7 +10,6 @@ Alternating Direction Method of Multipliers, 2011, doi:10.1561/2200000016, secti
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,58 +21,29 @@ _CHUNK = 20
 _POLISHING = 10
 
 
-class State(NamedTuple):
-    """The state between two iterations.
-
-    Attributes:
-        point: v, ``(s, m)``, not below the bounds.
-        dual: The scaled multipliers, ``(s, m)``.
-        penalty: The scale of the multipliers, a tensor without dimensions.
-    """
-
-    point: Tensor
-    dual: Tensor
-    penalty: Tensor
-
-    def to(self, dtype: torch.dtype) -> State:
-        """The state in another dtype."""
-        return State(*(x.to(dtype) for x in self))
-
-
-def first_state(bounds: Tensor, gramian: Tensor) -> State:
-    """The bounds, and a penalty between the largest eigenvalue of G and a guess of the least."""
-    vector = torch.ones_like(gramian[0])
-    for _ in range(8):
-        vector = gramian @ vector
-        vector = vector / vector.norm()
-    largest = (gramian @ vector).norm()
-    penalty = (largest * gramian.diagonal().amin()).sqrt() / len(gramian) ** 0.5
-    return State(bounds.clamp(min=0), torch.zeros_like(bounds), penalty)
-
-
 def split(
     bounds: Tensor,
     gramian: Tensor,
-    state: State,
-    is_done: Callable[[State], bool] | None,
+    point: Tensor,
+    is_done: Callable[[Tensor], bool],
     most: int,
-) -> tuple[State, int]:
+) -> int:
     """Iterates towards the minima of v G v for v >= u, for each row u of the bounds.
 
     Args:
         bounds: ``(s, m)``.
         gramian: G, positive definite.
-        state: Where to start.
-        is_done: Asked before each chunk of iterations; without it, all iterations are made.
+        point: Where to start, ``(s, m)``.
+        is_done: Called with the iterate v ``(s, m)`` after each chunk of iterations.
         most: The number of iterations after which to stop.
 
     Returns:
-        The state, and the number of iterations.
+        The number of iterations.
     """
     eye = torch.eye(len(gramian), dtype=gramian.dtype, device=gramian.device)
-    count = 0
-    while count < most and not (is_done is not None and is_done(state)):
-        z, y, penalty = state
+    z, y, penalty = point, torch.zeros_like(point), _first_penalty(gramian)
+    count, is_solved = 0, False
+    while count < most and not is_solved:
         factor = torch.linalg.cholesky_ex(gramian + penalty * eye).L
         inverse = penalty * torch.cholesky_inverse(factor)
         for _ in range(_CHUNK):
@@ -83,11 +53,23 @@ def split(
             z = torch.maximum(total, bounds)
             y = total - z
         count += _CHUNK
+        is_solved = is_done(z)
         ratio = (x - z).norm() / (z - before).norm().clamp(min=torch.finfo(z.dtype).tiny)
         change = torch.where((ratio > 5) | (ratio < 0.2), ratio.clamp(0.01, 100).sqrt(), 1.0)
         # Where the primal residual is larger, a larger penalty brings it down.
-        state = State(z, y / change, penalty * change)
-    return state, count
+        y, penalty = y / change, penalty * change
+    return count
+
+
+def _first_penalty(gramian: Tensor) -> Tensor:
+    """A penalty between the largest eigenvalue of G and a guess of the least."""
+    vector = torch.ones_like(gramian[0])
+    for _ in range(8):
+        vector = gramian @ vector
+        vector = vector / vector.norm()
+    largest = (gramian @ vector).norm()
+    penalty: Tensor = (largest * gramian.diagonal().amin()).sqrt() / len(gramian) ** 0.5
+    return penalty
 
 
 def polish(bounds: Tensor, gramian: Tensor, point: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from autogram._arguments import is_number, not_negative
 from autogram._errors import InvalidOptionError
 from autogram.weightings.checks import check_gramian
+from autogram.weightings.scale import WeightScale, check_scale, scaled
 
 
 def _orders(gramian: Tensor) -> Tensor:
@@ -28,6 +29,13 @@ class PCGrad:
     The method is that of torchjd's ``PCGradWeighting``. The random orders are drawn on the
     Gramian's device, so that they differ from torchjd's for the same seed.
 
+    Args:
+        scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
+            by their sum, so that a learning rate for the mean loss keeps its meaning.
+
+    Raises:
+        InvalidOptionError: ``scale`` is no choice.
+
     Example:
         >>> import torch
         >>> from autogram.weightings import PCGrad
@@ -37,6 +45,10 @@ class PCGrad:
     References:
         Yu et al., Gradient Surgery for Multi-Task Learning, 2020, arXiv:2001.06782, algorithm 1.
     """
+
+    def __init__(self, *, scale: WeightScale = "method") -> None:
+        check_scale(scale)
+        self.scale: WeightScale = scale
 
     @torch.no_grad()
     def __call__(self, gramian: Tensor) -> Tensor:
@@ -56,7 +68,7 @@ class PCGrad:
             square = squares[others]
             steps = torch.where(products < 0, -products / square, 0)
             weights.scatter_add_(1, others.unsqueeze(1), steps.unsqueeze(1))
-        return weights.sum(0)
+        return scaled(weights.sum(0), self.scale)
 
 
 class GradVac:
@@ -69,18 +81,25 @@ class GradVac:
     Args:
         beta: The part of a new cosine in the moving average, from 0 to 1.
         eps: A number that is added to denominators.
+        scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
+            by their sum, so that a learning rate for the mean loss keeps its meaning.
 
     Raises:
-        InvalidOptionError: ``beta`` is not in [0, 1], or ``eps`` is negative.
+        InvalidOptionError: ``beta`` is not in [0, 1], ``eps`` is negative, or ``scale`` is no
+            choice.
 
     References:
         Wang et al., Gradient Vaccine: Investigating and Improving Multi-task Optimization in
         Massively Multilingual Models, 2020, arXiv:2010.05874, algorithm 1.
     """
 
-    def __init__(self, beta: float = 0.5, eps: float = 1e-8) -> None:
+    def __init__(
+        self, beta: float = 0.5, eps: float = 1e-8, *, scale: WeightScale = "method"
+    ) -> None:
         if not (is_number(beta) and 0 <= beta <= 1):
             raise InvalidOptionError(f"The option `beta` is {beta!r}. Pass a number from 0 to 1.")
+        check_scale(scale)
+        self.scale: WeightScale = scale
         self.beta = float(beta)
         self.eps = not_negative("eps", eps)
         self._targets: Tensor | None = None
@@ -119,4 +138,4 @@ class GradVac:
             weights.scatter_add_(1, index, step.unsqueeze(1))
             products += step.unsqueeze(1) * gramian[others]
             targets.scatter_(1, index, torch.lerp(target, cosine, self.beta).unsqueeze(1))
-        return weights.sum(0)
+        return scaled(weights.sum(0), self.scale)

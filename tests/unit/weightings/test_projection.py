@@ -21,7 +21,8 @@ from autogram import (
 )
 from autogram.integrations.torchjd import BatchedProjector
 from autogram.weightings import DualProj, Projector, UPGrad, projection
-from autogram.weightings.projection import residual_of
+from autogram.weightings.certificate import error_of
+from autogram.weightings.pivoting import pivot
 from tests.unit.environment import DEVICE
 
 
@@ -53,11 +54,16 @@ KINDS = [
 ]
 
 
-def conditions_hold(weights: Tensor, gramian: Tensor, vector: Tensor, tolerance: float) -> None:
-    """The weights of one projection are feasible, and optimal for the regularised Gramian."""
+def regularised(gramian: Tensor) -> Tensor:
+    """The Gramian as the projector sees it."""
     trace = gramian.diagonal().sum()
     unit = gramian / trace if trace >= 1e-4 else torch.zeros_like(gramian)
-    matrix = unit + 1e-4 * torch.eye(len(gramian))
+    return unit + 1e-4 * torch.eye(len(gramian))
+
+
+def conditions_hold(weights: Tensor, gramian: Tensor, vector: Tensor, tolerance: float) -> None:
+    """The weights of one projection are feasible, and optimal for the regularised Gramian."""
+    matrix = regularised(gramian)
     assert bool((weights >= vector - 1e-12).all())
     pull = matrix @ weights
     slack = tolerance * float((matrix.abs() @ weights.abs()).max())
@@ -66,21 +72,76 @@ def conditions_hold(weights: Tensor, gramian: Tensor, vector: Tensor, tolerance:
     assert bool((pull[is_free].abs() <= slack).all())
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 7, 16, 64, 65, 100, 200])
+EXACT = 1e-12  # relative error of weights that others are compared with
+
+
+def exact_weights(gramian: Tensor) -> Tensor:
+    """The weights of UPGrad to 1e-12: a certified solution, polished by its active set."""
+    m = len(gramian)
+    matrix, bounds = regularised(gramian), torch.eye(m) / m
+    near = Projector(tolerance=1e-8)(bounds, gramian)
+    is_bound = near - bounds < (near @ matrix) / 1e-4
+    both = ~is_bound.unsqueeze(2) & ~is_bound.unsqueeze(1)
+    systems = torch.where(both, matrix, 0) + torch.diag_embed(is_bound.to(matrix.dtype))
+    right = torch.where(is_bound, bounds, -torch.where(is_bound, bounds, 0) @ matrix)
+    exact = torch.linalg.solve(systems, right)
+    assert float(error_of(bounds, matrix, 1e-4, exact.maximum(bounds))) <= EXACT * 10
+    return exact.sum(0)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 45, 46, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_exact_to_the_tolerance(kind: str, m: int) -> None:
+    """Whatever the Gramian: the certificate bounds the error, and is within the tolerance."""
+    rows = gradients(kind, m)
+    gramian = rows @ rows.T
+    for tolerance in (1e-3, 1e-8):
+        weighting = UPGrad(projector=Projector(tolerance=tolerance))
+        weights = weighting(gramian)
+        certificate = weighting.certificate
+        assert certificate is not None
+        assert certificate.is_optimal
+        assert certificate.error <= certificate.tolerance == tolerance
+        assert certificate.method == ("pivoting" if m <= 45 else "newton")
+        error = (weights - exact_weights(gramian)).norm() / weights.norm()
+        assert float(error) <= certificate.error + 10 * EXACT
+
+
+@pytest.mark.parametrize("m", [3, 46, 100])
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimality_conditions(kind: str, m: int) -> None:
-    """For each projected vector, whatever the Gramian; the certificate says the same."""
+    """For each projected vector."""
     rows = gradients(kind, m)
-    gramian, projector = rows @ rows.T, Projector()
-    vectors = torch.eye(m) / m
-    found = projector(vectors, gramian)
+    gramian, vectors = rows @ rows.T, torch.eye(m) / m
+    found = Projector(tolerance=1e-8)(vectors, gramian)
     for weights, vector in zip(found[:20], vectors[:20], strict=True):
         conditions_hold(weights, gramian, vector, 1e-7)
-    certificate = projector.certificate
-    assert certificate is not None
-    assert certificate.is_optimal
-    assert certificate.residual <= certificate.tolerance == 1e-9
-    assert certificate.method == ("pivoting" if m <= 64 else "splitting")
+
+
+def test_a_small_regularisation_is_left_to_splitting() -> None:
+    """Newton's method makes no progress there."""
+    rows = gradients("narrow", 60)
+    weighting = UPGrad(projector=Projector(reg_eps=1e-6))
+    weighting(rows @ rows.T)
+    assert weighting.certificate is not None
+    assert weighting.certificate.is_optimal
+    assert weighting.certificate.method == "splitting"
+
+
+@pytest.mark.parametrize("name", ["UPGrad", "DualProj"])
+def test_splitting_takes_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Newton's method makes too few steps."""
+    monkeypatch.setattr(projection, "_MOST_NEWTON_STEPS", 1)
+    rows = gradients("narrow", 200)
+    weighting = {"UPGrad": UPGrad, "DualProj": DualProj}[name]()
+    weights = weighting(rows @ rows.T)
+    assert weighting.certificate is not None
+    assert weighting.certificate.is_optimal
+    assert weighting.certificate.method == "splitting"
+    monkeypatch.undo()
+    assert_close(
+        weights, type(weighting)()(rows @ rows.T), rtol=0, atol=4e-3 * float(weights.norm())
+    )
 
 
 @pytest.mark.slow
@@ -107,20 +168,21 @@ def test_random_gramians(m: int, n: int, seed: int, scale: float) -> None:
     rows = scale * draw(-2, 3, (m, n)).double().to(DEVICE)
     gramian = rows @ rows.T
     vector = draw(-3, 4, (m,)).double().to(DEVICE)
-    projector = Projector()
+    projector = Projector(tolerance=1e-8)
     conditions_hold(projector(vector, gramian), gramian, vector, 1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 5, 40, 96])
 def test_weights_are_those_of_torchjd(kind: str, m: int) -> None:
-    """The update is equal to 1e-6, by pivoting and by splitting, for both methods."""
+    """The update is equal to 1e-6, by pivoting and by Newton's method, for both weightings."""
     rows = gradients(kind, m)
     gramian = rows @ rows.T
     preferences = torch.rand(m)
     for given_preferences in (None, preferences):
         for ours, theirs in ((UPGrad, UPGradWeighting), (DualProj, DualProjWeighting)):
-            found, expected = ours(given_preferences)(gramian), theirs(given_preferences)(gramian)
+            weighting = ours(given_preferences, Projector(tolerance=1e-8))
+            found, expected = weighting(gramian), theirs(given_preferences)(gramian)
             update, wanted = rows.T @ found, rows.T @ expected
             assert_close(update, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()) + 1e-9)
 
@@ -143,7 +205,7 @@ def test_a_projector_for_torchjd() -> None:
     found = DualProjWeighting(projector=projector)(rows @ rows.T)
     assert_close(found, DualProjWeighting()(rows @ rows.T))
     assert projector.certificate is not None
-    assert repr(projector) == "BatchedProjector(tolerance=1e-09)"
+    assert repr(projector) == "BatchedProjector(tolerance=0.001)"
 
 
 def test_updates_conflict_with_no_gradient() -> None:
@@ -162,7 +224,7 @@ def test_updates_conflict_with_no_gradient() -> None:
 def test_series_of_steps_of_a_model(m: int) -> None:
     """Warm starts change nothing but the number of iterations, also when sizes change."""
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
-    engine, weighting = Engine(model), UPGrad()
+    engine, weighting = Engine(model), UPGrad(projector=Projector(tolerance=1e-7))
     counts = []
     for step in range(6):
         size = m - 3 * (step == 4)
@@ -170,7 +232,7 @@ def test_series_of_steps_of_a_model(m: int) -> None:
         losses = nn.functional.cross_entropy(model(x), y, reduction="none")
         gramian = engine.compute_gramian(losses)
         weights = weighting(gramian)
-        fresh = UPGrad()(gramian)
+        fresh = UPGrad(projector=Projector(tolerance=1e-7))(gramian)
         update = [
             torch.autograd.grad(losses @ w, [*model.parameters()], retain_graph=True)
             for w in (weights, fresh)
@@ -200,11 +262,12 @@ def test_dtype_and_step(dtype: torch.dtype) -> None:
     assert found.shape == (6,)
 
 
+@pytest.mark.parametrize("m", [12, 100])
 @pytest.mark.parametrize("seed", range(5))
-def test_gramians_that_rounding_has_made_indefinite(seed: int) -> None:
+def test_gramians_that_rounding_has_made_indefinite(seed: int, m: int) -> None:
     """Of low rank, in half precision: eigenvalues of zero become negative ones."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    rows = torch.randn(12, 4, generator=generator, device="cpu")
+    rows = torch.randn(m, 4, generator=generator, device="cpu")
     exact = rows @ rows.T
     rounded = exact.to(torch.bfloat16)
     assert torch.linalg.eigvalsh(rounded.double()).min() < -1e-4 * rounded.double().trace()
@@ -268,8 +331,8 @@ def test_mistakes(act: Callable[[], object], error: type[Exception], message: st
 def test_weights_that_are_not_exact_are_reported() -> None:
     """Where the iterations do not suffice for the tolerance."""
     rows = gradients("narrow", 100)
-    weighting = UPGrad(projector=Projector(most=25, tolerance=1e-15))
-    with pytest.warns(InexactWeightsWarning, match=r"and not to 1.0e-15. Pass a larger"):
+    weighting = UPGrad(projector=Projector(most=25, tolerance=1e-17))
+    with pytest.warns(InexactWeightsWarning, match=r"and not to 1.0e-17. Pass a larger"):
         weights = weighting(rows @ rows.T)
     assert weighting.certificate is not None
     assert not weighting.certificate.is_optimal
@@ -277,18 +340,20 @@ def test_weights_that_are_not_exact_are_reported() -> None:
     assert_close(rows.T @ weights, rows.T @ UPGrad()(gramian), rtol=0.2, atol=0.05)
 
 
-def test_no_point_is_checked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check waits for the device."""
-    checked: list[Tensor] = []
+def test_few_values_are_read() -> None:
+    """Each waits for the device: some in each step of Newton's method, and few besides."""
+    reads: list[None] = []
 
-    def noted(bounds: Tensor, gramian: Tensor, point: Tensor) -> Tensor:
-        checked.append(point)
-        return residual_of(bounds, gramian, point)
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            reads.extend([None] * ("_local_scalar_dense" in str(func)))
+            return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(projection, "residual_of", noted)
-    rows = gradients("narrow", 100)
-    UPGrad()(rows @ rows.T)
-    assert len({id(point) for point in checked}) == len(checked)
+    rows, weighting = gradients("narrow", 100), UPGrad()
+    with Counting():
+        weighting(rows @ rows.T)
+    assert weighting.certificate is not None
+    assert 5 < len(reads) <= 26 * (weighting.certificate.iterations + 1)
 
 
 def test_a_fixed_number_of_iterations_asks_the_device_nothing() -> None:
@@ -296,8 +361,9 @@ def test_a_fixed_number_of_iterations_asks_the_device_nothing() -> None:
     rows = gradients("narrow", 50)
     gramian = rows @ rows.T
     with NoReading():
-        weights = UPGrad(projector=Projector(iterations=400))(gramian)
-    assert_close(rows.T @ weights, rows.T @ UPGrad()(gramian), rtol=1e-4, atol=1e-4)
+        weights = UPGrad(projector=Projector(iterations=20))(gramian)
+    exact = UPGrad(projector=Projector(tolerance=1e-8))(gramian)
+    assert_close(rows.T @ weights, rows.T @ exact, rtol=1e-4, atol=1e-4)
     with pytest.raises(AssertionError, match="reads"), NoReading():
         UPGrad()(gramian)
 
@@ -310,11 +376,26 @@ class NoReading(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_residual_sees_each_condition() -> None:
-    """A point below its bounds, one that pulls at a bound, one that is free and not flat."""
+def test_the_error_sees_each_condition() -> None:
+    """A point that pulls at a bound, one that is free and not flat, and one that is both."""
     gramian, bounds = torch.tensor([[1.0, -0.5], [-0.5, 1.0]]), torch.tensor([[1.0, 1.0]])
-    assert float(residual_of(bounds, gramian, bounds)) == 0.0
-    for point in ([[0.5, 1.0]], [[2.0, 1.0]]):
-        assert float(residual_of(bounds, gramian, torch.tensor(point))) > 0.1
+    assert float(error_of(bounds, gramian, 0.5, bounds)) == 0.0
+    assert float(error_of(bounds, gramian, 0.5, torch.tensor([[2.0, 1.0]]))) > 0.1
     pulled = torch.tensor([[1.0, -3.0], [-3.0, 10.0]])
-    assert float(residual_of(bounds, pulled, bounds)) > 0.1
+    assert float(error_of(bounds, pulled, 0.05, bounds)) > 0.1
+
+
+@given(m=st.integers(1, 12), seed=st.integers(0, 2**32 - 1), size=st.floats(-12, 2))
+@settings(max_examples=100, deadline=None)
+def test_the_error_of_any_point_is_bounded(m: int, seed: int, size: float) -> None:
+    """Also of points far from the solution, with rows of both signs."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    draw = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float64)
+    rows, bounds, away = (x.to(DEVICE) for x in (draw(m, 4), draw(3, m), draw(3, m)))
+    gramian, shift = rows @ rows.T + 1e-2 * torch.eye(m), 1e-2
+    exact, _ = pivot(bounds, gramian, 200, bounds > 0)
+    assert float(error_of(bounds, gramian, shift, exact)) < 1e-9
+    point = (exact + 10**size * away).maximum(bounds)
+    error = (point - exact).sum(0).norm()
+    size_of_point = max(point.sum(0).norm(), point.norm())
+    assert float(error) <= float(error_of(bounds, gramian, shift, point)) * size_of_point + 1e-9

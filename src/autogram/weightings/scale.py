@@ -1,0 +1,29 @@
+"""The length of steps: what weights add up to."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from autogram._errors import InvalidOptionError
+
+WeightScale = Literal["method", "mean"]
+
+
+def check_scale(scale: WeightScale) -> None:
+    """Refuses what is no choice of a scale."""
+    if scale not in get_args(WeightScale):
+        raise InvalidOptionError(f'`scale` is {scale!r}. Pass "method" or "mean".')
+
+
+def scaled(weights: Tensor, scale: WeightScale) -> Tensor:
+    """The weights ``(m,)`` as they are, or divided by their sum for ``"mean"``.
+
+    Weights whose sum is not positive stay as they are.
+    """
+    if scale == "method":
+        return weights
+    total = weights.sum()
+    return weights / torch.where(total > 0, total, 1)
