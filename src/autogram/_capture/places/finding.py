@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +56,12 @@ class Finding:
         """Whether each constant has other values in another graph, as tensors on its device."""
         return [_differ(x.value(nodes), old) for x, old in self.constants.items()]
 
-    def infer_again(self, nodes: Sequence[Any]) -> dict[int, Places | None]:
+    def infer_again(self, nodes: Sequence[Any]) -> tuple[Finding, dict[int, Places | None]]:
         """Looks at another graph of the same key, at those nodes alone that values decide about.
 
         Returns:
-            The places of those wanted edges that may have others now, by their number.
+            The finding with the constants of that graph, and the places of those wanted edges that
+            may have others now, by their number.
         """
         reader = _Reader(nodes)
         inference = Inference(self.road, reader.read)
@@ -70,8 +71,8 @@ class Finding:
         for number in self.again:
             inference.visit(nodes[number], wanted)
         edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
-        self.constants = reader.constants()
-        return {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
+        places = {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
+        return replace(self, constants=reader.constants()), places
 
 
 def infer(

@@ -49,7 +49,7 @@ class Inferred:
         start = Places.along(losses.shape, layout.dim)
         finding, places = infer(root, start, survey.nodes, edges)
         inferred = cls(finding, [()] * len(edges))
-        if inferred._take(places, survey, objectives.samples):
+        if inferred._take(finding, places, survey, objectives.samples):
             return inferred
         if finding.unknown:
             return None
@@ -64,24 +64,28 @@ class Inferred:
 
     def look_again(self, survey: Survey, samples: int) -> bool:
         """Takes in the values that decide in a graph of this key. Says whether that was enough."""
-        return self._take(self.finding.infer_again(survey.nodes), survey, samples)
+        return self._take(*self.finding.infer_again(survey.nodes), survey, samples)
 
     def found(self, survey: Survey) -> dict[Use, tuple[Placement, ...]]:
         """The layouts by use."""
         return dict(zip(survey.uses, self.layouts, strict=True))
 
-    def _take(self, places: Mapping[int, Places | None], survey: Survey, samples: int) -> bool:
+    def _take(
+        self, finding: Finding, places: Mapping[int, Places | None], survey: Survey, samples: int
+    ) -> bool:
         """Takes the layouts of some uses from their places, unless samples meet in some."""
         if are_mixed(places.values()):
             return False
-        uses = [*survey.uses]
+        uses, layouts = [*survey.uses], [*self.layouts]
         known: dict[object, tuple[Placement, ...]] = {}  # uses of equal places share a layout
         for i, of_use in places.items():
             use = uses[i]
             key = id(of_use), use.shape, use.dims, use.depth
             if key not in known:
                 known[key] = layouts_of_places(use, of_use, samples)
-            self.layouts[i] = known[key]
+            layouts[i] = known[key]
+        # The finding last: if memory has run out before, its constants differ in the next attempt.
+        self.layouts, self.finding = layouts, finding
         return True
 
 
