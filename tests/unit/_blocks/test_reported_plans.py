@@ -35,7 +35,7 @@ def test_plans_are_those_that_are_carried_out(monkeypatch: pytest.MonkeyPatch) -
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(36, 3)
     )
-    engine = Engine(model, memory_limit_bytes=4 * 200)
+    engine = Engine(model, memory_limit_bytes=4 * 200, verify="never")
     engine.compute_gramian(per_sample(model(batch(8, 2, 5, 5))))
     report = engine.report()
     assert sorted(plan.method for plan in taken) == sorted(of.plan for of in report.parameters)
