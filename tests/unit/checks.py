@@ -18,6 +18,9 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 ModelFactory = Callable[[], nn.Module]
 
+# Asserts that our tensor and a plain one agree; with a name for the message.
+Comparison = Callable[[Tensor, Tensor, str], None]
+
 
 @dataclass(frozen=True)
 class Objectives:
@@ -90,23 +93,27 @@ def assert_same_numbers(ours: Tensor, plain: Tensor, name: str = "") -> None:
     if ADDS_UP_IN_ORDER:
         assert torch.equal(ours, plain), name
     else:
-        assert_same_but_for_last_bits(ours, plain)
+        assert_same_but_for_last_bits(ours, plain, name)
 
 
-def assert_same_but_for_last_bits(ours: Tensor, plain: Tensor) -> None:
+def assert_same_but_for_last_bits(ours: Tensor, plain: Tensor, name: str = "") -> None:
     """Assert that two tensors agree, where other kernels may have computed one of them."""
     bits = LAST_BITS * torch.finfo(plain.dtype).eps
     largest = float(plain.detach().abs().max())
-    torch.testing.assert_close(ours, plain, rtol=bits, atol=bits * largest)
+    torch.testing.assert_close(
+        ours, plain, rtol=bits, atol=bits * largest, msg=lambda text: f"{name} {text}"
+    )
 
 
-def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
+def assert_same_gradients(
+    model: nn.Module, twin: nn.Module, assert_same: Comparison = assert_same_numbers
+) -> None:
     """Assert that `.grad` of all parameters of two models of one structure agree."""
     for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None:
             ours, plain = parameter.grad.to_dense(), other.grad.to_dense()  # of sparse embeddings
-            assert_same_numbers(ours, plain, name)
+            assert_same(ours, plain, name)
 
 
 def assert_gramian_is_exact(
@@ -114,12 +121,14 @@ def assert_gramian_is_exact(
     *inputs: Any,
     objectives: Objectives = PER_SAMPLE,
     memory_limit_bytes: int = 2**29,
+    assert_same: Comparison = assert_same_numbers,
 ) -> None:
     """Assert that an engine computes the Gramian and leaves the gradients alone.
 
     The Gramian is compared with autograd on a twin of the model, made before the engine, one
-    objective at a time; the gradients after an ordinary backward pass must be those of the twin bit
-    for bit. The first call searches for the samples and the second knows them; both must be right.
+    objective at a time; the gradients after an ordinary backward pass must be those of the twin,
+    as `assert_same` compares them: bit for bit unless it is another. The first call searches for
+    the samples and the second knows them; both must be right.
     """
     model = make_model()
     twin = copy.deepcopy(model)
@@ -136,7 +145,7 @@ def assert_gramian_is_exact(
     weights = torch.linspace(0.5, 2.0, losses.numel()).view(losses.shape)
     losses.backward(weights)
     expected_losses.backward(weights)
-    assert_same_gradients(model, twin)
+    assert_same_gradients(model, twin, assert_same)
 
 
 def _losses(model: nn.Module, inputs: tuple[Any, ...], objectives: Objectives) -> Tensor:

@@ -11,9 +11,11 @@ from tests.unit.checks import (
     SCALAR,
     SECOND,
     SEVERAL,
+    Comparison,
     ModelFactory,
     Objectives,
     assert_gramian_is_exact,
+    assert_same_numbers,
 )
 from tests.unit.networks import AmongOthers
 
@@ -35,7 +37,13 @@ SETTINGS = [
 
 
 def assert_rule_is_exact(
-    make_model: ModelFactory, x: Tensor, wrap: Wrap, objectives: Objectives
+    make_model: ModelFactory,
+    x: Tensor,
+    wrap: Wrap,
+    objectives: Objectives,
+    assert_same: Comparison = assert_same_numbers,
 ) -> None:
     """Assert that the Gramian of a model that makes one call is right."""
-    assert_gramian_is_exact(lambda: wrap(make_model()), x, objectives=objectives)
+    assert_gramian_is_exact(
+        lambda: wrap(make_model()), x, objectives=objectives, assert_same=assert_same
+    )

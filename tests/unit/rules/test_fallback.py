@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.unit.checks import ModelFactory, Objectives, assert_gramian_is_exact
+from tests.unit.checks import (
+    ModelFactory,
+    Objectives,
+    assert_gramian_is_exact,
+    assert_same_but_for_last_bits,
+)
 from tests.unit.networks import call
 from tests.unit.rules.settings import SETTINGS, Wrap, assert_rule_is_exact
 
@@ -89,10 +94,6 @@ CASES = [
     pytest.param(call(lambda x, p: torch.addcmul(x, p, p), (4,)), (3, 4), id="addcmul, twice"),
     pytest.param(call(keys_are_values, (3, 4)), (3, 2, 4), id="attention, keys are values"),
     pytest.param(call(lambda x, p: torch.addcdiv(x, x, p), (4,)), (3, 4), id="addcdiv"),
-    pytest.param(call(lambda x, p: (x.abs() + 1) ** p, (4,)), (3, 4), id="x ** p"),
-    pytest.param(call(lambda x, p: (p.abs() + 1) ** x, (4,)), (3, 4), id="p ** x"),
-    pytest.param(call(lambda x, p: torch.pow(p.abs() + 1, x), (1,)), (3, 4), id="pow(p, x)"),
-    pytest.param(call(powered_in_place, (4,)), (3, 4), id="x **= p"),
     pytest.param(call(torch.max, (4,)), (3, 4), id="max(x, p)"),
     pytest.param(call(lambda x, p: torch.minimum(p, x), (4,)), (3, 4), id="minimum(p, x)"),
     pytest.param(call(torch.logaddexp, (4,)), (3, 4), id="logaddexp"),
@@ -236,6 +237,24 @@ def test_gramian_is_exact(
     make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
 ) -> None:
     assert_rule_is_exact(make_model, torch.randn(shape), wrap, objectives)
+
+
+POWERS = [
+    pytest.param(call(lambda x, p: (x.abs() + 1) ** p, (4,)), (3, 4), id="x ** p"),
+    pytest.param(call(lambda x, p: (p.abs() + 1) ** x, (4,)), (3, 4), id="p ** x"),
+    pytest.param(call(lambda x, p: torch.pow(p.abs() + 1, x), (1,)), (3, 4), id="pow(p, x)"),
+    pytest.param(call(powered_in_place, (4,)), (3, 4), id="x **= p"),
+]
+
+
+@pytest.mark.parametrize(("wrap", "objectives"), SETTINGS)
+@pytest.mark.parametrize(("make_model", "shape"), POWERS)
+def test_powers(
+    make_model: ModelFactory, shape: tuple[int, ...], wrap: Wrap, objectives: Objectives
+) -> None:
+    """Their gradients have powers of expanded parameters, which may have other last bits."""
+    x = torch.randn(shape)
+    assert_rule_is_exact(make_model, x, wrap, objectives, assert_same_but_for_last_bits)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 2**29])
