@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._capture.places.inference import Edge, Inference, in_order
+from autogram._capture.places.inference import Edge, Inference, Part, are_mixed, in_order
 from autogram._capture.places.places import Places
 from autogram._capture.places.probe import has_unpack_hook
 from autogram._capture.places.transfers.step import Road, Unreadable
@@ -41,7 +41,7 @@ class Finding:
     """Those that are wanted."""
     again: list[int]
     """The nodes that values decide about, and all nodes behind them, in order."""
-    parts: dict[_NumberedEdge, list[Places]]
+    parts: dict[_NumberedEdge, list[Part]]
     """What arrives at these from other nodes, for which no value decides."""
     constants: dict[DecidingValue, Tensor]
     """Copies of what was read in the last graph."""
@@ -94,7 +94,7 @@ def infer(
     for road in Road:
         reader = _Reader(nodes)
         inference = Inference(road, reader.read)
-        inference.parts[root] = [start]
+        inference.parts[root] = [Part(None, start)]
         for node in order:
             inference.visit(node, wanted)
         places = {i: inference.at(edge) for i, edge in enumerate(edges)}
@@ -106,27 +106,24 @@ def infer(
         if node in inference.by_value or node in again:
             again[node] = None
             again.update({child: None for child, _ in node.next_functions if child in wanted})
-    fixed = Inference(road, reader.read)
-    fixed.parts[root] = [start]
-    for node in order if again else ():
-        if node not in again:
-            fixed.visit(node, wanted)
+    parts = {
+        (numbers[edge.node], edge.number): [
+            Part(None, part.places) for part in inference.parts[edge] if part.source not in again
+        ]
+        for edge in inference.parts
+        if edge.node in again
+    }
     finding = Finding(
         road,
         [(numbers[edge.node], edge.number) for edge in edges],
         [numbers[node] for node in order if node in again],
-        {(numbers[x.node], x.number): parts for x, parts in fixed.parts.items() if x.node in again},
+        parts,
         reader.constants(),
         bool(inference.untold),
         frozenset(numbers[node] for node in inference.unknown),
         numbers[_mixing(inference, root, nodes, edges)] if is_mixed else 0,
     )
     return finding, places
-
-
-def are_mixed(places: Iterable[Places | None]) -> bool:
-    """Whether samples meet in some places."""
-    return any(x is not None and x.is_mixed for x in places)
 
 
 def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:
@@ -137,15 +134,14 @@ def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Seque
         return places is not None and places.is_mixed
 
     ends = [edge.node for edge in edges if is_mixed(edge)]
-    for node in (order := in_order(root.node, nodes, ends)):
-        results = [Edge(node, number) for number in range(len(node._input_metadata))]
+    order = in_order(root.node, nodes, ends)
+    wanted = {*order}
+    for node in order:
+        results = [Edge(node, number) for number in range(len(inference.shapes(node)))]
         if any(map(is_mixed, results)):
             return node  # samples meet where several tensors are added up
-        inputs = [
-            (i, Edge(*edge)) for i, edge in enumerate(node.next_functions) if edge[0] in set(order)
-        ]
-        found = inference.carried(node, [*map(inference.at, results)], inputs)
-        if any(places is not None and places.is_mixed for places in found):
+        inputs = [(i, Edge(*e)) for i, e in enumerate(node.next_functions) if e[0] in wanted]
+        if are_mixed(inference.carried(node, [*map(inference.at, results)], inputs)):
             return node
     return root.node
 

@@ -27,13 +27,20 @@ class Edge(NamedTuple):
     number: int
 
 
+class Part(NamedTuple):
+    """What arrives at an edge from one node, or from none at the losses."""
+
+    source: Any
+    places: Places
+
+
 @dataclass(eq=False)
 class Inference:
     """The places of edges behind some losses, on one road."""
 
     road: Road
     read: Read
-    parts: defaultdict[Edge, list[Places]] = field(default_factory=lambda: defaultdict(list))
+    parts: defaultdict[Edge, list[Part]] = field(default_factory=lambda: defaultdict(list))
     """What arrives at each edge, which is added up."""
     by_value: set[Any] = field(default_factory=set)
     """The nodes about which more than the structure of the graph has decided."""
@@ -42,13 +49,14 @@ class Inference:
     unknown: set[Any] = field(default_factory=set)
     """The nodes that no transfer knows, and that cannot be carried out."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
+    _shapes: dict[Any, list[Shape]] = field(default_factory=dict)
 
     def at(self, edge: Edge) -> Places | None:
         """The places of all that arrives at an edge; ``None`` where no cotangent arrives."""
         if edge not in self._places:
             total = None
             for part in self.parts.get(edge, ()):
-                total = part if total is None else total.joined(part)
+                total = part.places if total is None else total.joined(part.places)
             if total is not None:
                 total = total.compact(is_exact=self.road != Road.STRUCTURE)
             self._places[edge] = total
@@ -56,22 +64,22 @@ class Inference:
 
     def visit(self, node: Any, wanted: set[Any]) -> None:
         """Hands the places of a node's results on to those of its inputs that are wanted."""
-        edges = [(i, Edge(*edge)) for i, edge in enumerate(node.next_functions)]
-        edges = [(i, edge) for i, edge in edges if edge.node in wanted]
-        results = [self.at(Edge(node, i)) for i in range(len(node._input_metadata))]
+        inputs = enumerate(node.next_functions)
+        edges = [(i, Edge(*edge)) for i, edge in inputs if edge[0] in wanted]
+        results = [self.at(Edge(node, i)) for i in range(len(self.shapes(node)))]
         if edges and any(results):
             for (_, edge), places in zip(edges, self.carried(node, results, edges), strict=True):
                 if places is not None:
-                    self.parts[edge].append(places)
+                    self.parts[edge].append(Part(node, places))
 
     def carried(
         self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
     ) -> list[Places | None]:
         """The places of some inputs of a node: by its transfer, or by a probe."""
-        shapes = result_shapes(node)
+        shapes = self.shapes(node)
         if joins_pieces(node):
             return [
-                from_pieces(node, results, [*shapes, result_shapes(edge.node)[edge.number]])
+                from_pieces(node, results, [*shapes, self.shapes(edge.node)[edge.number]])
                 for _, edge in edges
             ]
         transfer = transfer_of(node)
@@ -84,9 +92,9 @@ class Inference:
             return self._probed(node, results, edges)
         found: list[Places | None] = []
         for position, edge in edges:
+            given = self.shapes(edge.node)[edge.number]
             total: Places | None = None
             for number, places in arrived:
-                given = result_shapes(edge.node)[edge.number]
                 step = NodeStep(node, position, given, number, shapes[number], self.road, self.read)
                 try:
                     part = transfer(step, places)
@@ -99,9 +107,7 @@ class Inference:
                     self.untold.add(node)
                 total = part if total is None else total.joined(part)
             found.append(total)
-        was_mixed = any(places.is_mixed for _, places in arrived)
-        is_mixed = any(places is not None and places.is_mixed for places in found)
-        if self.road >= Road.CONSTANTS and is_mixed and not was_mixed:
+        if self.road >= Road.CONSTANTS and are_mixed(found) and not are_mixed(results):
             return self._probed(node, results, edges)
         return found
 
@@ -111,7 +117,7 @@ class Inference:
         """The places of some inputs of a node that is carried out."""
         self.by_value.add(node)
         inputs = [
-            None if child is None else result_shapes(child)[number]
+            None if child is None else self.shapes(child)[number]
             for child, number in node.next_functions
         ]
         self.untold.add(node)
@@ -124,12 +130,18 @@ class Inference:
                 one = Places.of((), places.merged(range(len(places.shape))).samples.flatten()[0])
                 total = one if total is None else total.joined(one)
         assert total is not None
-        return [total.summed(result_shapes(edge.node)[edge.number]) for _, edge in edges]
+        return [total.summed(self.shapes(edge.node)[edge.number]) for _, edge in edges]
+
+    def shapes(self, node: Any) -> list[Shape]:
+        """The shapes of a node's results."""
+        if node not in self._shapes:
+            self._shapes[node] = [tuple(metadata.shape) for metadata in node._input_metadata]
+        return self._shapes[node]
 
 
-def result_shapes(node: Any) -> list[Shape]:
-    """The shapes of a node's results."""
-    return [tuple(metadata.shape) for metadata in node._input_metadata]
+def are_mixed(places: Iterable[Places | None]) -> bool:
+    """Whether samples meet in some places."""
+    return any(x is not None and x.is_mixed for x in places)
 
 
 def in_order(root: Any, nodes: Iterable[Any], ends: Iterable[Any]) -> list[Any]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from autogram._blocks import Placement
 from autogram._capture.autograd.graph import calls_of
-from autogram._capture.places.finding import Finding, are_mixed, infer
-from autogram._capture.places.inference import Edge
+from autogram._capture.places.finding import Finding, infer
+from autogram._capture.places.inference import Edge, are_mixed
 from autogram._capture.places.places import Places
 from autogram._capture.samples.layouts import layouts_of_places, mixed_samples
 from autogram._capture.samples.objectives import Objectives

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import kind_of_node, nodes_behind
-from autogram._capture.places.inference import Edge, Inference, result_shapes
+from autogram._capture.places.inference import Edge, Inference
 from autogram._capture.places.places import EMPTY, SEVERAL, Places
 from autogram._capture.places.probe import carried_out_alone, probed
 from autogram._capture.places.transfers.step import Road, Unreadable
@@ -46,6 +46,11 @@ def placements(shape: tuple[int, ...]) -> Iterator[Places]:
             yield Places.of(
                 shape, torch.randint(-1, 4, [n if d in pair else 1 for d, n in enumerate(shape)])
             )
+
+
+def result_shapes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of a node's results."""
+    return [tuple(metadata.shape) for metadata in node._input_metadata]
 
 
 def judged(node: Any, number: int, places: Places, road: Road) -> Iterator[str]:
