@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from autogram._arguments import is_retained
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
-from autogram._capture.autograd.grad import add_to_grad, check_addable, has_hooks, owned
+from autogram._capture.autograd.grad import check_addable, has_hooks
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import (
@@ -168,7 +168,8 @@ class Step:
         # All are computed before any is added: memory may run out, and a hook on a parameter may
         # take a step of it, which neither factors nor graph would bear.
         gradients = jacobian._gradients_of(usable)
-        jacobian._add(gradients | self._gradients_of_rest(usable))
+        _accumulate_rest(self._gradients_of_rest(usable))
+        jacobian._add(gradients)
         return gramian, weights
 
     def _finish_with_others(
@@ -196,7 +197,7 @@ class Step:
             with together(ranks, self._last):
                 others = self._gradients_of_rest(usable)
                 finish()
-                add_to_grad(others.items())
+                _accumulate_rest(others)
 
         with held():
             self._has_met = True
@@ -268,7 +269,7 @@ def _add_gradients(
     cotangent: Tensor,
     retain_graph: bool,
 ) -> None:
-    """Adds the gradients of leaves to a total, which owns them. No hook on a leaf runs."""
+    """Adds the gradients of leaves to a total. No hook on a leaf runs."""
     # Autocast would round what the nodes of this pass multiply.
     with without_hooks(leaves), without_autocast(losses.device):
         gradients = torch.autograd.grad(
@@ -276,4 +277,13 @@ def _add_gradients(
         )
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is not None:
-            total[leaf] = total[leaf] + gradient if leaf in total else owned(gradient, leaf)
+            total[leaf] = total[leaf] + gradient if leaf in total else gradient
+
+
+def _accumulate_rest(gradients: Mapping[Tensor, Tensor]) -> None:
+    """Adds gradients of leaves that are not of J to their ``.grad``.
+
+    By autograd, where wrappers that know nothing of engines have hooks.
+    """
+    if gradients:
+        torch.autograd.backward([*gradients], [*gradients.values()])

@@ -223,15 +223,14 @@ def test_losses_that_are_single_numbers() -> None:
 
 
 @pytest.mark.parametrize("verify", ["always", "never"])
-def test_a_leaf_beside_j_that_is_frozen_since_the_forward_pass_gets_no_gradient(
-    verify: Any,
-) -> None:
-    """As in a backward pass."""
+def test_a_leaf_outside_that_is_frozen_on_the_way(verify: Any) -> None:
+    """It gets no gradient, as in a backward pass."""
     model, temperature = network(), nn.Parameter(torch.tensor(0.7))
     engine = Engine(model, verify=verify)
-    losses = losses_of(model, torch.randn(3, 4)) * temperature
-    temperature.requires_grad_(False)
-    engine.backward(losses, weigh)
+    with engine.accumulate(weigh) as batch:
+        batch.add(losses_of(model, torch.randn(3, 4)) * temperature)
+        temperature.requires_grad_(False)
+        batch.add(losses_of(model, torch.randn(2, 4)))
     assert temperature.grad is None
     assert all(p.grad is not None for p in model.parameters())
 

@@ -59,13 +59,6 @@ def as_gradients(sums: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, T
     return found
 
 
-def owned(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """A copy of a leaf's gradient, which shares its memory with nothing, as autograd makes it."""
-    if any(x.is_nested or x.layout != torch.strided for x in (gradient, leaf)):
-        return gradient.clone()
-    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
-
-
 def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Adds to the gradients of parameters, which own what is added where there was none.
 
