@@ -457,7 +457,7 @@ def test_unbatched_call_for_all_samples_is_mixed() -> None:
 
 @pytest.mark.parametrize("bad", [[2], [0, 3]])
 def test_losses_that_are_not_finite(bad: list[int]) -> None:
-    """One sample alone hides its places, and has those that nobody else has."""
+    """They hide their places. One alone has all that nobody else has, and of two, both have it."""
     model = mlp(4, 3)
     engine = Engine(model, batch_dim=0, verify="never")
     x = batch(4, 4)
@@ -467,10 +467,6 @@ def test_losses_that_are_not_finite(bad: list[int]) -> None:
     infinite = torch.ones(4)
     infinite[bad] = torch.inf
     losses = losses * infinite
-    if len(bad) > 1:
-        with pytest.raises(Exception, match="infinite or not a number"):
-            engine.compute_gramian(losses)
-        return
     gramian = engine.compute_gramian(losses)
     alone = per_sample(model(x[good]))
     jacobian = reference_jacobian(alone, trainable(model))
