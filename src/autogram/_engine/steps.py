@@ -197,7 +197,7 @@ class Step:
             with together(ranks, self._last):
                 others = self._gradients_of_rest(usable)
                 finish()
-                _accumulate_rest(others)
+            _accumulate_rest(others)
 
         with held():
             self._has_met = True

@@ -152,12 +152,9 @@ class Check:
             for c in compared
             if c.distance > t * c.size + t * sqrt(t) * total + lost * sqrt(c.elements)
         ]
-        return [
-            c
-            for c in far
-            if c.distance > sqrt(t) * c.size + t * total
-            or c.distance > _MOST_ROUNDINGS * self._roundings[c.name]
-        ]
+        limits = [_MOST_ROUNDINGS * self._roundings[c.name] for c in far]
+        pairs = zip(far, limits, strict=True)
+        return [c for c, x in pairs if c.distance > min(x, sqrt(t) * c.size + t * total)]
 
     @property
     def has_hidden(self) -> bool:
