@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.places.inference import Edge, Inference, Part, are_mixed, in_order
+from autogram._capture.places.inference import Arrival, Edge, Inference, are_mixed, in_order
 from autogram._capture.places.places import Places
 from autogram._capture.places.probe import has_unpack_hook
 from autogram._capture.places.transfers.step import Road, Unreadable
@@ -41,7 +41,7 @@ class Finding:
     """Those that are wanted."""
     again: list[int]
     """The nodes that values decide about, and all nodes behind them, in order."""
-    parts: dict[_NumberedEdge, list[Part]]
+    parts: dict[_NumberedEdge, list[Arrival]]
     """What arrives at these from other nodes, for which no value decides."""
     constants: dict[DecidingValue, Tensor]
     """Copies of what was read in the last graph."""
@@ -94,7 +94,7 @@ def infer(
     for road in Road:
         reader = _Reader(nodes)
         inference = Inference(road, reader.read)
-        inference.parts[root] = [Part(None, start)]
+        inference.parts[root] = [Arrival(None, start)]
         for node in order:
             inference.visit(node, wanted)
         places = {i: inference.at(edge) for i, edge in enumerate(edges)}
@@ -108,7 +108,7 @@ def infer(
             again.update({child: None for child, _ in node.next_functions if child in wanted})
     parts = {
         (numbers[edge.node], edge.number): [
-            Part(None, part.places) for part in inference.parts[edge] if part.source not in again
+            Arrival(None, part.places) for part in inference.parts[edge] if part.source not in again
         ]
         for edge in inference.parts
         if edge.node in again

@@ -27,7 +27,7 @@ class Edge(NamedTuple):
     number: int
 
 
-class Part(NamedTuple):
+class Arrival(NamedTuple):
     """What arrives at an edge from one node, or from none at the losses."""
 
     source: Any
@@ -40,7 +40,7 @@ class Inference:
 
     road: Road
     read: Read
-    parts: defaultdict[Edge, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    parts: defaultdict[Edge, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     """What arrives at each edge, which is added up."""
     by_value: set[Any] = field(default_factory=set)
     """The nodes about which more than the structure of the graph has decided."""
@@ -70,7 +70,7 @@ class Inference:
         if edges and any(results):
             for (_, edge), places in zip(edges, self.carried(node, results, edges), strict=True):
                 if places is not None:
-                    self.parts[edge].append(Part(node, places))
+                    self.parts[edge].append(Arrival(node, places))
 
     def carried(
         self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
