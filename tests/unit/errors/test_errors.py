@@ -20,7 +20,6 @@ from autogram import (
     InvalidModulesError,
     InvalidOptionError,
     MixedSamplesError,
-    NonFiniteError,
     NotConnectedError,
     UnsupportedError,
     UnverifiedWarning,
@@ -314,13 +313,13 @@ class TestMixedSamples:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("batch_dim", ["auto", 0])
 def test_cotangents_that_are_not_finite(value: float, batch_dim: Any) -> None:
-    """Where zeros must be read, the first number that is none is reported with its place."""
+    """The Gramian shows it, a warning names the objectives, and the next call is right."""
     model = mlp()
     engine = Engine(model, batch_dim=batch_dim)
     losses = per_sample(model(batch(4, 3))) * value
-    expected = r"`linear` with `2\.weight`.*infinite or not a number.*detect_anomaly"
-    with pytest.raises(NonFiniteError, match=expected):
-        engine.compute_gramian(losses)
+    expected = r"objectives 0, 1, 2, 3 .*infinite or not a number.*detect_anomaly"
+    with pytest.warns(UnverifiedWarning, match=expected):
+        assert not engine.compute_gramian(losses).isfinite().any()
     assert_works(engine, model, batch(4, 3))
 
 
@@ -427,7 +426,7 @@ def test_errors_do_not_silence_the_warning() -> None:
     """The warning of "auto" comes at the first call that deserves it, whatever came before."""
     model = mlp()
     engine = Engine(model)
-    with pytest.raises(NonFiniteError):
+    with pytest.warns(UnverifiedWarning):
         engine.compute_gramian(per_sample(model(batch(4, 3))) * math.nan)
     output = model(batch(4, 3))
     with pytest.warns(CoupledObjectivesWarning, match=r"`2\.weight`"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.utils.checkpoint import checkpoint
 
-from autogram import Engine, MixedSamplesError, NonFiniteError
+from autogram import Engine, MixedSamplesError
 from autogram.rules import Recipe, product, register_rule, unregister_rule
 from tests.unit.checks import features
 from tests.unit.engines import assert_exact, assert_works, batch, mlp, per_sample
@@ -98,8 +98,7 @@ def test_callbacks_run_where_cotangents_are_not_finite(losses_of: Losses) -> Non
     engine = Engine(model, batch_dim=0, verify="never")
     callbacks = Callbacks()
     losses = (losses_of(callbacks.watch(model(batch(4, 3)))) * 0).sqrt()
-    with pytest.raises(NonFiniteError, match="infinite or not a number"):
-        engine.compute_gramian(losses)
+    assert not engine.compute_gramian(losses).isfinite().any()
     callbacks.assert_all_ran()
     assert_works(engine, model, batch(4, 3))
 

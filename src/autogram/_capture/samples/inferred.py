@@ -39,6 +39,9 @@ class Inferred:
         # A compiled part, or one that is changed in place, may have uses that are not nodes.
         if layout is None or survey.may_hide_taps or any(map(calls_of, survey.nodes)):
             return None
+        results = [of for node in survey.nodes for of in getattr(node, "_input_metadata", ())]
+        if any(of.is_nested_tensor for of in results):
+            return None  # their shapes tell nothing
         edges = [
             Edge(use.edge.node, use.edge.output_nr)
             if use in survey.tail
