@@ -245,6 +245,7 @@ def test_errors_of_the_weighting_pass_through(step: Step) -> None:
         step(Engine(model), per_sample(model(batch(4, 3))), failing, scaler_of())
 
 
+@pytest.mark.filterwarnings("ignore::autogram.UnverifiedWarning")
 def test_a_disabled_scaler_is_none(step: Step) -> None:
     """There is nobody then who would skip a step."""
     model = mlp()
