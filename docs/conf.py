@@ -20,4 +20,6 @@ nitpick_ignore_regex = [
     ("py:.*", r"(accelerate|collections|contextlib|matplotlib|torch|transformers|typing)\..*"),
     ("py:.*", r"autogram\.(\w+\.)*_.*"),
     ("py:class", r"Tensor|Axes|Block|Lookup|(tuple|dict)\[.*|autogram\.hooks\.switch\.Switch"),
+    # Names in overloads of a decorated method are looked for in the file of the decorator.
+    ("py:class", r"GradScaler|L|Weighting|Losses|Literal\[.*"),
 ]
