@@ -255,7 +255,7 @@ def test_a_disabled_scaler_is_none(step: Step) -> None:
     expected = engine.weights(losses, weighting)
     assert_close_to_reference(step(engine, losses, weighting, scaler), expected)
     with pytest.raises(NonFiniteError, match="infinite or not a number"):
-        step(engine, per_sample(model(batch(5, 3))) * torch.inf, weighting, scaler)
+        step(engine, per_sample(model(batch(5, 3))) * torch.inf, lambda g: g.mean(1), scaler)
 
 
 def test_losses_that_the_user_has_scaled() -> None:
