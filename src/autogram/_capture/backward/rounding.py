@@ -62,6 +62,11 @@ class Rounding:
         return apart <= most / 4
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the passes were made."""
+        return "_errors" in self.__dict__
+
+    @property
     def most(self) -> float:
         """The most by which rounding changes the norm of Jᵀ u."""
         return _MOST_ROUNDINGS * hypot(*self._errors.values())

@@ -157,12 +157,13 @@ class Check:
     def witness(self, *, is_measured: bool = False) -> Witness | None:
         """What to compare products of J with, or ``None`` if J has columns that autograd has not.
 
-        If it ``is_measured`` how much rounding changes, further passes are made.
+        If it ``is_measured`` how much rounding changes, further passes are made, unless the
+        comparison of J has made them.
         """
         if not self._gradients.keys() >= self._compared.keys() | self._hidden:
             return None  # frozen since
         gradients = {p: x for p, x in self._gradients.items() if x is not None}
-        rounding = self._rounding.most if is_measured else 0.0
+        rounding = self._rounding.most if is_measured or self._rounding.is_measured else 0.0
         return Witness(self.vector.flatten(), gradients, self.tolerance, rounding)
 
     @cached_property
