@@ -111,7 +111,7 @@ class JacobianTrainer(Trainer):
         if not self._is_compared:
             self._is_compared = True
             plain, counts = losses_by_labels(logits.detach(), labels, smoothing=0.0, **options)
-            _compare(outputs.get("loss"), (plain * counts).sum() / counts.sum())
+            _refuse_another_mean(outputs.get("loss"), (plain * counts).sum() / counts.sum())
         smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
         return losses_by_labels(logits, labels, smoothing=smoothing, **options)[0]
 
@@ -176,7 +176,7 @@ class JacobianTrainer(Trainer):
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def _compare(own: Any, mean: Tensor) -> None:
+def _refuse_another_mean(own: Any, mean: Tensor) -> None:
     """Refuses losses of samples whose mean is not the model's own loss.
 
     Raises:

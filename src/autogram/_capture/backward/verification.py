@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from math import hypot, sqrt
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ class Comparison:
 class Check:
     """Compares Jᵀ u, entry by entry, with an ordinary backward pass, for a random vector u.
 
-    The ordinary pass comes first. An assembly shows each use to the check, and the columns of each
-    parameter unless they are kept.
+    The ordinary pass comes first. An assembly restarts the check, and shows it each use, and the
+    columns of each parameter unless they are kept.
 
     Args:
         survey: The graph behind the losses.
@@ -79,8 +79,8 @@ class Check:
         self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
-        self._objectives = Objectives(survey.losses, None)
         self._by_sample = vector
+        self._rounding: Rounding
 
     def begin(self) -> None:
         """Makes the ordinary backward pass."""
@@ -92,8 +92,7 @@ class Check:
         # As weights of a step are: in the dtype in which programs for weighted sums take them.
         dtype = torch.promote_types(self.vector.dtype, torch.float32)
         self._by_sample = objectives.by_sample(self.vector.to(dtype))
-        self._objectives = objectives
-        self.__dict__.pop("_rounding", None)
+        self._rounding = Rounding(self.vector, self._gradients, objectives, self._differentiate)
         for each in (self._compared, self._hidden, self._uses):
             each.clear()
 
@@ -165,10 +164,6 @@ class Check:
         gradients = {p: x for p, x in self._gradients.items() if x is not None}
         rounding = self._rounding.most if is_measured or self._rounding.is_measured else 0.0
         return Witness(self.vector.flatten(), gradients, self.tolerance, rounding)
-
-    @cached_property
-    def _rounding(self) -> Rounding:
-        return Rounding(self.vector, self._gradients, self._objectives, self._differentiate)
 
     def _differentiate(self, vector: Tensor) -> dict[Tensor, Tensor | None]:
         """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
