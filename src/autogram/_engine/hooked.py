@@ -162,9 +162,10 @@ class Hooked:
     def hooks(self) -> HookManager:
         """The hooks of the engine on its modules, of the kind ``"around"``.
 
-        A module whose hook is inactive keeps the parameters of all modules inside of it out of J,
-        from the next forward pass on, unless another module has them too. To J they are constants,
-        and :meth:`backward` gives them their gradient like other leaves.
+        A module whose hook is inactive keeps its own parameters out of J, from the next forward
+        pass on, unless another module has them too. To J they are constants, and :meth:`backward`
+        gives them their gradient like other leaves. ``deactivate(module=...)`` switches the hooks
+        of all modules inside, too, and ``print(engine.hooks)`` shows each one.
 
         Example:
             >>> from torch import nn
