@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autogram import Engine, InvalidLossesError, UnsupportedError
+from autogram._extras import extra
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
-from autogram.integrations.accelerate import Accelerated
+
+with extra("transformers"):
+    from transformers import Trainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from autogram.integrations.accelerate import Accelerated
 
 __all__ = ["JacobianTrainer"]
 
