@@ -113,6 +113,14 @@ class Hooked:
     def __str__(self) -> str:
         return str(self.report())
 
+    def __repr__(self) -> str:
+        if not self._remove.alive:
+            return "Engine(removed)"
+        roots = self._session.parameters.roots.values()
+        names = ", ".join([type(root).__name__ for root in roots])
+        count = len({p for root in roots for p in root.parameters() if p.requires_grad})
+        return f"Engine({names}; {count} parameters, batch_dim={self._batch_dim!r})"
+
     def prepare_capture(self) -> None:
         """Lets the next steps be captured into CUDA graphs, and replayed.
 

@@ -286,6 +286,11 @@ class HookManager:
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __repr__(self) -> str:
+        handles = list(self)
+        active = sum(handle.is_active for handle in handles)
+        return f"HookManager({len(handles)} hooks, {active} active)"
+
     def __str__(self) -> str:
         lines = [("hook", "module", "kind", "")]
         for handle in self:

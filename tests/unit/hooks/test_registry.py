@@ -369,6 +369,15 @@ def test_the_table() -> None:
     assert repr(manager["after[2]"]) == "Handle('after[2]', kind='forward', active)"
 
 
+def test_a_short_text() -> None:
+    """One line, however many hooks there are."""
+    manager, notes, model = HookManager(), Notes(), make_model()
+    assert repr(manager) == "HookManager(0 hooks, 0 active)"
+    manager.register(notes.after, model, where="*")
+    manager.register(notes.before, model[0], kind="forward_pre", active=False)
+    assert repr(manager) == "HookManager(7 hooks, 6 active)"
+
+
 TANH = nn.Tanh()
 
 
