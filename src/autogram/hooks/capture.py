@@ -68,7 +68,7 @@ class Call:
 
     @property
     def grad_output(self) -> Any:
-        """The gradients of the output, nested as the output is: of its uses behind the call.
+        """The gradients of the output from its uses behind the call, nested as the output is.
 
         An entry is ``None`` where nothing behind the call leads from it to the loss.
         """
@@ -76,7 +76,7 @@ class Call:
 
     @property
     def grad_returned(self) -> Any:
-        """The gradients of the returned tensors, nested as the output is: of all their uses.
+        """The gradients of the returned tensors from all their uses, nested as the output is.
 
         The module may use a tensor itself that it returns, such as an attention map. This is the
         gradient that ``retain_grad`` keeps without hooks. An entry is ``None`` where the tensor is
