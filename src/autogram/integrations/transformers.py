@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autogram import Engine, InvalidLossesError, UnsupportedError
+from autogram._extras import extra
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
 from autogram.integrations._refused_arguments import refuse
 from autogram.integrations._sample_losses import losses_by_function, losses_by_labels
-from autogram.integrations.accelerate import Accelerated, refuse_other_engines
 from autogram.monitor import ConflictMonitor
+
+with extra("transformers"):
+    from transformers import Trainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from autogram.integrations.accelerate import Accelerated, refuse_other_engines
 
 __all__ = ["JacobianTrainer"]
 
