@@ -159,6 +159,14 @@ class Parts:
         device = self.each[0].objectives.losses.device
         return torch.cat([x.to(device) for x in found]) if len(found) > 1 else found[0]
 
+    def square_norms(self, parameters: Mapping[Tensor, str], dtype: torch.dtype) -> Tensor:
+        """The squared norms of the rows, in the columns of some parameters, ``(m,)``."""
+
+        def of(parameter: Tensor, columns: Columns) -> Tensor | None:
+            return columns.square_norms() if parameter in parameters else None
+
+        return self.per_objective(of, dtype)
+
     def directional(self, direction: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """J v, ``(m,)``, for a direction in real numbers, which is zero where it has no tensor."""
 
@@ -187,6 +195,19 @@ class Parts:
             image = partial(self.directional, witness.gradients, dtype)
             weights = w if are_rows else w.detach().reshape(-1, sum(self.sizes))
             witness.check_sums(product, sums, weights, image)
+
+    def check_sums_by_group(
+        self,
+        product: str,
+        sums: Mapping[Tensor, Tensor | None],
+        groups: Sequence[tuple[Mapping[Tensor, str], Tensor]],
+        dtype: torch.dtype,
+    ) -> None:
+        """Compares Jᵀ w with the witness if there is one, where groups have weights each."""
+        if (witness := self.witness) is not None:
+            image = partial(self.directional, dtype=dtype)
+            flat = [(parameters, w.detach().reshape(-1)) for parameters, w in groups]
+            witness.check_sums_by_group(product, sums, flat, image)
 
     @cached_property
     def groups(self) -> list[MergedParts]:
@@ -223,11 +244,19 @@ class Parts:
             for part, x in pairs
         ]
 
-    def weighted_sums(self, weights: Sequence[Tensor]) -> dict[Tensor, Tensor | None]:
-        """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero."""
+    def weighted_sums(
+        self, weights: Sequence[Tensor], among: Mapping[Tensor, str] | None = None
+    ) -> dict[Tensor, Tensor | None]:
+        """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero.
+
+        If some parameters are given, only those that are ``among`` them count.
+        """
         totals: dict[Tensor, Tensor | None] = {}
         for part, w in zip(self.each, weights, strict=True):
-            for parameter, found in weighted_sums(part.columns, w, self.place).items():
+            columns = part.columns
+            if among is not None:
+                columns = {p: x for p, x in columns.items() if p in among}
+            for parameter, found in weighted_sums(columns, w, self.place).items():
                 if found is not None:
                     found = in_numbers_of(parameter, found)
                 total = totals.get(parameter)
