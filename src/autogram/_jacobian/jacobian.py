@@ -264,6 +264,10 @@ class Jacobian(Accumulating):
     def cross_gramian(self, other: Jacobian) -> Tensor:
         """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives, ``(m, m')``.
 
+        Each parameter's products are computed from rows or from factors, whichever costs less. From
+        its second such product on, a Jacobian keeps the rows that make each further one cheaper,
+        until these fill the engine's memory limit, unless it was made with ``keep="factors"``.
+
         Args:
             other: The Jacobian of m' objectives, from any graph, with respect to the same
                 parameters. A parameter that only one of the two Jacobians has adds nothing.

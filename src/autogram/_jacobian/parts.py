@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Literal
@@ -25,6 +25,7 @@ from autogram._capture.backward.run import Run
 from autogram._capture.backward.witness import Witness
 from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidOperandError
+from autogram._jacobian.crossings import Crossings
 from autogram._weights import weights_of
 
 
@@ -36,13 +37,15 @@ class JacobianPart:
     columns: Mapping[Tensor, Columns]  # of each parameter that the losses reach
     witness: Witness | None = None  # if the pass was verified
     place: torch.device | None = None  # of all factors, or each is where its parameter is
+    crossings: Crossings = field(default_factory=Crossings)  # what is kept for further products
 
     @classmethod
     def of(cls, run: Run, names: Iterable[Tensor]) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
         losses, batch_dim = run.objectives.losses.detach(), run.objectives.batch_dim
         columns = {p: of for p in names if (of := run.columns.get(p)) is not None}
-        return cls(Objectives(losses, batch_dim), columns, run.witness)
+        crossings = Crossings(can_keep=run.form != "factors")
+        return cls(Objectives(losses, batch_dim), columns, run.witness, crossings=crossings)
 
     @property
     def m(self) -> int:
@@ -91,12 +94,16 @@ class MergedParts:
         self.per_sample = parts[0].objectives.per_sample
         self.samples = sum(part.objectives.samples for part in parts)
 
-    def columns(self, parameter: Tensor) -> Columns | None:
+    def columns(self, parameter: Tensor, other: MergedParts | None = None) -> Columns | None:
         """The columns of a parameter, of all samples, or ``None`` where all are zero.
 
-        The columns of several parts are a copy, which is to be dropped after the product.
+        The columns of several parts are a copy, which is to be dropped after the product. For a
+        product with another group, they may be rows that an earlier product was made with.
         """
         found = [part.columns.get(parameter) for part in self._parts]
+        if other is not None and (like := other.columns_of_one(parameter)) is not None:
+            pairs = zip(self._parts, found, strict=True)
+            found = [x and part.crossings.columns(parameter, x, like) for part, x in pairs]
         if len(found) == 1:
             return found[0]
         there, end = [], 0
@@ -105,6 +112,11 @@ class MergedParts:
             if columns is not None:
                 there.append((columns, Subset(tuple(range(start, end)), self.samples)))
         return side_by_side(there) if there else None
+
+    def columns_of_one(self, parameter: Tensor) -> Columns | None:
+        """The columns of a parameter in one of the parts that have any."""
+        found = (part.columns.get(parameter) for part in self._parts)
+        return next((columns for columns in found if columns is not None), None)
 
     def numbers(self) -> Tensor:
         """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
@@ -119,7 +131,7 @@ class MergedParts:
                 _add(total, gram_of_bundle(bundle))
             return
         for parameter in parameters:
-            first, second = self.columns(parameter), other.columns(parameter)
+            first, second = self.columns(parameter, other), other.columns(parameter, self)
             if first is not None and second is not None:
                 _add(total, first.cross_gram(in_places(second, first.parameter)))
 
@@ -228,6 +240,9 @@ class Parts:
                 row.append(torch.zeros(shape, dtype=dtype, device=device))
                 first.add_products(row[-1], second, parameters)
             rows.append(row)
+        if other is not self:
+            for part in (*self.each, *other.each):
+                part.crossings.end()
         is_one = len(rows) == len(rows[0]) == 1
         whole = rows[0][0] if is_one else torch.cat([torch.cat(row, 1) for row in rows])
         return other.in_order(self.in_order(whole, 0), 1)
