@@ -125,7 +125,7 @@ class Clipping(Hooked):
         if self._ranks is not None:
             raise UnsupportedError(
                 "`engine.clip` clips the samples of one process, and the engine is one of several "
-                "processes. On each of them, make an engine without `distributed`, call `clip` "
+                "processes. Make an engine without `distributed` on each of them. Call `clip` "
                 "inside of `model.no_sync()`, and add up `.grad` by `torch.distributed.all_reduce`."
             )
         if is_exchanged(self._channel, losses):
@@ -145,9 +145,9 @@ class Clipping(Hooked):
         if samples and losses.numel() != samples:
             raise InvalidLossesError(
                 f"The losses have shape {shape}: {losses.numel() // samples} for each of {samples} "
-                "samples. Clipped one by one, they would let a sample count several times. Add up "
-                "the losses of each sample, such as `losses.flatten(1).sum(1)`. To clip each loss "
-                "anyway, use `row_norms` and `accumulate_grad` of `engine.jacobian(losses)`."
+                "samples. Clipped one by one, they would let a sample count several times. Pass "
+                "the sum of the losses of each sample, `losses.flatten(1).sum(1)`. To clip each "
+                "loss anyway, use `row_norms` and `accumulate_grad` of `engine.jacobian(losses)`."
             )
 
 
