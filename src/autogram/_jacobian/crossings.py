@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from autogram._blocks import Block, Columns, Region, explicit, gains_by_rows
@@ -11,52 +13,70 @@ class Crossings:
     """What the rows of one pass keep for products with other Jacobians.
 
     A first product drops the rows that it forms. From the second one on, the rows of a parameter
-    are kept if each further product costs less with them, and while there is room.
+    are kept if each further product costs less with them, and if there is room.
     """
 
     def __init__(self, *, can_keep: bool = False) -> None:
-        self._can_keep = can_keep
-        self._has_been = False
-        self._rows: dict[Tensor, Columns] = {}
-        self._taken = 0  # elements of all rows that are kept
+        self.can_keep = can_keep
+        self.is_due = False  # whether a product was made, so that there may be more
+        self.rows: dict[Tensor, Columns] = {}
+        self.taken = 0  # elements of all rows that are kept
 
     def empty(self) -> Crossings:
         """The same for copies of all factors, of which no rows were kept."""
-        return Crossings(can_keep=self._can_keep)
+        return Crossings(can_keep=self.can_keep)
 
-    def end(self) -> None:
-        """Notes that a product was made."""
-        self._has_been = True
 
-    def columns(self, parameter: Tensor, columns: Columns, other: Columns) -> Columns:
-        """The columns of a parameter for a product with those of another pass.
+def for_crossing(
+    parameter: Tensor, found: Sequence[tuple[Crossings, Columns]], other: Columns
+) -> list[Columns]:
+    """The columns of a parameter in some passes, for a product with those of another pass.
 
-        Args:
-            parameter: The parameter.
-            columns: Its columns.
-            other: Columns of another pass, by whose form the cost is known.
-        """
-        if not (self._can_keep and self._has_been):
-            return columns
+    Either all of them have rows kept, or none has: rows beside factors would be two products.
+
+    Args:
+        parameter: The parameter.
+        found: What each pass keeps, and its columns.
+        other: Columns of another pass, by whose form the cost is known.
+    """
+    factors = [columns for _, columns in found]
+    if not all(crossings.can_keep and crossings.is_due for crossings, _ in found):
+        return factors
+    if not all(parameter in crossings.rows for crossings, _ in found):
+        others = _single_blocks(other)
+        gains = [_gains(columns, others) for columns in factors]
+        elements = [sum(block.elements_of_rows for block in of.values()) for of in gains]
+        taken = sum(elements) + sum(crossings.taken for crossings, _ in found)
+        device = next((x.operands[0].device for of in gains for x in of.values()), None)
+        if device is None or not all(gains) or taken > factors[0].kernels.room(device):
+            return factors
+        for (crossings, columns), of, count in zip(found, gains, elements, strict=True):
+            crossings.rows[parameter] = _with_rows(columns, of)
+            crossings.taken += count
+    for columns in factors:
         columns.check()  # also where rows are read instead
-        if parameter in self._rows:
-            return self._rows[parameter]
-        own, others, kernels = _single_blocks(columns), _single_blocks(other), columns.kernels
-        rows: dict[Region, Block] = {}
-        taken = self._taken
-        for region in own.keys() & others.keys():
-            block = own[region]
-            elements = block.elements_of_rows
-            has_room = taken + elements <= kernels.room(block.operands[0].device)
-            if has_room and gains_by_rows(block, others[region], kernels):
-                rows[region] = explicit([block], kernels)
-                taken += elements
-        if not rows:
-            return columns
-        found = [(of, rows.get(of, x) if own.get(of) is x else x) for of, x in columns.found()]
-        self._taken = taken
-        self._rows[parameter] = kept = Columns.of(columns.parameter, kernels, found)
-        return kept
+    return [crossings.rows[parameter] for crossings, _ in found]
+
+
+def _gains(columns: Columns, others: dict[Region, Block]) -> dict[Region, Block]:
+    """Blocks whose products with others cost less once their rows are there."""
+    return {
+        region: block
+        for region, block in _single_blocks(columns).items()
+        if region in others and gains_by_rows(block, others[region], columns.kernels)
+    }
+
+
+def _with_rows(columns: Columns, gains: dict[Region, Block]) -> Columns:
+    """Columns with the rows of some blocks in place of these."""
+    kernels = columns.kernels
+    found = [
+        (region, explicit([block], kernels) if gains.get(region) is block else block)
+        for region, block in columns.found()
+        if isinstance(block, Block)
+    ]
+    lookups = [pair for pair in columns.found() if not isinstance(pair[1], Block)]
+    return Columns.of(columns.parameter, kernels, [*found, *lookups])
 
 
 def _single_blocks(columns: Columns) -> dict[Region, Block]:

@@ -25,7 +25,7 @@ from autogram._capture.backward.run import Run
 from autogram._capture.backward.witness import Witness
 from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidOperandError
-from autogram._jacobian.crossings import Crossings
+from autogram._jacobian.crossings import Crossings, for_crossing
 from autogram._weights import weights_of
 
 
@@ -103,15 +103,17 @@ class MergedParts:
         found = [part.columns.get(parameter) for part in self._parts]
         if other is not None and (like := other.columns_of_one(parameter)) is not None:
             pairs = zip(self._parts, found, strict=True)
-            found = [x and part.crossings.columns(parameter, x, like) for part, x in pairs]
+            there = [(part.crossings, columns) for part, columns in pairs if columns is not None]
+            crossing = iter(for_crossing(parameter, there, like))
+            found = [None if columns is None else next(crossing) for columns in found]
         if len(found) == 1:
             return found[0]
-        there, end = [], 0
+        placed, end = [], 0
         for part, columns in zip(self._parts, found, strict=True):
             start, end = end, end + part.objectives.samples
             if columns is not None:
-                there.append((columns, Subset(tuple(range(start, end)), self.samples)))
-        return side_by_side(there) if there else None
+                placed.append((columns, Subset(tuple(range(start, end)), self.samples)))
+        return side_by_side(placed) if placed else None
 
     def columns_of_one(self, parameter: Tensor) -> Columns | None:
         """The columns of a parameter in one of the parts that have any."""
@@ -242,7 +244,7 @@ class Parts:
             rows.append(row)
         if other is not self:
             for part in (*self.each, *other.each):
-                part.crossings.end()
+                part.crossings.is_due = True
         is_one = len(rows) == len(rows[0]) == 1
         whole = rows[0][0] if is_one else torch.cat([torch.cat(row, 1) for row in rows])
         return other.in_order(self.in_order(whole, 0), 1)

@@ -73,15 +73,16 @@ def test_rows_are_kept_where_later_products_cost_less() -> None:
     assert first < ROWS
 
 
-def test_rows_are_kept_while_there_is_room() -> None:
-    """The limit holds for the rows of all parameters together: here, for those of one layer."""
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_are_kept_while_there_is_room(parts: int) -> None:
+    """The limit holds for all parameters and all parts: here, there is room for one layer."""
     model = make_model()
-    limit = 4 * (SAMPLES * WIDTH**2 * 3 // 2)
+    limit = 4 * (parts * SAMPLES * WIDTH**2 * 3 // 2)
     engine = Engine(model, verify="never", memory_limit_bytes=limit)
-    few = engine.jacobian(losses_of(model, inputs(SAMPLES)))
-    others = [engine.jacobian(losses_of(model, inputs(SAMPLES))) for _ in range(3)]
+    few = concatenate([engine.jacobian(losses_of(model, inputs(SAMPLES))) for _ in range(parts)])
+    others = [engine.jacobian(losses_of(model, inputs(SAMPLES))) for _ in range(4)]
     flops = [flops_of(few, other) for other in others]
-    assert flops[0] - flops[2] == ROWS
+    assert flops[0] - flops[2] == flops[0] - flops[3] == parts * ROWS
 
 
 @pytest.mark.parametrize("is_first", [True, False])
