@@ -46,7 +46,7 @@ def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor
     return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
 
 
-def are_numbers(losses: Losses) -> bool:
+def are_single(losses: Losses) -> bool:
     """Whether several losses are one number each: losses of the whole batch."""
     return not isinstance(losses, Tensor) and all(part.dim() == 0 for part in parts_of(losses))
 
@@ -57,7 +57,7 @@ def weights_like(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
         return weights.reshape(losses.shape)
     parts = parts_of(losses)
     flat = weights.flatten()
-    if are_numbers(losses):
+    if are_single(losses):
         return in_form([flat[i] for i in range(len(parts))], losses)
     each = zip(_places(parts, batch_dim), parts, strict=True)
     return in_form([flat[place].reshape(part.shape) for place, part in each], losses)

@@ -19,7 +19,7 @@ from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
-from autogram._losses import L, Losses, are_numbers, shapes_of, weights_like
+from autogram._losses import L, Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
 from autogram._weights import Weighting, weights_of
 
@@ -306,7 +306,7 @@ class Engine(Hooked):
             scale.check()
             total = self._checked(losses)
             with scale.applied(total) as scaled:
-                run = self._drivers.run(scaled, are_numbers=are_numbers(losses))
+                run = self._drivers.run(scaled, are_single=are_single(losses))
                 gramian = run.gramian
             every = weights = scale.weights(gramian)
             weights_of(weights, Objectives(total, None))  # raises if the shape does not fit

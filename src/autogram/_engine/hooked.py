@@ -32,7 +32,7 @@ from autogram._capture.samples.replays import Replays
 from autogram._capture.shards import Shards
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
-from autogram._losses import Losses, are_numbers, as_one_tensor, weights_like
+from autogram._losses import Losses, are_single, as_one_tensor, weights_like
 from autogram._report import Report, make_report
 from autogram._weights import FiniteWeights
 from autogram.hooks import HookManager
@@ -208,7 +208,7 @@ class Hooked:
         """One call of a driver, for losses as users give them."""
         total = self._checked(losses)
         is_one = isinstance(losses, Tensor)
-        return self._drivers.run(total, are_numbers=not is_one and are_numbers(losses), **asked)
+        return self._drivers.run(total, are_single=not is_one and are_single(losses), **asked)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from autogram._arguments import is_retained
 from autogram._blocks import Arena, Keep
 from autogram._capture.autograd.exact import without_autocast
-from autogram._capture.autograd.grad import add_to_grad, check_addable, has_hooks
+from autogram._capture.autograd.grad import check_addable, has_hooks
 from autogram._capture.backward.verification import without_hooks
-from autogram._capture.distribution import is_distributed, is_exchanged, refuse_gradients
+from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._distributed import (
     Ranks,
     Wrappers,
@@ -28,7 +28,7 @@ from autogram._distributed import (
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._jacobian import Jacobian, JacobianPart
-from autogram._losses import Losses, are_numbers, shapes_of, weights_like
+from autogram._losses import Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
 
 
@@ -71,7 +71,7 @@ class Step:
             total = self.engine._checked(losses)
             if self.is_only:  # else it was checked before the first losses
                 self.scale.check()
-            self._take(total, retain_graph=retain_graph, are_numbers=are_numbers(losses))
+            self._take(total, retain_graph=retain_graph, are_single=are_single(losses))
         self._forms.append((losses if self.is_only else shapes_of(losses), total.numel()))
 
     @contextmanager
@@ -92,7 +92,7 @@ class Step:
             self._has_begun = True
             ranks.agreement.begin("backward" if self.is_only else "accumulate")
 
-    def _take(self, losses: Tensor, *, retain_graph: bool, are_numbers: bool = False) -> None:
+    def _take(self, losses: Tensor, *, retain_graph: bool, are_single: bool = False) -> None:
         """Makes the pass for some losses."""
         engine, channel = self.engine, self.engine._channel
         is_alone = self._wrappers is None
@@ -107,7 +107,7 @@ class Step:
                 is_step=True,
                 retain_graph=retain_graph or channel.before_pass is not None,
                 is_summed=is_summed,
-                are_numbers=are_numbers,
+                are_single=are_single,
                 has_others=is_summed,
             )
         if not retain_graph and losses.numel():
@@ -299,9 +299,8 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 def _accumulate_rest(gradients: Mapping[Tensor, Tensor]) -> None:
     """Adds gradients of leaves that are not of J to their ``.grad``.
 
-    With other processes by autograd, where wrappers that know nothing of engines have hooks.
+    By autograd, which copies what several leaves share, and where wrappers that know nothing of
+    engines have hooks.
     """
-    if not is_distributed():
-        add_to_grad(gradients.items())
-    elif gradients:
+    if gradients:
         torch.autograd.backward([*gradients], [*gradients.values()])

@@ -125,7 +125,7 @@ class Driver:
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
         if not losses.dim():
             batch_dim = None
-        may_be_rows = batch_dim is None or asked.get("are_numbers", False)
+        may_be_rows = batch_dim is None or asked.get("are_single", False)
         with explaining_freed_graphs(losses):
             survey = Survey(self._channel, losses, is_bare=may_be_rows and self._takes_rows)
             if survey.is_bare and not self._are_rows_cheaper(survey, asked.get("form")):

@@ -125,7 +125,7 @@ def _outputs(run: Run) -> Iterator[tuple[Tensor | GradientEdge, Tensor, bool]]:
     """
     losses = run.survey.losses
     m, node = losses.numel(), losses.grad_fn
-    are_joined = run.are_numbers and kind_of_node(node.__class__).operation == "Cat"
+    are_joined = run.are_single and kind_of_node(node.__class__).operation == "Cat"
     following = node.next_functions if are_joined and node is not None else ()
     for number in range(m):
         must_retain = run.retain_graph or number < m - 1

@@ -150,7 +150,7 @@ class Run:
     """Whether the pass stands for the user's own backward pass."""
     others: Sequence[Tensor] = ()
     """Leaves that are no part of J, whose gradients are taken, too."""
-    are_numbers: bool = False
+    are_single: bool = False
     """Whether the losses came one by one, each of the whole batch."""
     is_misled: bool = False
     """Whether the batch is one sample because of a wrong guess, which later calls do not make."""

@@ -373,3 +373,30 @@ def test_a_jacobian_of_rows_has_all_products() -> None:
     found = [x.reshape(2, -1) for x in jacobian.vjp(stack).values()]
     assert_close_to_reference(torch.cat(found, 1), stack @ rows)
     assert_close_to_reference(jacobian.dense(), rows)
+
+
+class Added(nn.Module):
+    """Leaves outside of J whose gradients autograd gives as one tensor, or as one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3)
+        self.one, self.other = (nn.Parameter(batch(4, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.trunk(x) + self.one + self.other
+        return [hidden.sum(), hidden.square().sum()]
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("memory_limit_bytes", [64, 2**29])
+def test_gradients_of_other_leaves_share_no_memory(verify: Any, memory_limit_bytes: int) -> None:
+    """With rows that fit and with rows that do not."""
+    model = Added()
+    engine = Engine(model.trunk, verify=verify, memory_limit_bytes=memory_limit_bytes)
+    engine.backward(model(batch(4, 3)), lambda gramian: gramian.new_tensor([1.0, 0.0]))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 4
+    assert len({x.untyped_storage().data_ptr() for x in gradients}) == 4
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert gradient.stride() == parameter.stride()
