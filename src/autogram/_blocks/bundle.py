@@ -98,10 +98,13 @@ def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
     return products("gram", [_stack(blocks)], (), bundle[0].kernels)
 
 
-def weighted_sums(found: Mapping[Tensor, Columns], weights: Tensor) -> dict[Tensor, Tensor | None]:
+def weighted_sums(
+    found: Mapping[Tensor, Columns], weights: Tensor, place: torch.device | None = None
+) -> dict[Tensor, Tensor | None]:
     """J^T w of some parameters, for weights ``(k, b)`` or several, ``(s, k, b)``.
 
-    Results own their memory, with strides as autograd would give them.
+    Results own their memory, with strides as autograd would give them. They are where the factors
+    are: in one place, or, if this is ``None``, each on the device of its parameter.
     """
     if isinstance(found, Rows):
         return found.weighted_sums(weights)
@@ -110,17 +113,17 @@ def weighted_sums(found: Mapping[Tensor, Columns], weights: Tensor) -> dict[Tens
     weights = weights.contiguous()
     stack = weights.view(weights.shape) if weights.dim() == 3 else weights.unsqueeze(0)
     each, settings = list(found.values()), settings_now()
-    sums = _by_program(each, stack, settings, partial(_in_bundles, found, stack, settings))
+    devices = {columns: place or parameter.device for parameter, columns in found.items()}
+    sums = _by_program(each, stack, settings, partial(_in_bundles, devices, stack, settings))
     totals = [x if x is None or weights.dim() == 3 else x[0] for x in sums]
     owned = _owned(totals, [columns.parameter for columns in each])
     return dict(zip(found, owned, strict=True))
 
 
 def _in_bundles(
-    found: Mapping[Tensor, Columns], weights: Tensor, settings: Hashable
+    devices: Mapping[Columns, torch.device], weights: Tensor, settings: Hashable
 ) -> list[Tensor | None]:
-    """The weighted sums of some parameters, bundle by bundle."""
-    devices = {columns: parameter.device for parameter, columns in found.items()}
+    """The weighted sums of some columns on their devices, bundle by bundle."""
     sums: dict[Columns, Tensor | None] = {}
     for bundle in bundled(devices):
         moved = weights.to(devices[bundle[0]])

@@ -114,6 +114,14 @@ class Hooked:
     def __str__(self) -> str:
         return str(self.report())
 
+    def __repr__(self) -> str:
+        if not self._remove.alive:
+            return "Engine(removed)"
+        roots = self._session.parameters.roots.values()
+        names = ", ".join([type(root).__name__ for root in roots])
+        count = len({p for root in roots for p in root.parameters() if p.requires_grad})
+        return f"Engine({names}; {count} parameters, batch_dim={self._batch_dim!r})"
+
     def prepare_capture(self) -> None:
         """Lets the next steps be captured into CUDA graphs, and replayed.
 
@@ -163,9 +171,10 @@ class Hooked:
     def hooks(self) -> HookManager:
         """The hooks of the engine on its modules, of the kind ``"around"``.
 
-        A module whose hook is inactive keeps the parameters of all modules inside of it out of J,
-        from the next forward pass on, unless another module has them too. To J they are constants,
-        and :meth:`backward` gives them their gradient like other leaves.
+        A module whose hook is inactive keeps its own parameters out of J, from the next forward
+        pass on, unless another module has them too. To J they are constants, and :meth:`backward`
+        gives them their gradient like other leaves. ``deactivate(module=...)`` switches the hooks
+        of all modules inside, too, and ``print(engine.hooks)`` shows each one.
 
         Example:
             >>> from torch import nn

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
-
 from autogram import Engine, UnsupportedError
+from autogram._extras import extra
 from autogram._losses import Losses
 from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
+
+with extra("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
 __all__ = ["Accelerated"]
 
@@ -39,12 +41,7 @@ class Accelerated:
     """
 
     def __init__(self, engine: Engine, weighting: Weighting, accelerator: Accelerator) -> None:
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-            raise UnsupportedError(
-                f"The accelerator leaves backward passes to {accelerator.distributed_type.value}, "
-                "which knows nothing of weights. Use an accelerator without it, or call "
-                "`engine.weights` and weigh the losses that it is given."
-            )
+        refuse_other_engines(accelerator)
         self._micro_batches = MicroBatches(engine, weighting)
         self._accelerator = accelerator
 
@@ -68,3 +65,17 @@ class Accelerated:
     def forget(self) -> None:
         """Forgets the micro-batches of a step that is not complete, as where a loop begins anew."""
         self._micro_batches.forget()
+
+
+def refuse_other_engines(accelerator: Accelerator) -> None:
+    """Refuses an accelerator that leaves backward passes to somebody else.
+
+    Raises:
+        UnsupportedError: It uses DeepSpeed or Megatron-LM.
+    """
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise UnsupportedError(
+            f"The accelerator leaves backward passes to {accelerator.distributed_type.value}, "
+            "which knows nothing of weights. Use an accelerator without it, or call "
+            "`engine.weights` and weigh the losses that it is given."
+        )

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autogram import Engine, InvalidOptionError, UnsupportedError
-from autogram._arguments import count_of
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
@@ -22,31 +22,43 @@ _Module: Any = object
 
 
 class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `LightningModule`
-    """A mixin for a ``LightningModule``, by manual optimization.
+    """A mixin for a ``LightningModule``, by its hook ``backward``.
 
     The module has a ``weighting``, as for :meth:`autogram.Engine.backward`, and computes losses in
-    ``training_losses`` instead of one loss in ``training_step``. Precision plugins, loggers,
-    progress bars, callbacks and checkpoints work as ever. What Lightning offers for automatic
-    optimization alone is to be said here: ``micro_batches`` in place of
-    ``accumulate_grad_batches``, and a call of ``self.clip_gradients`` in
-    ``on_before_optimizer_step`` in place of ``gradient_clip_val``. Schedulers are stepped in
-    ``on_train_epoch_end``, as with any manual optimization.
+    ``training_losses`` instead of one loss in ``training_step``. Everything else is Lightning's
+    automatic optimization: schedulers, clipping, precision plugins, loggers, progress bars,
+    callbacks and checkpoints. With ``accumulate_grad_batches``, all objectives of a step have one
+    Gramian, and gradients are in ``.grad`` after the last batch of a step, not before.
+
+    A module that overrides ``on_fit_start`` or ``on_fit_end`` calls the method of ``super()``.
 
     Attributes:
         weighting: Maps the Gramian of all objectives of a step to their weights.
-        micro_batches: How many batches one step takes in; the last one of an epoch ends a step.
+        objective_weights: The weights of each batch of the step, in the form of its losses, after
+            the backward pass of the last batch; ``None`` after that of another one.
 
     Example:
         `docs/trainers.md` has one that trains.
     """
 
     weighting: Weighting
-    micro_batches: int = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses modules whose own methods would be called in place of those of the mixin."""
+        super().__init_subclass__(**kwargs)
+        for name, instead in _OURS.items():
+            if getattr(cls, name) is not getattr(JacobianDescent, name):
+                raise UnsupportedError(
+                    f"{cls.__name__} has a `{name}` in place of that of `JacobianDescent`, so that "
+                    "nothing would be weighted. Make `JacobianDescent` the first of the bases, and "
+                    f"{instead}."
+                )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.automatic_optimization = False
+        self.objective_weights: list[Any] | None = None
         self._micro_batches: MicroBatches | None = None
+        self._objectives: Losses | None = None  # from `training_step` to `backward`
 
     def training_losses(self, batch: Any, batch_idx: int) -> Losses:
         """Computes the objectives of a batch, as for :meth:`autogram.Engine.backward`.
@@ -71,37 +83,68 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         """
         return Engine(self, distributed=self.trainer.world_size > 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """A batch; and a step of all optimizers, where it is the last one of a step.
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean of the losses, which Lightning reports, scales and gives to :meth:`backward`.
 
-        Returns:
-            The mean of the losses as ``"loss"``, for callbacks; and the ``"weights"`` of each batch
-            of the step, ``None`` before its last one.
+        Raises:
+            InvalidOptionError: There is no weighting, or ``micro_batches`` of earlier versions.
+            UnsupportedError: Lightning would not call :meth:`backward`.
         """
         if self._micro_batches is None:
-            weighting = getattr(self, "weighting", None)
-            if weighting is None:
-                raise InvalidOptionError(
-                    f"{type(self).__name__} has no `weighting`. Set `self.weighting` to a function "
-                    "of a Gramian in `__init__`, for instance `autogram.weightings.UPGrad()`."
-                )
-            count_of("micro_batches", self.micro_batches)
+            weighting = self._checked_weighting()
             self._micro_batches = MicroBatches(self.make_engine(), weighting)
-        losses = self.training_losses(batch, batch_idx)
-        is_last = (batch_idx + 1) % self.micro_batches == 0 or self.trainer.is_last_batch
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if is_last:
-            # A step runs inside of the forward pass of DistributedDataParallel, whose hooks would
-            # not exchange gradients yet. Other strategies have nothing to do here.
-            self.trainer.strategy.pre_backward(parts_of(losses)[0])
-        weights = self._micro_batches.add(losses, is_last=is_last, scaler=scaler)
-        if weights is not None:
-            optimizers = self.optimizers()
-            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-                optimizer.step()
-                optimizer.zero_grad()
-        parts = [part.detach().float().flatten() for part in parts_of(losses)]
-        return {"loss": torch.cat(parts).mean(), "weights": weights}
+        losses = self._objectives = self.training_losses(batch, batch_idx)
+        return torch.cat([part.float().flatten() for part in parts_of(losses)]).mean()
+
+    def backward(self, loss: Tensor) -> None:
+        """Takes in the losses of a batch, and makes gradients where Lightning takes a step.
+
+        Args:
+            loss: What stands for the losses: their mean, divided and scaled by Lightning. It is not
+                used, because weights are of all objectives, and the engine knows of the scaler.
+
+        Raises:
+            AutogramError: As for :meth:`autogram.Engine.backward`.
+        """
+        del loss
+        losses, self._objectives = self._objectives, None
+        assert losses is not None  # `training_step` comes first
+        assert self._micro_batches is not None
+        self.objective_weights = self._micro_batches.add(
+            losses,
+            # What Lightning itself asks: no public name tells it for all kinds of loaders.
+            is_last=not self.trainer.fit_loop._should_accumulate(),
+            scaler=getattr(self.trainer.precision_plugin, "scaler", None),
+        )
+
+    def _checked_weighting(self) -> Weighting:
+        """The weighting, if the module and its trainer are such that it will be called."""
+        weighting: Weighting | None = getattr(self, "weighting", None)
+        name = type(self).__name__
+        if weighting is None:
+            raise InvalidOptionError(
+                f"{name} has no `weighting`. Set `self.weighting` to a function of a Gramian in "
+                "`__init__`, for instance `autogram.weightings.UPGrad()`."
+            )
+        if hasattr(self, "micro_batches"):
+            raise InvalidOptionError(
+                f"{name} has `micro_batches`, which nothing reads any more. Remove it, and pass "
+                "`accumulate_grad_batches` to the `Trainer`."
+            )
+        if not self.automatic_optimization:
+            raise UnsupportedError(
+                f"{name} has `automatic_optimization = False`, so that Lightning would call no "
+                "optimizer. Remove it: `JacobianDescent` works by automatic optimization. In place "
+                "of several optimizers, return one with several groups of parameters."
+            )
+        strategy = self.trainer.strategy
+        if strategy.handles_gradient_accumulation:
+            raise UnsupportedError(
+                f"{type(strategy).__name__} makes backward passes itself, without a call of "
+                "`LightningModule.backward`, and knows nothing of weights. Use another strategy, "
+                'for instance "ddp".'
+            )
+        return weighting
 
     def on_fit_start(self) -> None:
         """Takes off what a fit has left that ended by an error."""
@@ -117,8 +160,16 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         """Forgets a step that is not complete, and takes the engine off."""
         if self._micro_batches is not None:
             self._micro_batches.close()
-            self._micro_batches = None
+        self._micro_batches = self._objectives = None
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_micro_batches": None}  # a copy has no engine on it
+        # A copy has no engine on it, and no graph.
+        return {**state, "_micro_batches": None, "_objectives": None}
+
+
+# Methods of the mixin, and what to write in place of an own one.
+_OURS = {
+    "training_step": "write `training_losses(self, batch, batch_idx)`, which returns the losses",
+    "backward": "use Lightning's hooks `on_before_backward` and `on_after_backward`",
+}

@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autogram import Engine, InvalidLossesError, UnsupportedError
+from autogram._extras import extra
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
-from autogram.integrations.accelerate import Accelerated
+from autogram.integrations._refused_arguments import refuse
+from autogram.integrations._sample_losses import losses_by_function, losses_by_labels
+from autogram.monitor import ConflictMonitor
+
+with extra("transformers"):
+    from transformers import Trainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from autogram.integrations.accelerate import Accelerated, refuse_other_engines
 
 __all__ = ["JacobianTrainer"]
-
-_IGNORED = -100  # the label of tokens without a loss, in all of transformers
 
 
 class JacobianTrainer(Trainer):
@@ -33,18 +37,31 @@ class JacobianTrainer(Trainer):
 
     Args:
         args: As for the base.
-        weighting: As for :meth:`autogram.Engine.backward`.
+        weighting: As for :meth:`autogram.Engine.backward`. If it is a
+            :class:`autogram.monitor.ConflictMonitor`, its numbers are logged with each loss.
         kwargs: As for the base.
+
+    Raises:
+        UnsupportedError: An argument has a value that steps of an engine cannot follow.
 
     Example:
         `docs/trainers.md` has one that trains.
     """
 
+    loss_is_scaled_for_ga = False  # the base divides the mean of a batch for its log
+
     def __init__(self, *args: Any, weighting: Weighting, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.args.n_gpu > 1:
+            raise UnsupportedError(
+                "`nn.DataParallel` copies the model in each step, which an engine does not follow. "
+                "Use one process for each GPU (`torchrun`), or set CUDA_VISIBLE_DEVICES to one."
+            )
         self._weighting = weighting
         self._steps: Accelerated | None = None
         self._engine: Engine | None = None
+        self._objectives: Losses | None = None  # from `compute_loss` to the backward pass
+        self._is_compared = False  # losses of samples with the model's own loss
 
     def make_engine(self, model: nn.Module) -> Engine:
         """Makes the engine, once for each call of :meth:`train`. Override it for other options.
@@ -59,9 +76,11 @@ class JacobianTrainer(Trainer):
     def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
         """Computes the objectives of a batch. Override it for your own.
 
-        These are the losses of samples by ``labels``: cross-entropy for classes, mean squares for
-        numbers, and for tokens the mean over those with a label, of the next token in causal
-        language models.
+        These are the losses of samples by ``labels``: cross-entropy for classes, with
+        ``label_smoothing_factor``; mean squares for numbers; and for tokens the mean over those
+        with a label, of the next token in causal language models. The first batch of a training is
+        compared with the model's own loss. With a ``compute_loss_func``, they are what it returns
+        for each sample alone, and the number of its labels.
 
         Args:
             model: The model, with the wrappers of accelerate.
@@ -71,9 +90,16 @@ class JacobianTrainer(Trainer):
             ``(B,)``, or as for :meth:`autogram.Engine.compute_gramian` if it is overridden.
 
         Raises:
-            InvalidLossesError: The outputs or labels are others.
+            InvalidLossesError: The outputs or labels are others, or their loss is another one.
         """
+        inner = self.accelerator.unwrap_model(model)
+        inner = getattr(inner, "get_base_model", lambda: inner)()  # without adapters of peft
+        is_shifted = type(inner).__name__ in _CAUSAL or self._loss_shifts_labels
         labels = inputs.get("labels")
+        if self.compute_loss_func is not None and (labels is None or isinstance(labels, Tensor)):
+            outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
+            function = self.compute_loss_func
+            return losses_by_function(function, outputs, labels, is_shifted=is_shifted)
         outputs = model(**inputs)
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
         if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
@@ -81,68 +107,92 @@ class JacobianTrainer(Trainer):
                 "The inputs have no tensor `labels`, or the outputs no tensor `logits`. Return "
                 "losses of your own from an override of `JacobianTrainer.compute_losses`."
             )
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if labels.dtype.is_floating_point and logits.numel() == labels.numel():
-            return (logits - labels.view_as(logits)).square().flatten(1).mean(1)
-        if labels.dim() == 2 and logits.dim() == 3:
-            if type(self.accelerator.unwrap_model(model)).__name__ in _CAUSAL:
-                logits, labels = logits[:, :-1], labels[:, 1:]
-            return _of_tokens(logits, labels)
-        if labels.dim() == 1 and logits.dim() == 2 and not labels.dtype.is_floating_point:
-            return F.cross_entropy(logits, labels, reduction="none")
-        raise InvalidLossesError(
-            f"There are logits of shape {tuple(logits.shape)} and labels of shape "
-            f"{tuple(labels.shape)} and dtype {labels.dtype}. Return losses of your own from an "
-            "override of `JacobianTrainer.compute_losses`."
-        )
+        kind = getattr(getattr(inner, "config", None), "problem_type", None)
+        options = {
+            "is_shifted": is_shifted,
+            "are_binary": kind == "multi_label_classification",
+        }
+        if not self._is_compared:
+            self._is_compared = True
+            plain, counts = losses_by_labels(logits.detach(), labels, smoothing=0.0, **options)
+            _refuse_another_mean(outputs.get("loss"), (plain * counts).sum() / counts.sum())
+        smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
+        return losses_by_labels(logits, labels, smoothing=smoothing, **options)[0]
 
-    def training_step(
+    def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor | Any],
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        """A micro-batch, as the base asks for it; returns its part of the mean loss."""
-        del num_items_in_batch  # the weights are of samples, whatever their number of tokens is
-        if self.args.n_gpu > 1:
-            raise UnsupportedError(
-                "`nn.DataParallel` copies the model in each step, which an engine does not follow. "
-                "Use one process for each GPU (`torchrun`), or set CUDA_VISIBLE_DEVICES to one."
-            )
+    ) -> Any:
+        """In evaluation, as the base; in training, the mean of the losses, without a graph."""
+        if not (self.is_in_train and torch.is_grad_enabled()):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._steps is None:
             self._engine = self.make_engine(self.accelerator.unwrap_model(model))
             self._steps = Accelerated(self._engine, self._weighting, self.accelerator)
-        model.train()
-        set_mode = getattr(self.optimizer, "train", None)
-        if callable(set_mode):  # optimizers without a schedule have two modes, too
-            set_mode()
         try:
-            with self.compute_loss_context_manager():
-                losses = self.compute_losses(model, self._prepare_inputs(inputs))
+            losses = self.compute_losses(model, inputs)
+            parts = parts_of(losses)
         except BaseException:
             self._steps.forget()  # the base may begin anew, with smaller batches
             raise
-        mean = torch.cat([part.detach().float().flatten() for part in parts_of(losses)]).mean()
+        self._objectives = losses
+        return torch.cat([part.detach().float().flatten() for part in parts]).mean()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator, as the base does, with backward passes of the engine."""
+        refuse(self.args)
+        super().create_accelerator_and_postprocess()
+        refuse_other_engines(self.accelerator)
+        self.accelerator.backward = self._backward  # type: ignore[method-assign,assignment]  # ours
+
+    def _backward(self, loss: Tensor) -> None:
+        """Takes in the losses that the mean of a batch stands for."""
+        losses, self._objectives = self._objectives, None
+        if losses is None or self._steps is None or loss.requires_grad:
+            raise UnsupportedError(
+                f"{type(self).__name__} overrides `compute_loss` or `training_step`, whose loss "
+                "would not be weighted. Write `compute_losses(self, model, inputs)` in its place, "
+                "which returns the losses of samples."
+            )
         self._steps.backward(losses)
-        return mean / self.current_gradient_accumulation_steps
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs, as the base does, beside a loss of the training the numbers of a monitor."""
+        monitor = self._weighting
+        if "loss" in logs and isinstance(monitor, ConflictMonitor) and monitor.history():
+            logs = {**logs, **monitor.scalars()}
+        super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, as the base does, with an engine on the model."""
+        self._is_compared = False
         try:
             return super().train(*args, **kwargs)
         finally:
             if self._engine is not None:
                 self._engine.remove()
-            self._steps = self._engine = None
+            self._steps = self._engine = self._objectives = None
 
 
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def _of_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of the tokens of each sample that have a label, ``(B,)``."""
-    losses = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=_IGNORED
-    )
-    has_label = labels != _IGNORED
-    return losses.view_as(labels).sum(1) / has_label.sum(1).clamp(min=1)
+def _refuse_another_mean(own: Any, mean: Tensor) -> None:
+    """Refuses losses of samples whose mean is not the model's own loss.
+
+    Raises:
+        InvalidLossesError: They do not agree.
+    """
+    if not isinstance(own, Tensor):
+        return
+    tolerance = max(torch.finfo(dtype).eps for dtype in (own.dtype, torch.float32)) ** 0.5
+    own = own.detach().to(mean)
+    if not torch.allclose(own, mean, rtol=tolerance, equal_nan=True):
+        raise InvalidLossesError(
+            f"The model's own loss is {float(own):.6g}, and the mean of the losses by labels and "
+            f"logits is {float(mean):.6g}: it has another objective, or terms of all samples. "
+            "Return losses of your own from an override of `JacobianTrainer.compute_losses`."
+        )

@@ -22,15 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from autogram import Engine
-from autogram._blocks import Devices, Folded
+from autogram import Engine, _arguments, _weights
+from autogram._blocks import Devices
 from autogram._blocks.kernels import cuda
 from autogram._capture.samples import search
-from autogram._capture.samples.proofs.proof import Proof, dims_of
 from tests.speed.report import as_table
 from tests.speed.training import constant_weights
 from tests.speed.workloads import Workload
@@ -134,22 +133,13 @@ def _groups(function: Any, args: Sequence[Any]) -> int:
     return args[9] if function._overloadpacket is torch.ops.aten.convolution_backward else 1
 
 
-def _search_by_sizes(self: search.Search, *_: object) -> None:
-    """Takes the first dimension that fits the samples, as no values show where they lie."""
-    samples, channel = self._objectives.samples, self._survey.channel
-    shapes: dict[Any, torch.Size] = {}
-    search.show_uses(
-        channel,
-        self._objectives,
-        torch.ones(samples),
-        lambda use, cotangent: shapes.setdefault(use, cotangent.shape),
-    )
-    self._found = {}
-    for use, shape in shapes.items():
-        dim = shape.index(samples) if samples in shape else 0
-        self._found[use] = (Folded(dim, 1, samples, shape[dim] // samples),)
-    self.graph.keep_proof(Proof(dims=dims_of(self._survey, self._found)))
-    self.graph.keep_layouts(self._found)
+_infer = search.Search._infer
+
+
+def _infer_apart(self: search.Search) -> bool:
+    """Infers samples by integers that have values, and that no GPU would see."""
+    with _disable_current_modes():
+        return _infer(self)
 
 
 @contextmanager
@@ -161,8 +151,10 @@ def without_data(counts: Counts) -> Iterator[FakeTensorMode]:
             (cuda, "_can_accumulate", lambda *_: True),
             (cuda, "_processors", lambda _device: _PROCESSORS),
             (cuda, "_bytes", lambda _device: (_BYTES - counts.taken, counts.taken)),
-            (search.Search, "_search_by_zeros", _search_by_sizes),
-            (search.Search, "_search_by_scales", lambda _self: False),
+            (_arguments, "check_values", lambda _losses: None),
+            (_weights, "check_numbers", lambda _weights: None),
+            (_weights, "check_finite", lambda *_: None),
+            (search.Search, "_infer", _infer_apart),
             (config, "fake_tensor_cache_enabled", False),  # the cache keeps storages alive
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -19,7 +19,7 @@ from autogram import (
 )
 from autogram._blocks import Columns, Folded, bundle, candidates, columns
 from autogram._capture.autograd.passes import Pass
-from autogram._capture.backward import verification
+from autogram._capture.backward import rounding, verification
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
 from autogram._capture.samples import search
@@ -417,7 +417,7 @@ def test_rounding_is_no_error(measures: bool, monkeypatch: pytest.MonkeyPatch) -
     Without a measure of these, some right results would be called wrong.
     """
     if not measures:
-        monkeypatch.setattr(verification, "_MOST_ROUNDINGS", 0)
+        monkeypatch.setattr(rounding, "_MOST_ROUNDINGS", 0)
     alarms = 0
     for seed in range(30):
         torch.manual_seed(seed)
@@ -488,4 +488,4 @@ def test_tf32_counts_where_it_is_used(
         if name == "hidden":
             losses = Hiding.apply(losses)
         nodes = Survey(engine._channel, losses).nodes
-        assert verification._may_be_tf32(nodes) == expected[name]
+        assert rounding.may_be_tf32(nodes) == expected[name]

@@ -313,7 +313,7 @@ def scalers_that_differ(rank: int) -> None:
 
 
 def errors_of_steps_with_a_scaler(rank: int) -> None:
-    """Not taken for overflows: errors of the weighting, of the losses, and of a scale."""
+    """Not taken for overflows: errors of the weighting, of the losses, and of a changed scale."""
     world = World()
     model, twin = world.model(), world.model()
     engine = Engine(model, distributed=True)
@@ -329,9 +329,6 @@ def errors_of_steps_with_a_scaler(rank: int) -> None:
         losses = world.losses(model(world.batch(rank, 0))) * (torch.inf if rank == 0 else 1.0)
         with raises(1, "do not require a gradient"):
             call(losses.detach() if rank else losses, weighting, scaler=scaler)
-        with raises(1, "NonFiniteError: "):  # there is nobody who would skip a step
-            losses = world.losses(model(world.batch(rank, 7))) * (torch.inf if rank else 1.0)
-            call(losses, fail_if_infinite, scaler=None if rank else scaler)
         assert all(p.grad is None for p in model.parameters())
         assert_step(engine, world, model, twin, step)
     model.zero_grad()
@@ -343,11 +340,6 @@ def errors_of_steps_with_a_scaler(rank: int) -> None:
                 scaler.update(4.0)
     assert all(p.grad is None for p in model.parameters())
     assert_step(engine, world, model, twin, 3)
-
-
-def fail_if_infinite(gramian: Tensor) -> Tensor:
-    assert gramian.isfinite().all()
-    return gramian[0]
 
 
 def tensor_parallelism(rank: int) -> None:

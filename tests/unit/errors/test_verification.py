@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import (
+    CoupledObjectivesWarning,
     Engine,
     InvalidOptionError,
     NonFiniteError,
@@ -314,3 +315,43 @@ def test_no_warning_without_a_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.compute_gramian(per_sample(model(batch(5, 3))))
+
+
+# Hooks that change gradients
+
+
+def clipped(g: Tensor) -> Tensor:
+    return g * (0.5 / g.norm()).clamp(max=1)
+
+
+HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "centred": lambda g: g - g.mean(0),
+    "in another order": lambda g: g.roll(1, 0),
+    "of the largest alone": lambda g: g * (g.abs() == g.abs().max()),
+    "by sign": torch.sign,
+    "clamped": lambda g: g.clamp(-0.1, 0.1),
+    "clipped": clipped,
+    "positive": torch.relu,
+}
+WAYS: list[Callable[[Any, Callable[[Tensor], Tensor]], object]] = [
+    lambda hidden, hook: hidden.register_hook(hook),
+    lambda hidden, hook: hidden.grad_fn.register_hook(lambda x, _: (hook(x[0]), *x[1:])),
+    lambda hidden, hook: hidden.grad_fn.register_prehook(lambda x: (hook(x[0]),)),
+]
+
+
+@pytest.mark.parametrize("batch_dim", [0, "auto"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS, ids=["tensor", "node", "before a node"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_on_gradients_is_found(
+    name: str, way: Callable[..., object], dtype: torch.dtype, batch_dim: Any
+) -> None:
+    """By the check of the first call: autograd's graph shows no hook, or not what it does."""
+    model = mlp().to(dtype)
+    engine = Engine(model, batch_dim=batch_dim)
+    hidden = model[0](batch(6, 3).to(dtype))
+    way(hidden, HOOKS[name])
+    losses = per_sample(model[1:](hidden))
+    with pytest.raises((CoupledObjectivesWarning, VerificationError), match="hook"):
+        engine.compute_gramian(losses)

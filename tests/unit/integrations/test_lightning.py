@@ -13,77 +13,24 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from autogram import Engine, InvalidOptionError, UnsupportedError
 from autogram.integrations.lightning import JacobianDescent
 from autogram.testing import reference_jacobian
 from autogram.weightings import UPGrad
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.integrations.classifiers import (
+    WITHOUT_ADVICE,
+    Net,
+    Plain,
+    assert_same_parameters,
+    data,
+    loader,
+    trainer,
+)
 from tests.unit.integrations.weightings import mean, weighting
 
-# Lightning gives advice on loaders, and calls what PyTorch has deprecated.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec"
-)
-
-
-class Net(JacobianDescent, lightning.LightningModule):
-    """A classifier with a logged loss, and a note of what its hooks are called with."""
-
-    def __init__(self, micro_batches: int = 1, weigh: Any = weighting) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.weighting = weigh
-        self.micro_batches = micro_batches
-        self.norms: list[float] = []
-
-    def training_losses(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        x, y = batch
-        losses = F.cross_entropy(self.layers(x), y, reduction="none")
-        self.log("loss", losses.mean(), prog_bar=True)
-        return losses
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> float:
-        """The mean, outside of a trainer."""
-        return float(F.cross_entropy(self.layers(batch[0]), batch[1]).detach())
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
-        x, y = batch
-        self.log("validation", F.cross_entropy(self.layers(x), y))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters()])))
-        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.5)
-
-
-def data(count: int = 22) -> list[tuple[Tensor, Tensor]]:
-    """Batches of five, and a smaller last one."""
-    x, y = torch.randn(count, 4), torch.randint(3, (count,))
-    return list(zip(x.split(5), y.split(5), strict=True))
-
-
-def loader(batches: list[tuple[Tensor, Tensor]]) -> DataLoader[Any]:
-    """The same for a trainer."""
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list will do
-
-
-def trainer(folder: Path, **options: Any) -> lightning.Trainer:
-    """A trainer on the CPU that writes into a folder."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "default_root_dir": folder,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_model_summary": False,
-        "enable_progress_bar": False,
-    }
-    return lightning.Trainer(**{**defaults, **options})
+pytestmark = WITHOUT_ADVICE
 
 
 def by_hand(model: Net, batches: list[tuple[Tensor, Tensor]], epochs: int, each: int) -> None:
@@ -104,20 +51,13 @@ def by_hand(model: Net, batches: list[tuple[Tensor, Tensor]], epochs: int, each:
             optimizer.step()
 
 
-def assert_same_parameters(model: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
-    """Assert that they agree, and are finite."""
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert p.isfinite().all()
-        assert (p - q).abs().max() < tolerance
-
-
 @pytest.mark.parametrize("each", [1, 2, 3])
 def test_steps_are_those_of_plain_autograd(tmp_path: Path, each: int) -> None:
     """With accumulation of whole steps, and of the rest at the end of an epoch, and clipping."""
-    model, batches = Net(each), data()
+    model, batches = Net(), data()
     twin = copy.deepcopy(model)
     before = copy.deepcopy(model)
-    run = trainer(tmp_path)
+    run = trainer(tmp_path, accumulate_grad_batches=each, gradient_clip_val=0.5)
     run.fit(model, loader(batches))
     by_hand(twin, batches, 2, each)
     assert_same_parameters(model, twin)
@@ -139,13 +79,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 def test_precisions(tmp_path: Path, name: str, each: int) -> None:
     """The precision plugins, that of float16 with a scale that is too large at first."""
     torch.set_default_dtype(torch.float32)
-    model, batches = Net(each, mean), data()
+    model, batches = Net(mean), data()
     options, scaler = PRECISIONS.get(name), None
     if options is None:  # Lightning takes bfloat16 for "16-mixed" on a CPU, unless it is made to
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=10**6)
         options = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
     before = sum(map(model.loss, batches))
-    trainer(tmp_path, max_epochs=10, **options).fit(model, loader(batches))
+    run = trainer(tmp_path, max_epochs=10, accumulate_grad_batches=each, **options)
+    run.fit(model, loader(batches))
     model.float()
     after = sum(map(model.loss, batches))
     assert after < 0.97 * before
@@ -156,23 +97,26 @@ def test_precisions(tmp_path: Path, name: str, each: int) -> None:
 
 
 class Recorder(Callback):
-    """Notes what it is given at the end of each batch."""
+    """Notes what there is at the end of each batch."""
 
     def __init__(self) -> None:
-        self.outputs: list[Any] = []
+        self.losses: list[Tensor] = []
+        self.weights: list[Any] = []
 
-    def on_train_batch_end(self, *arguments: Any, **_: Any) -> None:
-        self.outputs.append(arguments[2])
+    def on_train_batch_end(self, _: Any, module: Any, outputs: Any, *__: Any) -> None:
+        self.losses.append(outputs["loss"])
+        self.weights.append(module.objective_weights)
 
 
 def test_loggers_bars_and_callbacks(tmp_path: Path) -> None:
     """They get what they get from other modules."""
-    model, batches = Net(2), data()
+    model, batches = Net(), data()
     logger, bar, recorder = CSVLogger(tmp_path), TQDMProgressBar(), Recorder()
     trainer(
         tmp_path,
         logger=logger,
         log_every_n_steps=1,
+        accumulate_grad_batches=2,
         callbacks=[bar, recorder],
         enable_progress_bar=True,
     ).fit(model, loader(batches), loader(batches[:1]))
@@ -181,9 +125,9 @@ def test_loggers_bars_and_callbacks(tmp_path: Path) -> None:
     assert "validation" in lines[0]
     assert len(lines) > 5
     assert "loss" in bar.get_metrics(bar.trainer, model)
-    weights = [output["weights"] for output in recorder.outputs[:5]]
-    assert [w and [len(part) for part in w] for w in weights] == [None, [5, 5], None, [5, 5], [2]]
-    assert all(output["loss"].isfinite() for output in recorder.outputs)
+    sizes = [weights and [len(part) for part in weights] for weights in recorder.weights[:5]]
+    assert sizes == [None, [5, 5], None, [5, 5], [2]]
+    assert all(loss.isfinite() and not loss.requires_grad for loss in recorder.losses)
 
 
 def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -201,7 +145,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     """No hooks; and a second fit has an engine of its own."""
-    model, batches = Net(2), data()
+    model, batches = Net(), data()
     for _ in range(2):
         trainer(tmp_path, max_epochs=1).fit(model, loader(batches))
         assert model._micro_batches is None
@@ -216,7 +160,7 @@ def test_a_step_that_was_interrupted_is_no_part_of_the_next_fit(
 ) -> None:
     """An error between the two batches of a step, and another fit."""
     seen: list[int] = []
-    model, batches = Net(2, lambda gramian: seen.append(len(gramian)) or mean(gramian)), data(10)
+    model, batches = Net(lambda gramian: seen.append(len(gramian)) or mean(gramian)), data(10)
     act = getattr(model, place)
 
     def fail(*args: Any) -> Any:
@@ -226,15 +170,15 @@ def test_a_step_that_was_interrupted_is_no_part_of_the_next_fit(
 
     monkeypatch.setattr(model, place, fail)
     with pytest.raises(InterruptedError):
-        trainer(tmp_path, max_epochs=1).fit(model, loader(batches))
+        trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(model, loader(batches))
     assert not seen
     monkeypatch.undo()
-    trainer(tmp_path, max_epochs=1).fit(model, loader(batches))
+    trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(model, loader(batches))
     assert seen == [10]
 
 
 class Tasks(Net):
-    """Losses of two tasks, an engine on the trunk alone, and two optimizers."""
+    """Losses of two tasks, and an engine on the trunk alone."""
 
     def training_losses(self, batch: tuple[Tensor, Tensor], _: int) -> Any:
         x, y = batch
@@ -244,27 +188,22 @@ class Tasks(Net):
     def make_engine(self) -> Engine:
         return Engine(self.layers[0], batch_dim=None)
 
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.layers[i].parameters(), lr=0.1) for i in (0, 2)]
 
-    def on_before_optimizer_step(self, _: torch.optim.Optimizer) -> None:
-        self.norms.append(0.0)
-
-
-def test_tasks_and_several_optimizers(tmp_path: Path) -> None:
-    """The head gets its gradient by the same weights."""
-    model, batches = Tasks(weigh=UPGrad()), data(5)
+def test_tasks(tmp_path: Path) -> None:
+    """The head gets its gradient by the same weights, which have the form of the losses."""
+    model, batches = Tasks(UPGrad()), data(5)
     recorder = Recorder()
     twin = copy.deepcopy(model)
     trainer(tmp_path, callbacks=[recorder], max_epochs=1).fit(model, loader(batches))
     losses = list(twin.training_losses(batches[0], 0).values())
     rows = reference_jacobian(torch.stack(losses), twin.layers[0].parameters())
-    weights = recorder.outputs[0]["weights"][0]
+    weights = recorder.weights[0][0]
     assert_close_to_reference(torch.stack(list(weights.values())), UPGrad()(rows @ rows.T))
     torch.autograd.backward(losses, list(weights.values()))
-    for optimizer in twin.configure_optimizers():
-        optimizer.step()
+    twin.configure_optimizers().step()
     assert_same_parameters(model, twin)
+    (shown,) = recorder.losses
+    assert shown == pytest.approx(float(sum(losses).detach()) / 2, rel=1e-6)
 
 
 def test_without_weighting_or_losses(tmp_path: Path) -> None:
@@ -276,22 +215,70 @@ def test_without_weighting_or_losses(tmp_path: Path) -> None:
     with pytest.raises(InvalidOptionError, match=r"Without has no `weighting`. Set `self"):
         trainer(tmp_path).fit(model, loader(data()))
     model.weighting = weighting
-    model.micro_batches = 0
-    with pytest.raises(InvalidOptionError, match="`micro_batches` is 0"):
-        trainer(tmp_path).fit(model, loader(data()))
-    model.micro_batches = 1
     with pytest.raises(UnsupportedError, match="has no `training_losses"):
         trainer(tmp_path).fit(model, loader(data()))
 
 
+def test_accumulation_is_an_option_of_the_trainer(tmp_path: Path) -> None:
+    """What earlier versions read is not ignored."""
+    model = Net()
+    model.micro_batches = 2
+    with pytest.raises(
+        InvalidOptionError, match=r"`micro_batches`, which.*accumulate_grad_batches"
+    ):
+        trainer(tmp_path).fit(model, loader(data()))
+
+
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    """By Lightning, whose advice ends in words of ours."""
+
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.layers[::2]]
+
+    model = Net(make_optimizers=make)
+    with pytest.raises(RuntimeError, match="automatic_optimization = False"):
+        trainer(tmp_path).fit(model, loader(data()))
+    model.automatic_optimization = False
+    match = r"Net has `automatic_optimization = False`.*return one with several groups"
+    with pytest.raises(UnsupportedError, match=match):
+        trainer(tmp_path).fit(model, loader(data()))
+
+
+def test_strategies_that_make_backward_passes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSpeed does."""
+    run = trainer(tmp_path)
+    monkeypatch.setattr(type(run.strategy), "handles_gradient_accumulation", True)
+    match = r"SingleDeviceStrategy makes backward passes itself.*Use another strategy"
+    with pytest.raises(UnsupportedError, match=match):
+        run.fit(Net(), loader(data()))
+
+
+@pytest.mark.parametrize("name", ["training_step", "backward"])
+def test_methods_in_place_of_those_of_the_mixin_are_refused(name: str) -> None:
+    """Where the class is made: with them, it would train without weights."""
+    words = {"training_step": "write `training_losses", "backward": "use Lightning's hooks"}
+    match = f"Own has a `{name}` in place of.*Make `JacobianDescent` the first.*{words[name]}"
+    with pytest.raises(UnsupportedError, match=match):
+        type("Own", (JacobianDescent, Plain), {name: lambda *_: None})
+    with pytest.raises(UnsupportedError, match=r"Last has a `training_step` in place of"):
+        type("Last", (Plain, JacobianDescent), {})
+
+
 def test_copies_have_no_engine(tmp_path: Path) -> None:
-    """As a strategy makes them that starts processes."""
+    """As callbacks make them, and a strategy that starts processes."""
+    copies: list[Any] = []
 
     class Copying(Callback):
-        def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
+        def on_before_backward(self, _: Any, module: Any, loss: Tensor) -> None:
+            del loss
             module.weighting = None  # functions of tests have no pickle
-            self.copy = pickle.loads(pickle.dumps(module.layers)), copy.deepcopy(module)
+            copies.append(copy.deepcopy(module))
 
-    copying = Copying()
-    trainer(tmp_path, callbacks=[copying], max_epochs=1).fit(Net(), loader(data(5)))
-    assert copying.copy[1]._micro_batches is None
+        def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
+            pickle.loads(pickle.dumps(module.layers))
+            copies.append(copy.deepcopy(module))
+
+    trainer(tmp_path, callbacks=[Copying()], max_epochs=1).fit(Net(), loader(data(5)))
+    assert [(each._micro_batches, each._objectives) for each in copies] == [(None, None)] * 2

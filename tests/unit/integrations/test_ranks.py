@@ -96,8 +96,6 @@ def in_lightning(rank: int, *, each: int, is_scaled: bool, folder: Path) -> None
     from autogram.integrations.lightning import JacobianDescent
 
     class Net(JacobianDescent, lightning.LightningModule):
-        micro_batches = each
-
         def __init__(self) -> None:
             super().__init__()
             self.layers, self.weighting = make(), weighting
@@ -117,6 +115,7 @@ def in_lightning(rank: int, *, each: int, is_scaled: bool, folder: Path) -> None
         devices=RANKS,
         strategy="ddp",
         max_epochs=1,
+        accumulate_grad_batches=each,
         use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,

@@ -9,90 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import TrainerCallback
 
-from autogram import Engine, InvalidLossesError, UnsupportedError
+from autogram import Engine, InvalidLossesError
 from autogram.integrations.transformers import JacobianTrainer
 from autogram.testing import reference_jacobian
+from tests.unit.integrations.small_transformers import (
+    arguments,
+    classifier,
+    language_model,
+    stacked,
+    texts,
+)
 from tests.unit.integrations.weightings import mean, weighting
 
 pytestmark = pytest.mark.slow
 
 SCALE = 2.0**22
-
-
-def classifier(labels: int = 3) -> nn.Module:
-    """A BERT of two small layers, without dropout."""
-    config = BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=labels,
-    )
-    return BertForSequenceClassification(config)
-
-
-def language_model() -> nn.Module:
-    """A GPT-2 of one small layer, without dropout."""
-    config = GPT2Config(
-        vocab_size=20,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def texts(count: int = 18) -> list[dict[str, Tensor]]:
-    """Tokens, with padding, and a class."""
-    found = []
-    for i in range(count):
-        ids, mask = torch.randint(3, 20, (7,)), torch.ones(7, dtype=torch.long)
-        ids[5 + i % 3 :], mask[5 + i % 3 :] = 0, 0
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 3})
-    return found
-
-
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    """On the CPU, in the order of the data, by plain SGD of a constant rate."""
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.3,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "train_sampling_strategy": "sequential",
-        "dataloader_pin_memory": False,
-    }
-    return TrainingArguments(**{**defaults, **options})
-
-
-def stacked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch."""
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 @pytest.mark.parametrize("each", [1, 2, 3])
@@ -276,9 +209,15 @@ def test_losses_of_numbers(tmp_path: Path) -> None:
     expected = (model(**inputs).logits.squeeze(1) - inputs["labels"]).square()
     assert torch.allclose(losses, expected.to(losses))
     inputs["labels"] = torch.randn(4, 7)
-    other: Any = lambda **_: {"logits": torch.randn(4, 3)}  # noqa: E731 - a stand-in for a model
     with pytest.raises(InvalidLossesError, match=r"There are logits of shape .*Return losses"):
-        trainer.compute_losses(other, inputs)
+        trainer.compute_losses(Constant(), inputs)
+
+
+class Constant(nn.Module):
+    """Logits of three classes."""
+
+    def forward(self, **_: Any) -> dict[str, Tensor]:
+        return {"logits": torch.randn(4, 3)}
 
 
 def test_losses_of_ones_own(tmp_path: Path) -> None:
@@ -300,12 +239,3 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
     options = arguments(tmp_path, num_train_epochs=1)
     Tasks(model, options, train_dataset=texts(), weighting=weighting).train()
     assert any(not torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-def test_data_parallel_is_refused(tmp_path: Path) -> None:
-    options = arguments(tmp_path)
-    model = classifier()
-    trainer = JacobianTrainer(model, options, train_dataset=texts(4), weighting=weighting)
-    options._n_gpu = 2
-    with pytest.raises(UnsupportedError, match=r"`nn.DataParallel` copies the model.*Use one"):
-        trainer.training_step(model, stacked(texts(4)))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from math import hypot, sqrt
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Columns, as_real, weighted_sums
-from autogram._capture.autograd.graph import dtypes_of, in_dense, kind_of_node, use_of
+from autogram._capture.autograd.graph import dtypes_of, in_dense
 from autogram._capture.autograd.passes import Pass
-from autogram._capture.backward.witness import Witness, norm, real_numbers
+from autogram._capture.backward.rounding import Rounding, difference_of, tolerance
+from autogram._capture.backward.witness import Witness, norm
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
@@ -25,18 +26,6 @@ from autogram._containers import Latest
 from autogram._undo import undone
 
 Verify = Literal["first", "always", "never"]
-
-# With TF32, matrix products and convolutions keep ten bits of each number in float32.
-_EPSILON_OF_TF32 = 2.0**-10
-_EXACT = {"none", "ieee"}
-_BY_CUDNN = ("Convolution", "CudnnRnn")
-
-# So many times the rounding errors of autograd's passes are not blamed on the engine.
-_MOST_ROUNDINGS = 8
-# Two shares that one of two vectors may have in an entry of their sum, exact in any dtype.
-_SHARES = (3 / 8, 5 / 8), (5 / 16, 7 / 16)
-# The most passes that one sum is split into.
-_MOST_PASSES = 8
 
 # The most calls from one check to the next: checks then take about one percent of the time.
 _LONGEST = 64
@@ -46,6 +35,7 @@ _LONGEST = 64
 class Comparison:
     """Jᵀ u for one parameter, by the engine and by autograd."""
 
+    parameter: Tensor
     name: str
     elements: int
     engine: float
@@ -72,8 +62,8 @@ class Comparison:
 class Check:
     """Compares Jᵀ u, entry by entry, with an ordinary backward pass, for a random vector u.
 
-    The ordinary pass comes first. An assembly shows each use to the check, and the columns of each
-    parameter unless they are kept.
+    The ordinary pass comes first. An assembly restarts the check, and shows it each use, and the
+    columns of each parameter unless they are kept.
 
     Args:
         survey: The graph behind the losses.
@@ -89,12 +79,12 @@ class Check:
         self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
-        self._objectives = Objectives(survey.losses, None)
         self._by_sample = vector
+        self._rounding: Rounding
 
     def begin(self) -> None:
         """Makes the ordinary backward pass."""
-        self._gradients = self._differentiate(self.vector)
+        self._gradients = _differentiate(self.survey, self.vector)
         self._dtypes |= {p.dtype for p, gradient in self._gradients.items() if gradient is not None}
 
     def restart(self, objectives: Objectives) -> None:
@@ -102,7 +92,9 @@ class Check:
         # As weights of a step are: in the dtype in which programs for weighted sums take them.
         dtype = torch.promote_types(self.vector.dtype, torch.float32)
         self._by_sample = objectives.by_sample(self.vector.to(dtype))
-        self._objectives = objectives
+        # No method of the check, which would keep the graph alive in a cycle.
+        differentiate = partial(_differentiate, self.survey)
+        self._rounding = Rounding(self.vector, self._gradients, objectives, differentiate)
         for each in (self._compared, self._hidden, self._uses):
             each.clear()
 
@@ -146,12 +138,12 @@ class Check:
         total = hypot(*[c.size for c in compared])
         dtype = torch.promote_types(losses.dtype, torch.float32)
         lost = torch.finfo(dtype).tiny * losses.numel()
-        far = [
+        return [
             c
             for c in compared
-            if c.distance > t * c.size + t * sqrt(t) * total + lost * sqrt(c.elements)
+            if c.distance > (limit := t * c.size + t * sqrt(t) * total + lost * sqrt(c.elements))
+            and not self._rounding.explains(c.parameter, c.distance, limit)
         ]
-        return [c for c in far if c.distance > _MOST_ROUNDINGS * self._roundings[c.name]]
 
     @property
     def has_hidden(self) -> bool:
@@ -160,79 +152,47 @@ class Check:
 
     @property
     def tolerance(self) -> float:
-        """The largest relative error of a right result.
-
-        A sum of n numbers errs by about √n roundings, and no longer changes beyond n = 1 / ε: a
-        right result may be off by √ε.
-        """
-        is_tf32 = self.survey.losses.is_cuda and _may_be_tf32(self.survey.nodes)
-        return sqrt(max(_epsilon(dtype, is_tf32=is_tf32) for dtype in self._dtypes))
+        """The largest relative error of a right result."""
+        return tolerance(self._dtypes, self.survey.nodes, is_cuda=self.survey.losses.is_cuda)
 
     def witness(self, *, is_measured: bool = False) -> Witness | None:
         """What to compare products of J with, or ``None`` if J has columns that autograd has not.
 
-        If it ``is_measured`` how much rounding changes, further passes are made.
+        If it ``is_measured`` how much rounding changes, further passes are made, unless the
+        comparison of J has made them.
         """
         if not self._gradients.keys() >= self._compared.keys() | self._hidden:
             return None  # frozen since
         gradients = {p: x for p, x in self._gradients.items() if x is not None}
-        rounding = _MOST_ROUNDINGS * hypot(*self._roundings.values()) if is_measured else 0.0
+        rounding = self._rounding.most if is_measured or self._rounding.is_measured else 0.0
         return Witness(self.vector.flatten(), gradients, self.tolerance, rounding)
-
-    @cached_property
-    def _roundings(self) -> dict[str, float]:
-        """By how much autograd errs for each parameter: if u is a sum, Jᵀ u is one, but not quite.
-
-        Passes for single objectives of all samples err as those of the engine do. Shares of u that
-        are random, and no powers of two, have all products rounded to other numbers.
-        """
-        sums = []
-        if (k := self._objectives.per_sample) > 1:
-            each = self._objectives.cotangents()
-            some = [each[i::_MOST_PASSES].sum(0) for i in range(min(k, _MOST_PASSES))]
-            sums.append([self.vector * x for x in some])
-        generator = torch.Generator("cpu").manual_seed(0)
-        for low, high in _SHARES:
-            is_low = torch.randint(2, self.vector.shape, generator=generator, device="cpu").bool()
-            part = self.vector * torch.where(is_low, low, high).to(self.vector)
-            sums.append([part, self.vector - part])
-        found = dict.fromkeys(self.survey.names.values(), 0.0)
-        for summands in sums:
-            errors = {p: x for p, x in self._gradients.items() if x is not None}
-            for gradients in map(self._differentiate, summands):
-                for parameter, gradient in gradients.items():
-                    if gradient is not None and parameter in errors:
-                        errors[parameter] = _difference(errors[parameter], gradient)
-            for parameter, error in errors.items():
-                name = self.survey.names[parameter]
-                found[name] = max(found[name], norm(error))
-        return found
-
-    def _differentiate(self, vector: Tensor) -> dict[Tensor, Tensor | None]:
-        """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
-        survey = self.survey
-        parameters = [p for p in survey.names if p.requires_grad and p not in survey.left_out]
-        # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
-        # this one may add to these.
-        leaves = parameters + [x for x in survey.outside if x.requires_grad]
-        with without_hooks(leaves):
-            gradients = Pass(survey.channel).differentiate(survey.losses, leaves, vector)
-        pairs = zip(parameters, gradients, strict=False)
-        return {p: None if x is None else as_real(in_dense(x)) for p, x in pairs}
 
     def _compare(self, parameter: Tensor, found: Tensor | None) -> Comparison:
         """Compares what the engine has found with the gradient."""
         gradient, name = self._gradients.get(parameter), self.survey.names.get(parameter, "")
-        compared = Comparison(name, parameter.numel(), norm(found), norm(gradient), 0.0)
+        elements, norms = parameter.numel(), (norm(found), norm(gradient))
+        compared = Comparison(parameter, name, elements, *norms, 0.0)
         if found is None or gradient is None:
             compared.distance = compared.size
             return compared
-        difference = _difference(found, gradient)
+        difference = difference_of(found, gradient)
         compared.distance = norm(difference)
         if compared.distance > self.tolerance * compared.size:
             places = torch.unravel_index(difference.abs().argmax(), difference.shape)
             compared.entry = tuple(int(place) for place in places)
         return compared
+
+
+def _differentiate(survey: Survey, vector: Tensor) -> dict[Tensor, Tensor | None]:
+    """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
+    parameters = [p for p in survey.names if p.requires_grad and p not in survey.left_out]
+    # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
+    # this one may add to these.
+    leaves = parameters + [x for x in survey.outside if x.requires_grad]
+    with without_hooks(leaves):
+        gradients = Pass(survey.channel).differentiate(survey.losses, leaves, vector)
+    pairs = zip(parameters, gradients, strict=False)
+    return {p: None if x is None else as_real(in_dense(x)) for p, x in pairs}
 
 
 class Schedule:
@@ -314,33 +274,3 @@ def _put_back(hooks: Sequence[dict[int, Any]], block: object) -> None:
                 held.update(silent)
                 _SILENT.pop(id(held), None)
             blocks.discard(block)
-
-
-def _difference(first: Tensor, second: Tensor) -> Tensor:
-    """The difference of two tensors of real numbers, in at least float32."""
-    first, second = real_numbers(first), real_numbers(second)
-    return first - second.to(first)
-
-
-def _epsilon(dtype: torch.dtype, *, is_tf32: bool) -> float:
-    """The distance from 1 to the next number of a dtype, or what TF32 products keep of it."""
-    is_coarse = is_tf32 and dtype == torch.float32
-    return _EPSILON_OF_TF32 if is_coarse else float(torch.finfo(dtype).eps)
-
-
-def _may_be_tf32(nodes: Iterable[Any]) -> bool:
-    """Whether a GPU may have rounded what was multiplied in float32 behind some nodes.
-
-    PyTorch's default is that convolutions and recurrent layers do, and matrix products do not.
-    """
-    backends: Any = torch.backends  # typed without these modules
-    if backends.cuda.matmul.fp32_precision not in _EXACT:
-        return True
-    of_cudnn = backends.cudnn.conv.fp32_precision, backends.cudnn.rnn.fp32_precision
-    return not set(of_cudnn) <= _EXACT and any(map(_may_call_cudnn, nodes))
-
-
-def _may_call_cudnn(node: Any) -> bool:
-    """Whether a node is a convolution or a recurrent layer, or may hide one."""
-    operation = kind_of_node(node.__class__).operation
-    return operation.startswith(_BY_CUDNN) if operation else use_of(node) is None

@@ -62,8 +62,10 @@ class Witness:
         norms = gramian.diagonal().clamp(min=0).sqrt()
         form, average = _dot(u, image), _dot(u.square(), norms.square())  # over the signs of u
         size, square = average**0.5, self._norm**2
-        by_rounding = self._rounding * (max(form, 0.0) ** 0.5 + self._norm)
-        if abs(form - square) > t * max(average, form) + t * t * square + small + by_rounding:
+        # The comparison of J lets Jᵀ u differ by a share t, or by the rounding that was measured.
+        by_columns = (2 * t + t * t) * square
+        by_columns += self._rounding * (max(form, 0.0) ** 0.5 + self._norm)
+        if abs(form - square) > t * max(average, form) + by_columns + small:
             return f"for a random vector u, uᵀ G u is {form:.6g} and ‖Jᵀ u‖² is {square:.6g}"
         if bool(((image - mirrored).abs() > t * size * norms + small).any()):
             return "it is not symmetric"

@@ -29,6 +29,8 @@ def read(node: Any, name: str, is_constant: bool = False, /) -> Any:
         found = getattr(node, f"_saved_{name}")
     except (AttributeError, RuntimeError) as error:
         raise Unreadable(name) from error
+    if found is not None and not isinstance(found, Tensor | list | tuple):
+        raise Unreadable(name)  # a number
     if is_constant and (found is None or found.requires_grad):
         return None
     return found.detach() if isinstance(found, Tensor) else found

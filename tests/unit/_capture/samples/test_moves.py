@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autogram._capture.forward.calls import kind_of, run_and_note
-from autogram._capture.samples.proofs.carrying import Edge
+from autogram._capture.samples.proofs.carrying import Crossing
 from autogram._capture.samples.proofs.moves import (
     SEVERAL,
     Passage,
@@ -232,7 +232,7 @@ def test_places_that_are_moved(sizes, call, position) -> None:
     assert found is not None
     assert not any(passage.doubts)
     assert torch.equal(torch.where(seen < 0, -1, found), seen)
-    edge = Edge(passage.node, position, tuple(result.shape), sizes)
+    edge = Crossing(passage.node, position, tuple(result.shape), sizes)
     assert not keeps_first(edge) or torch.equal(found, owners)
 
 
@@ -275,7 +275,7 @@ def test_places_that_nobody_knows(sizes, call, position) -> None:
     shape = tuple(result.shape)
     passage = Passage(result.grad_fn, position, sizes, (shape,), (owners,), doubts)
     assert owners_of_input(passage) is None or any(doubts)
-    assert not keeps_first(Edge(result.grad_fn, position, shape, sizes))
+    assert not keeps_first(Crossing(result.grad_fn, position, shape, sizes))
 
 
 def test_pieces() -> None:

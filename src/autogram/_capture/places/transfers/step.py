@@ -70,8 +70,8 @@ class NodeStep:
 
     def constant(self, name: str) -> Tensor | None:
         """A tensor that the node saved, if there is one that requires no gradient, on the CPU."""
-        if not self.has(name):
-            return None
+        if not hasattr(type(self.node), f"_raw_saved_{name}"):
+            return None  # nothing, or a number
         tensor: Tensor | None = self.read(self.node, name, True)
         self.has_read |= tensor is not None
         return tensor
