@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autogram._blocks import (
     Columns,
+    Rows,
     Subset,
     bundled,
     gram_of_bundle,
@@ -43,7 +44,9 @@ class JacobianPart:
     def of(cls, run: Run, names: Iterable[Tensor]) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
         losses, batch_dim = run.objectives.losses.detach(), run.objectives.batch_dim
-        columns = {p: of for p in names if (of := run.columns.get(p)) is not None}
+        columns = run.columns
+        if not isinstance(columns, Rows):
+            columns = {p: of for p in names if (of := columns.get(p)) is not None}
         crossings = Crossings(can_keep=run.form != "factors")
         return cls(Objectives(losses, batch_dim), columns, run.witness, crossings=crossings)
 
@@ -51,6 +54,13 @@ class JacobianPart:
     def m(self) -> int:
         """The number of objectives."""
         return self.objectives.losses.numel()
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the rows."""
+        if isinstance(self.columns, Rows):
+            return [self.columns.dtype]
+        return [x for columns in self.columns.values() if (x := columns.dtype) is not None]
 
     def per_objective(
         self, function: Callable[[Tensor, Columns], Tensor | None], dtype: torch.dtype
