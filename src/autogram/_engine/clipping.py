@@ -116,7 +116,8 @@ class Clipping(Hooked):
             return norms
         check_groups("bounds", bounds, groups_of(by, names))
         norms_by_group = jacobian.row_norms(by or _itself)
-        weights = {name: _weights(of, bounds[name]) for name, of in norms_by_group.items()}
+        each = norms_by_group.items()
+        weights = {name: _weights(norms, bounds[name]) for name, norms in each}
         jacobian.accumulate_grad(weights, by)
         return norms_by_group
 
@@ -156,10 +157,10 @@ def _check_run(run: Run) -> None:
     are_apart = run.search is not None or run.is_misled  # the next call tells in that case
     if not are_apart and run.survey.losses.numel() > 1:
         raise MixedSamplesError(
-            "The samples meet, as in BatchNorm in training mode: each loss depends on several, so "
-            "that clipping bounds the influence of none. Nothing was added to `.grad`. Call "
-            "`.eval()` on such layers, or replace them, as by `nn.GroupNorm`. With "
-            "`Engine(model, batch_dim=0)`, the error names the layer."
+            "The samples meet, as in BatchNorm in training mode: each loss depends on several "
+            "samples, and clipping would bound the influence of none. Nothing was added to "
+            "`.grad`. Call `.eval()` on such layers, or replace them, for instance by "
+            "`nn.GroupNorm`. With `Engine(model, batch_dim=0)`, the error names the layer."
         )
     others = [x for x in run.survey.outside if x.requires_grad] if run.survey.losses.numel() else []
     if others:
@@ -175,7 +176,7 @@ def _check_run(run: Run) -> None:
 def _bounds_of(bound: Any, by: Grouping | None) -> float | dict[str, float]:
     """The bounds as numbers."""
     if isinstance(bound, Mapping):
-        return {name: _bound_of(of) for name, of in bound.items()}
+        return {name: _bound_of(each) for name, each in bound.items()}
     if by is not None:
         raise InvalidOperandError(
             "Groups of parameters are given, and one bound. Pass a dict with a bound for each "

@@ -55,11 +55,11 @@ class Accumulating(MatrixForm):
         if isinstance(w, Mapping):
             groups = groups_of(by, self._names)
             check_groups("weights", w, groups)
-            pairs = [(groups[name], of) for name, of in w.items()]
-            for _, of in pairs:
-                self._parts.weights_of(of)
-            usable = [(of, self._finite.usable(x, self.dtype)) for of, x in pairs]
-            self._add(self._gradients_of_groups(usable))
+            for weights in w.values():
+                self._parts.weights_of(weights)
+            usable = {name: self._finite.usable(weights, self.dtype) for name, weights in w.items()}
+            pairs = [(groups[name], weights) for name, weights in usable.items()]
+            self._add(self._gradients_of_groups(pairs))
             return
         if by is not None:
             raise InvalidOperandError(

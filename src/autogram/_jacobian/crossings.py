@@ -45,14 +45,16 @@ def for_crossing(
     if not all(parameter in crossings.rows for crossings, _ in found):
         others = _single_blocks(other)
         gains = [_gains(columns, others) for columns in factors]
-        elements = [sum(block.elements_of_rows for block in of.values()) for of in gains]
-        taken = sum(elements) + sum(crossings.taken for crossings, _ in found)
-        device = next((x.operands[0].device for of in gains for x in of.values()), None)
-        if device is None or not all(gains) or taken > factors[0].kernels.room(device):
+        if not all(gains):
             return factors
-        for (crossings, columns), of, count in zip(found, gains, elements, strict=True):
-            crossings.rows[parameter] = _with_rows(columns, of)
-            crossings.taken += count
+        sizes = [sum(block.elements_of_rows for block in blocks.values()) for blocks in gains]
+        taken = sum(sizes) + sum(crossings.taken for crossings, _ in found)
+        device = next(iter(gains[0].values())).operands[0].device
+        if taken > factors[0].kernels.room(device):
+            return factors
+        for (crossings, columns), blocks, size in zip(found, gains, sizes, strict=True):
+            crossings.rows[parameter] = _with_rows(columns, blocks)
+            crossings.taken += size
     for columns in factors:
         columns.check()  # also where rows are read instead
     return [crossings.rows[parameter] for crossings, _ in found]
@@ -67,16 +69,15 @@ def _gains(columns: Columns, others: dict[Region, Block]) -> dict[Region, Block]
     }
 
 
-def _with_rows(columns: Columns, gains: dict[Region, Block]) -> Columns:
+def _with_rows(columns: Columns, blocks: dict[Region, Block]) -> Columns:
     """Columns with the rows of some blocks in place of these."""
     kernels = columns.kernels
-    found = [
-        (region, explicit([block], kernels) if gains.get(region) is block else block)
-        for region, block in columns.found()
-        if isinstance(block, Block)
+    rows = {region: explicit([block], kernels) for region, block in blocks.items()}
+    kept = [
+        (region, rows[region] if blocks.get(region) is factors else factors)
+        for region, factors in columns.found()
     ]
-    lookups = [pair for pair in columns.found() if not isinstance(pair[1], Block)]
-    return Columns.of(columns.parameter, kernels, [*found, *lookups])
+    return Columns.of(columns.parameter, kernels, kept)
 
 
 def _single_blocks(columns: Columns) -> dict[Region, Block]:
@@ -85,4 +86,4 @@ def _single_blocks(columns: Columns) -> dict[Region, Block]:
     for region, block in columns.found():
         if isinstance(block, Block):
             blocks.setdefault(region, []).append(block)
-    return {region: of[0] for region, of in blocks.items() if len(of) == 1}
+    return {region: each[0] for region, each in blocks.items() if len(each) == 1}

@@ -180,7 +180,8 @@ class Jacobian(Accumulating):
             if by is None:
                 return parts.square_norms(self._names, dtype).sqrt()
             groups = groups_of(by, self._names)
-            return {name: parts.square_norms(of, dtype).sqrt() for name, of in groups.items()}
+            each = groups.items()
+            return {name: parts.square_norms(group, dtype).sqrt() for name, group in each}
 
     @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:

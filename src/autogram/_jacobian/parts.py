@@ -186,10 +186,10 @@ class Parts:
     def square_norms(self, parameters: Mapping[Tensor, str], dtype: torch.dtype) -> Tensor:
         """The squared norms of the rows, in the columns of some parameters, ``(m,)``."""
 
-        def of(parameter: Tensor, columns: Columns) -> Tensor | None:
+        def norms(parameter: Tensor, columns: Columns) -> Tensor | None:
             return columns.square_norms() if parameter in parameters else None
 
-        return self.per_objective(of, dtype)
+        return self.per_objective(norms, dtype)
 
     def directional(self, direction: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """J v, ``(m,)``, for a direction in real numbers, which is zero where it has no tensor."""
