@@ -28,7 +28,7 @@ class Crossings:
 
 
 def for_crossing(
-    parameter: Tensor, found: Sequence[tuple[Crossings, Columns]], other: Columns
+    parameter: Tensor, passes: Sequence[tuple[Crossings, Columns]], other: Columns
 ) -> list[Columns]:
     """The columns of a parameter in some passes, for a product with those of another pass.
 
@@ -36,28 +36,28 @@ def for_crossing(
 
     Args:
         parameter: The parameter.
-        found: What each pass keeps, and its columns.
+        passes: What each pass keeps, and its columns.
         other: Columns of another pass, by whose form the cost is known.
     """
-    factors = [columns for _, columns in found]
-    if not all(crossings.can_keep and crossings.is_due for crossings, _ in found):
+    factors = [columns for _, columns in passes]
+    if not all(crossings.can_keep and crossings.is_due for crossings, _ in passes):
         return factors
-    if not all(parameter in crossings.rows for crossings, _ in found):
+    if not all(parameter in crossings.rows for crossings, _ in passes):
         others = _single_blocks(other)
         gains = [_gains(columns, others) for columns in factors]
         if not all(gains):
             return factors
         sizes = [sum(block.elements_of_rows for block in blocks.values()) for blocks in gains]
-        taken = sum(sizes) + sum(crossings.taken for crossings, _ in found)
+        taken = sum(sizes) + sum(crossings.taken for crossings, _ in passes)
         device = next(iter(gains[0].values())).operands[0].device
         if taken > factors[0].kernels.room(device):
             return factors
-        for (crossings, columns), blocks, size in zip(found, gains, sizes, strict=True):
+        for (crossings, columns), blocks, size in zip(passes, gains, sizes, strict=True):
             crossings.rows[parameter] = _with_rows(columns, blocks)
             crossings.taken += size
     for columns in factors:
         columns.check()  # also where rows are read instead
-    return [crossings.rows[parameter] for crossings, _ in found]
+    return [crossings.rows[parameter] for crossings, _ in passes]
 
 
 def _gains(columns: Columns, others: dict[Region, Block]) -> dict[Region, Block]:
