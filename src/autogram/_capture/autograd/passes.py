@@ -17,7 +17,13 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from autogram._capture.autograd.graph import explaining_freed_graphs
-from autogram._capture.autograd.nested import is_watched, running_pass, unwatch, watch
+from autogram._capture.autograd.nested import (
+    inside_of,
+    is_watched,
+    running_pass,
+    unwatch,
+    watch,
+)
 from autogram._capture.autograd.streams import Streams
 from autogram._capture.recording import Channel, Recording
 from autogram._errors import UnsupportedError, listed
@@ -128,6 +134,12 @@ class Pass:
         if self._kept and self.hidden is None:  # else they are shown behind the batched pass
             self.show_kept()
         return found
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Lets nodes be carried out in a block as in the pass, which is not run."""
+        with undone(self._undo), inside_of(self):
+            yield
 
     def _undo(self) -> None:
         """Leaves everything as it was before the pass."""

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autogram._capture.places.inference import Arrival, Edge, Inference, are_mixed, in_order
+from autogram._capture.places.inference import (
+    Arrival,
+    Edge,
+    Inference,
+    Probe,
+    are_mixed,
+    in_order,
+)
 from autogram._capture.places.places import Places
 from autogram._capture.places.probe import has_unpack_hook
 from autogram._capture.places.transfers.step import Road, Unreadable
@@ -45,6 +52,8 @@ class Finding:
     """What arrives at these from other nodes, for which no value decides."""
     constants: dict[DecidingValue, Tensor]
     """Copies of what was read in the last graph."""
+    probes: dict[int, Probe]
+    """What probes of nodes have found in the last graph."""
     has_untold: bool
     """Whether something decides that is not among the constants."""
     unknown: frozenset[int]
@@ -67,12 +76,14 @@ class Finding:
         inference = Inference(self.road, reader.read)
         for (node, number), parts in self.parts.items():
             inference.parts[Edge(nodes[node], number)] += parts
+        inference.probes.update({nodes[number]: probe for number, probe in self.probes.items()})
         wanted = {nodes[number] for number in self.again}
         for number in self.again:
             inference.visit(nodes[number], wanted)
         edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
         places = {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
-        return replace(self, constants=reader.constants()), places
+        probes = {reader.numbers[node]: probe for node, probe in inference.probes.items()}
+        return replace(self, constants=reader.constants(), probes=probes), places
 
 
 def infer(
@@ -119,6 +130,7 @@ def infer(
         [numbers[node] for node in order if node in again],
         parts,
         reader.constants(),
+        {numbers[node]: probe for node, probe in inference.probes.items()},
         bool(inference.untold),
         frozenset(numbers[node] for node in inference.unknown),
         numbers[_mixing(inference, root, nodes, edges)] if is_mixed else 0,

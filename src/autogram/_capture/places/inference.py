@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autogram._capture.places.places import Places, Shape
-from autogram._capture.places.probe import can_probe, probed
+from autogram._capture.places.places import Places, Shape, are_equal
+from autogram._capture.places.probe import can_probe, probed, still_holds
 from autogram._capture.places.transfers.step import NodeStep, Read, Road, Unreadable, all_together
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from autogram._capture.places.transfers.views import from_pieces
@@ -34,6 +34,13 @@ class Arrival(NamedTuple):
     places: Places
 
 
+class Probe(NamedTuple):
+    """What a probe of a node has found."""
+
+    results: list[Places | None]
+    inputs: list[Places | None]
+
+
 @dataclass(eq=False)
 class Inference:
     """The places of edges behind some losses, on one road."""
@@ -46,6 +53,8 @@ class Inference:
     """The nodes about which more than the structure of the graph has decided."""
     untold: set[Any] = field(default_factory=set)
     """Those of them about which something has decided that cannot be compared in another graph."""
+    probes: dict[Any, Probe] = field(default_factory=dict)
+    """The nodes that were probed: first in an earlier graph, then in this one."""
     unknown: set[Any] = field(default_factory=set)
     """The nodes that no transfer knows, and that cannot be carried out."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
@@ -121,8 +130,15 @@ class Inference:
             for child, number in node.next_functions
         ]
         self.untold.add(node)
-        if can_probe(node) and (found := probed(node, results, inputs)) is not None:
-            return [found[position] for position, _ in edges]
+        if can_probe(node):
+            earlier = self.probes.pop(node, None)
+            found = None
+            if earlier is not None and all(map(are_equal, earlier.results, results)):
+                found = earlier.inputs if still_holds(node, *earlier) else None
+            found = probed(node, results, inputs) if found is None else found
+            if found is not None:
+                self.probes[node] = Probe([*results], found)
+                return [found[position] for position, _ in edges]
         self.unknown.add(node)
         total: Places | None = None
         for places in results:

@@ -7,6 +7,7 @@ call, and no longer: in another call, it is probed again.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -18,6 +19,10 @@ from torch.autograd.function import BackwardCFunction
 from autogram._capture.autograd.graph import in_dense, kind_of_node
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape
+
+# By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
+# powers of two of their own.
+EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
 
 
 def probed(
@@ -43,13 +48,8 @@ def probed(
                 None if grid is None else _chosen(grid, digit, bit, full)
                 for grid, full in zip(grids, dense, strict=True)
             ]
-            try:
-                gradients = carried_out_alone(node, cotangents)
-            except (RuntimeError, TypeError, ValueError) as error:
-                if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                    raise
-                return None
-            if gradients is None or len(gradients) != len(inputs):
+            gradients = _gradients(node, cotangents, len(inputs))
+            if gradients is None:
                 return None
             pairs = zip(gradients, inputs, strict=True)
             marks.append([_has(x, shape) for x, shape in pairs if shape is not None])
@@ -57,15 +57,75 @@ def probed(
     return [None if shape is None else Places.of(shape, next(found)) for shape in inputs]
 
 
+def still_holds(
+    node: Any,
+    results: Sequence[Places | None],
+    found: Sequence[Places | None],
+) -> bool:
+    """Whether what a probe has found in another call holds in this one, by fewer calls of the node.
+
+    The cotangent of each sample is multiplied by a power of two of its own. If all samples stay
+    where they were, each number that the node gives is multiplied by the same power, bit for bit.
+    """
+    dense = [_dense(metadata) for metadata in node._input_metadata]
+    pairs = list(zip(dense, results, strict=True))
+    samples = torch.cat([of.samples.flatten() for of in results if of is not None])
+    largest = int(samples.masked_fill(samples == SEVERAL, 0).max()) if samples.numel() else 0
+    plain = _gradients(node, [x if of else None for x, of in pairs], len(found))
+    if plain is None:
+        return False
+    widest = min(torch.finfo(x.dtype).max for x in dense)
+    exponents = EXPONENTS if widest > 2.0**64 else EXPONENTS[EXPONENTS < 8]  # float16: to 2**16
+    unit = 1
+    while unit <= max(largest, 1):
+        scaled = [None if of is None else x * _powers(of, unit, exponents, x) for x, of in pairs]
+        others = _gradients(node, scaled, len(found))
+        if others is None:
+            return False
+        for one, other, of in zip(plain, others, found, strict=True):
+            if of is None or (one is None and other is None):
+                continue
+            if one is None or other is None or one.layout != torch.strided:
+                return False
+            if one.shape != of.shape:
+                return False
+            stays = (one * _powers(of, unit, exponents, one) == other) & other.isfinite()
+            grid = of.grid().to(one.device)
+            stays = torch.where(grid == EMPTY, other == 0, stays | (grid == SEVERAL))
+            if not bool(stays.all()):
+                return False
+        unit *= len(exponents)
+    return True
+
+
+def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tensor:
+    """A power of two for each place, by the digit of its sample's number that has a unit."""
+    grid = places.grid()
+    powers = exponents[grid.clamp(min=0) // unit % len(exponents)].double().exp2()
+    is_of_one = (grid != EMPTY) & (grid != SEVERAL)
+    return torch.where(is_of_one, powers, 1).to(like.device, like.real.dtype)
+
+
+def _gradients(
+    node: Any, cotangents: Sequence[Tensor | None], inputs: int
+) -> list[Tensor | None] | None:
+    """What a node gives each of its inputs, or ``None`` if that is not clear."""
+    try:
+        gradients = carried_out_alone(node, cotangents)
+    except Exception as error:  # a Function in Python may refuse cotangents that no pass has
+        if is_out_of_memory(error):
+            raise
+        return None
+    return None if gradients is None or len(gradients) != inputs else gradients
+
+
 def can_probe(node: Any) -> bool:
     """Whether a node may be carried out outside of a backward pass.
 
-    A Function in Python may do anything, as to run a backward pass. What a checkpoint has packed
-    would be computed again.
+    What a checkpoint has packed would be computed again.
     """
-    fields = [f"_raw{field}" for field in kind_of_node(type(node)).tensors]
-    is_packed = any(map(has_unpack_hook, [getattr(node, field, None) for field in fields]))
-    return not (isinstance(node, BackwardCFunction) or is_packed)
+    fields = "_raw_saved_tensors", *[f"_raw{field}" for field in kind_of_node(type(node)).tensors]
+    return not any(map(has_unpack_hook, [getattr(node, field, None) for field in fields]))
 
 
 def has_unpack_hook(saved: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autogram._blocks import Placement
 from autogram._capture.autograd.graph import calls_of
+from autogram._capture.autograd.passes import Pass
 from autogram._capture.places.finding import Finding, infer
 from autogram._capture.places.inference import Edge, are_mixed
 from autogram._capture.places.places import Places
@@ -50,7 +51,8 @@ class Inferred:
         ]
         root = Edge(losses.grad_fn, losses.output_nr)
         start = Places.along(losses.shape, layout.dim)
-        finding, places = infer(root, start, survey.nodes, edges)
+        with Pass(survey.channel).apart():
+            finding, places = infer(root, start, survey.nodes, edges)
         inferred = cls(finding, [()] * len(edges))
         if inferred._take(finding, places, survey, objectives.samples):
             return inferred
@@ -67,7 +69,9 @@ class Inferred:
 
     def look_again(self, survey: Survey, samples: int) -> bool:
         """Takes in the values that decide in a graph of this key. Says whether that was enough."""
-        return self._take(*self.finding.infer_again(survey.nodes), survey, samples)
+        with Pass(survey.channel).apart():
+            found = self.finding.infer_again(survey.nodes)
+        return self._take(*found, survey, samples)
 
     def found(self, survey: Survey) -> dict[Use, tuple[Placement, ...]]:
         """The layouts by use."""
