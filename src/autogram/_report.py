@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from math import prod
 from typing import Any
 
@@ -50,9 +51,9 @@ class ParameterReport:
     share: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """What the last Gramian was computed from. As a string, a report is a table.
+    """What the last Gramian was computed from. As a string, and in a notebook, it is a table.
 
     Attributes:
         samples: The number B of samples, or 1 where the objectives were treated as coupled.
@@ -83,16 +84,41 @@ class Report:
         found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **totals}))
         return found
 
+    def __repr__(self) -> str:
+        if not self.samples:
+            return "Report(no Gramian has been computed yet)"
+        sizes = f"{self.samples} samples, {self.per_sample} objectives of each"
+        counts = f"{len(self.parameters)} parameters, {len(self.uncovered)} uncovered"
+        return f"Report({sizes}, {counts}, {_short(self.flops)}FLOP)"
+
     def __str__(self) -> str:
         if not self.samples:
-            return "No Gramian has been computed yet."
+            return _NOTHING
+        return "\n".join([self._head, "", *in_columns(_table(self.parameters)), "", *self._notes])
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        if not self.samples:
+            return f"<p>{_NOTHING}</p>"
+        head, *lines = [[escape(word) for word in line] for line in _table(self.parameters)]
+        rows = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
+        rows += [f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines]
+        notes = "".join([f"<p>{escape(note)}</p>" for note in self._notes])
+        return f"<p>{escape(self._head)}</p><table>{''.join(rows)}</table>{notes}"
+
+    @property
+    def _head(self) -> str:
+        """What was differentiated."""
         whole = "the whole batch as one sample" if self.samples == 1 else f"{self.samples} samples"
-        lines = [
+        return (
             f"Objectives: {self.per_sample} of {whole}, by {self.per_sample} backward pass"
-            f"{'es' * (self.per_sample > 1)} through the activations, and contractions.",
-            "",
-            *_table(self.parameters),
-            "",
+            f"{'es' * (self.per_sample > 1)} through the activations, and contractions."
+        )
+
+    @property
+    def _notes(self) -> list[str]:
+        """What the table leaves out, a sentence or two each."""
+        lines = [
             "Rows, factors: the cost of either way in multiply-adds and memory traffic. The plan "
             "is the cheaper.",
             f"Contractions: {_short(self.flops)}FLOP. An ordinary backward pass has one pass "
@@ -107,15 +133,16 @@ class Report:
                 "Derived tensors count as if rows of them were formed, and what it costs to pull "
                 "these back is not counted."
             )
-        lines += [f"Not covered: `{name}` {reason}" for name, reason in self.uncovered.items()]
-        return "\n".join(lines)
+        return lines + [f"Not covered: `{name}` {why}" for name, why in self.uncovered.items()]
 
+
+_NOTHING = "No Gramian has been computed yet."
 
 # Why a parameter has no part in the Gramian, by whether it is trainable, `None` if it is left out.
 _UNCOVERED = {
     True: "has no use with a gradient from the losses: its columns of J are zero.",
     False: "does not require a gradient.",
-    None: "is left out of J: the engine's hook on a module around it is inactive.",
+    None: "is left out of J: the engine's hook on its module is inactive.",
 }
 
 
@@ -201,8 +228,8 @@ def _gradient_flops(block: Block | Lookup) -> int:
     return 2 * prod(n for label, n in block.sizes.items() if label != "k")
 
 
-def _table(parameters: Iterable[ParameterReport]) -> list[str]:
-    """The lines of the table, with a line for each parameter."""
+def _table(parameters: Iterable[ParameterReport]) -> list[tuple[str, ...]]:
+    """The words of the table, with a line for each parameter."""
     head = ("parameter", "shape", "calls", "samples in", "found", "plan", "rows", "factors")
     lines: list[tuple[str, ...]] = [(*head, "FLOP", "bytes", "share")]
     lines += [
@@ -220,7 +247,7 @@ def _table(parameters: Iterable[ParameterReport]) -> list[str]:
         )
         for of in parameters
     ]
-    return in_columns(lines)
+    return lines
 
 
 def _call(use: UseReport) -> str:

@@ -127,7 +127,7 @@ def compare(graph: Graph, count: int) -> str:
     try:
         # Copies: the backward pass of `as_strided_scatter` is wrong for a part of a tensor.
         single = [differentiate(*(x[i].clone() for x in cotangents)) for i in range(count)]
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # without a derivative on this device
         return NONE
     if not used:
         return NONE

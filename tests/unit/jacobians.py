@@ -71,6 +71,21 @@ def assert_operator_is(jacobian: Jacobian, expected: Tensor) -> None:
 
     last = [m - 1, 0]
     assert_close_to_reference(flat(jacobian.rows(last), 2), expected[last])
+    assert_is_matrix(jacobian, expected)
+
+
+def assert_is_matrix(jacobian: Jacobian, expected: Tensor) -> None:
+    """Assert that an operator, written like a matrix, acts like an explicit one."""
+    m, n = expected.shape
+    assert (len(jacobian), jacobian.T.shape) == (m, (n, m))
+    found = torch.cat([jacobian[m - 1].unsqueeze(0), jacobian[:-1]])
+    assert_close_to_reference(found, expected.roll(1, 0))
+    v, w = irregular(n, 2).to(expected), irregular(m, 2).to(expected)
+    assert_close_to_reference(jacobian @ v[:, 0], expected @ v[:, 0])
+    assert_close_to_reference(jacobian @ v, expected @ v)
+    assert_close_to_reference(jacobian.T @ w[:, 0], expected.T @ w[:, 0])
+    assert_close_to_reference(jacobian.T @ w, expected.T @ w)
+    assert_close_to_reference(jacobian @ jacobian.T, expected @ expected.T)
 
 
 def assert_accumulates(

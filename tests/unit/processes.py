@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import signal
 import time
 import traceback
 import warnings
@@ -69,6 +70,8 @@ def _run(
     file: Path,
 ) -> None:
     """What one of the processes does."""
+    # A process that a shell has started in the background ignores this signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if platform.system() == "Linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")

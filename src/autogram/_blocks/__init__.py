@@ -3,6 +3,7 @@
 from autogram._blocks.block import Adjoint, Block, block_of_equation, joined, rows_block
 from autogram._blocks.bundle import (
     Bundles,
+    Rows,
     bundled,
     form_in_bundle,
     gram_of_bundle,

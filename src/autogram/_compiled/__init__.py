@@ -1,26 +1,21 @@
 """Models compiled by `torch.compile`: the backend "autogram". See README.md here."""
 
-import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
 
-from autogram._compiled.backend import autogram
 from autogram._compiled.frames import leave_alone
+from autogram._compiled.registration import register
 
 __all__ = ["autogram"]
 
 
-def _is_installed() -> bool:
-    """Whether Dynamo will find the name among the entry points of packages."""
-    try:
-        return bool(distribution("autogram").entry_points)
-    except PackageNotFoundError:
-        return False
+def __getattr__(name: str) -> Any:
+    """The backend, which is imported where something is compiled: the entry point leads here."""
+    if name != "autogram":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from autogram._compiled.backend import autogram
+
+    return autogram
 
 
-# If Dynamo is imported, it may have looked. To import it takes longer than all that is here.
-if "torch._dynamo" in sys.modules or not _is_installed():
-    from torch._dynamo import register_backend
-
-    register_backend(autogram)
-
+register()
 leave_alone()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from autogram._arguments import check_related
 from autogram._errors import InvalidOperandError
-from autogram._jacobian.jacobian import Jacobian, check_jacobian
+from autogram._jacobian.jacobian import Jacobian
+from autogram._jacobian.operator import check_jacobian
 
 
 def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
@@ -25,7 +26,7 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
 
     Raises:
         InvalidOperandError: There is none, one is something else, or two have no parameter in
-            common, or different ones of one name.
+            common, or different ones of one name; or they are on different devices.
 
     Example:
         >>> import torch
@@ -47,6 +48,7 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     names = dict(first._names)
     for other in others:
         check_related(names, other._names)
+        first._parts.check_place(other._parts)
         names.update({p: name for p, name in other._names.items() if p not in names})
     if len(set(names.values())) < len(names):
         name = next(name for name in names.values() if list(names.values()).count(name) > 1)

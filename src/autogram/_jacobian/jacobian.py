@@ -24,20 +24,22 @@ from autogram._capture.autograd.grad import add_to_grad, as_gradients, check_add
 from autogram._capture.autograd.nested import running_pass
 from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
-from autogram._errors import InvalidOperandError, UnsupportedError
+from autogram._errors import UnsupportedError
+from autogram._jacobian.moving import moved_parts
+from autogram._jacobian.operator import MatrixForm, check_jacobian
 from autogram._jacobian.parts import JacobianPart, Parts, dtype_for, zeros_for
 from autogram._jacobian.solve import check_damping, damped_solution
 from autogram._weights import FiniteWeights
 
 
-class Jacobian:
+class Jacobian(MatrixForm):
     """The Jacobian J of m objectives with respect to n parameters, as an implicit operator.
 
     :meth:`autogram.Engine.jacobian` makes a Jacobian. It holds factors and not rows: for each call
     in the forward pass that read a parameter, the cotangent of the output and the input. Every
     method contracts factors, in the order that costs least, and in parts where an intermediate
     result would exceed the engine's memory limit. No method runs a backward pass or needs the
-    graph.
+    graph. ``J @ v``, ``J.T @ w``, ``J[i]`` and ``len(J)`` work as with a matrix.
 
     RAM: the cotangents of all activations that were computed from parameters, times K for K
     objectives per sample. The inputs share their memory with the graph, and stay alive after it.
@@ -90,8 +92,7 @@ class Jacobian:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the results, which is that of the parameters, and at least float32."""
-        found = [columns.dtype for part in self._parts.each for columns in part.columns.values()]
-        dtypes = [dtype for dtype in found if dtype is not None]
+        dtypes = [dtype for part in self._parts.each for dtype in part.dtypes]
         losses = [part.objectives.losses.dtype for part in self._parts.each]
         return reduce(torch.promote_types, dtypes or [*losses, torch.float32])
 
@@ -118,6 +119,13 @@ class Jacobian:
             "and of the parameters of one model. Keep what its methods return, such as `gramian()` "
             "or `rows(slice(None))`."
         )
+
+    def _at(self, device: torch.device) -> Jacobian:
+        if {self.device, *[self._parts.place or p.device for p in self._names]} == {device}:
+            return self
+        parts = moved_parts(self._parts, self._names, device, self._limit)
+        exchanged = self._is_exchanged
+        return Jacobian(parts, self._names, self._limit, self._finite, is_exchanged=exchanged)
 
     @retried_with_less
     def gramian(self) -> Tensor:
@@ -187,7 +195,7 @@ class Jacobian:
             gradients = {}
             for parameter, name in self._names.items():
                 if (gradient := found.get(parameter)) is None:
-                    gradient = zeros_for(parameter, shape, dtype)
+                    gradient = zeros_for(parameter, shape, dtype, self._parts.place)
                 gradients[name] = gradient.to(dtype_for(parameter, dtype))
             sums = dict(zip(self._names, gradients.values(), strict=True))
             self._parts.check_sums("Jᵀ w", sums, w, self.dtype)
@@ -226,7 +234,9 @@ class Jacobian:
             )
         check_addable({p: None for part in self._parts.each for p in part.columns}, self._names)
         with exact(self.device):
-            gradients = as_gradients(self._parts.weighted_sums(self._parts.weights_of(w)).items())
+            sums = self._parts.weighted_sums(self._parts.weights_of(w))
+            there = [(p, None if x is None else x.to(p.device)) for p, x in sums.items()]
+            gradients = as_gradients(there)
             self._parts.check_sums("The gradient Jᵀ w", gradients, w, self.dtype)
             return gradients
 
@@ -293,6 +303,7 @@ class Jacobian:
         """
         check_jacobian(other)
         check_related(self._names, other._names)
+        self._parts.check_place(other._parts)
         with exact(self.device):
             return self._parts.products(other._parts, self._names, self.dtype)
 
@@ -326,25 +337,10 @@ class Jacobian:
             gradients = {}
             for parameter, name in self._names.items():
                 if names is None or name in names:
-                    gradients[name] = zeros_for(parameter, (len(index),), self.dtype)
-                    self._parts.put_rows(gradients[name], parameter, index)
+                    zeros = zeros_for(parameter, (len(index),), self.dtype, self._parts.place)
+                    gradients[name] = zeros
+                    self._parts.put_rows(zeros, parameter, index)
             if names is None:
                 rows = dict(zip(self._names, gradients.values(), strict=True))
                 self._parts.check_sums("A row of J", rows, index, self.dtype, are_rows=True)
             return gradients
-
-    def dense(self) -> Tensor:
-        """J itself, ``(m, n)``, with each parameter's columns in row-major order."""
-        m = self.shape[0]
-        found = zip(self._names, self.rows(slice(None)).values(), strict=True)
-        flat = [as_real(gradient).reshape(m, as_real(p).numel()) for p, gradient in found]
-        return torch.cat([x.to(self.device, self.dtype) for x in flat], 1)
-
-
-def check_jacobian(given: object) -> None:
-    """Refuses what is no Jacobian."""
-    if not isinstance(given, Jacobian):
-        raise InvalidOperandError(
-            f"A {type(given).__name__} was given where a Jacobian is needed. Pass what "
-            "`engine.jacobian` returns."
-        )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autogram._blocks import (
     Columns,
+    Rows,
     Subset,
     bundled,
     gram_of_bundle,
@@ -24,6 +25,7 @@ from autogram._blocks import (
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.witness import Witness
 from autogram._capture.samples.objectives import Objectives
+from autogram._errors import InvalidOperandError
 from autogram._weights import weights_of
 
 
@@ -34,18 +36,28 @@ class JacobianPart:
     objectives: Objectives  # without the graph of the losses
     columns: Mapping[Tensor, Columns]  # of each parameter that the losses reach
     witness: Witness | None = None  # if the pass was verified
+    place: torch.device | None = None  # of all factors, or each is where its parameter is
 
     @classmethod
     def of(cls, run: Run, names: Iterable[Tensor]) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
         losses, batch_dim = run.objectives.losses.detach(), run.objectives.batch_dim
-        columns = {p: of for p in names if (of := run.columns.get(p)) is not None}
+        columns = run.columns
+        if not isinstance(columns, Rows):
+            columns = {p: of for p in names if (of := columns.get(p)) is not None}
         return cls(Objectives(losses, batch_dim), columns, run.witness)
 
     @property
     def m(self) -> int:
         """The number of objectives."""
         return self.objectives.losses.numel()
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the rows."""
+        if isinstance(self.columns, Rows):
+            return [self.columns.dtype]
+        return [x for columns in self.columns.values() if (x := columns.dtype) is not None]
 
     def per_objective(
         self, function: Callable[[Tensor, Columns], Tensor | None], dtype: torch.dtype
@@ -69,7 +81,7 @@ class JacobianPart:
         numbers = self.objectives.in_order(torch.arange(self.m, device="cpu"), 0)
         among = numbers[index]  # (k, b), flattened
         samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
-        found = columns.rows(samples.to(parameter.device))
+        found = columns.rows(samples.to(self.place or parameter.device))
         if found is None:
             return None
         return in_numbers_of(parameter, found[among // self.objectives.samples, b])
@@ -131,6 +143,19 @@ class Parts:
         starts = accumulate(self.sizes[:-1], initial=0)
         self._numbered = list(zip(starts, self.each, strict=True))
 
+    @property
+    def place(self) -> torch.device | None:
+        """The device of all factors, or ``None`` where each is on that of its parameter."""
+        return self.each[0].place
+
+    def check_place(self, other: Parts) -> None:
+        """Refuses parts whose factors were moved elsewhere."""
+        if self.place != other.place:
+            raise InvalidOperandError(
+                "The factors of two Jacobians are on different devices. Pass one that was "
+                "moved: `first.cross_gramian(second.to(first.device))`."
+            )
+
     @cached_property
     def witness(self) -> Witness | None:
         """What products are compared with, if some parts were verified."""
@@ -146,12 +171,12 @@ class Parts:
 
     def directional(self, direction: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """J v, ``(m,)``, for a direction in real numbers, which is zero where it has no tensor."""
-        return self.per_objective(
-            lambda parameter, columns: (
-                columns.directional(direction[parameter]) if parameter in direction else None
-            ),
-            dtype,
-        )
+
+        def along(parameter: Tensor, columns: Columns) -> Tensor | None:
+            v = direction.get(parameter)
+            return None if v is None else columns.directional(v.to(self.place or parameter.device))
+
+        return self.per_objective(along, dtype)
 
     def check_gramian(self, gramian: Tensor | Literal[0]) -> None:
         """Compares J Jᵀ with the witness if there is one."""
@@ -212,7 +237,7 @@ class Parts:
         """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero."""
         totals: dict[Tensor, Tensor | None] = {}
         for part, w in zip(self.each, weights, strict=True):
-            for parameter, found in weighted_sums(part.columns, w).items():
+            for parameter, found in weighted_sums(part.columns, w, self.place).items():
                 if found is not None:
                     found = in_numbers_of(parameter, found)
                 total = totals.get(parameter)
@@ -246,9 +271,15 @@ def _add(total: Tensor, part: Tensor | None) -> None:
         total += part.to(total.device).reshape(total.shape)
 
 
-def zeros_for(parameter: Tensor, first: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros for gradients of a parameter, in its own kind of numbers."""
-    return parameter.new_zeros((*first, *parameter.shape), dtype=dtype_for(parameter, dtype))
+def zeros_for(
+    parameter: Tensor,
+    first: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Zeros for gradients of a parameter, in its own kind of numbers, on a device or on its own."""
+    shape = (*first, *parameter.shape)
+    return parameter.new_zeros(shape, dtype=dtype_for(parameter, dtype), device=device)
 
 
 def dtype_for(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,16 +43,22 @@ class Observer(NamedTuple):
     where the leaf is no tensor, or no gradient reaches it.
     """
 
-    see: Callable[[Gradients, Any], Any]
+    see: Callable[[Gradients, Any, Gradients], Any]
     """Is given the gradients of the arguments, and may return others in their place.
 
-    Called last in each pass that reaches one of the gates, with the result of ``keep``: at the end
-    of the pass, where it does not go on to the arguments.
+    Called last in each pass that reaches the call, with the result of ``keep`` and, if
+    ``has_returned``, the gradients of the returned tensors: at the end of the pass, where it does
+    not go on to the arguments.
     """
     keep: Callable[[Gradients], Any] = lambda gradients: gradients
     """Is given the gradients of the output, and returns what ``see`` needs of them."""
     end: Callable[[Any], None] = lambda _: None
     """Is given the output, which is ``None`` if the forward raised."""
+    has_returned: bool = False
+    """Whether to look at the gradients of the returned tensors, from their uses in the module, too.
+
+    The gate of the output is behind the tensors that the module has made, and sees other uses.
+    """
 
 
 class Gates:
@@ -157,6 +164,7 @@ class _Call:
         self._gates, self._name = gates, name
         self._is_passed_by = False  # whether a silent pass has gone through the gates
         self._kept: dict[int, Any] = {}  # by passes that have reached the output, and not the input
+        self._returned: dict[int, dict[int, Tensor]] = {}  # by these passes, and number of the leaf
         self._of_input: _Form = (0, ())
         self._of_output: _Form = (0, ())
         self._entered: list[tuple[Tensor, Tensor, Any]] | None = None
@@ -178,6 +186,10 @@ class _Call:
         moved = {id(alias) for _, alias in changed}
         places = {_place(alias) for _, alias, _ in entered}
         gated, self._of_output, pairs = self._gated(output, self._see_output, places, moved)
+        if self._observer.has_returned:
+            for i, (tensor, _) in zip(self._of_output[1], pairs, strict=True):
+                if not tensor.is_leaf:  # a parameter lives on, and has its gradient in `.grad`
+                    tensor.register_hook(partial(self._see_returned, i))
         behind = {id(tensor): alias for tensor, alias in pairs}
         returned: dict[int, Tensor] = {}
         for tensor, alias in changed:
@@ -227,10 +239,20 @@ class _Call:
             return
         self._kept[number] = self._observer.keep(_at_leaves(gradients, *self._of_output))
         _, through_gate = self._of_input
-        if not through_gate:
+        if through_gate or self._observer.has_returned:
+            self._finish_at_end(number)
+        else:
             self._finish(number)
-            return
-        # For a pass that ends before the gate of the input, as one to parameters alone does.
+
+    def _see_returned(self, leaf: int, gradient: Tensor) -> None:
+        """A tensor that the module has returned: its uses in the module and behind it have run."""
+        number = torch._C._current_graph_task_id()
+        if number not in SILENT_PASSES:
+            self._returned.setdefault(number, {})[leaf] = gradient
+            self._finish_at_end(number)
+
+    def _finish_at_end(self, number: int) -> None:
+        """For a pass that ends before the gate of the input, as one to parameters alone does."""
         engine: Any = Variable._execution_engine
         engine.queue_callback(lambda: self._end(number))
 
@@ -282,11 +304,13 @@ class _Call:
         of_input = _at_leaves(gradients or (None,) * len(found), size, found)
         if number not in self._kept:
             self._kept[number] = self._observer.keep((None,) * self._of_output[0])
-        return self._observer.see(of_input, self._kept.pop(number))
+        returned = self._returned.pop(number, {})
+        of_returned = tuple([returned.get(leaf) for leaf in range(self._of_output[0])])
+        return self._observer.see(of_input, self._kept.pop(number), of_returned)
 
     def _end(self, number: int) -> None:
         """At the end of a pass: shows that the gate of the arguments was not reached."""
-        if number in self._kept:
+        if number in self._kept or number in self._returned:
             self._finish(number)
 
 
@@ -317,7 +341,7 @@ def gates_of(hook: BackwardHook) -> Gates:
     def observe(module: nn.Module, *_: object) -> Observer:
         reference = weakref.ref(module)
 
-        def see(of_input: Gradients, of_output: Gradients) -> Any:
+        def see(of_input: Gradients, of_output: Gradients, _: Gradients) -> Any:
             module = reference()
             return None if module is None else hook(module, of_input, of_output)
 

@@ -68,8 +68,21 @@ class Call:
 
     @property
     def grad_output(self) -> Any:
-        """The gradients of the output, nested as the output is."""
+        """The gradients of the output from its uses behind the call, nested as the output is.
+
+        An entry is ``None`` where nothing behind the call leads from it to the loss.
+        """
         return self._get("grad_output")
+
+    @property
+    def grad_returned(self) -> Any:
+        """The gradients of the returned tensors from all their uses, nested as the output is.
+
+        The module may use a tensor itself that it returns, such as an attention map. This is the
+        gradient that ``retain_grad`` keeps without hooks. An entry is ``None`` where the tensor is
+        a leaf, such as a parameter, or no gradient reaches it. For ``capture(returned=True)``.
+        """
+        return self._get("grad_returned")
 
     def __repr__(self) -> str:
         return f"Call({self.name!r}, index={self.index}, {', '.join(self._values) or 'empty'})"
@@ -112,6 +125,7 @@ def capture(
     inputs: bool = True,
     outputs: bool = True,
     gradients: bool = True,
+    returned: bool = False,
     detach: bool = True,
     copy: bool = False,
     device: torch.device | str | None = None,
@@ -131,6 +145,8 @@ def capture(
         inputs: Whether to keep arguments and, with ``gradients``, their gradients.
         outputs: Whether to keep the output and, with ``gradients``, its gradients.
         gradients: Whether to keep gradients.
+        returned: Whether to keep the gradients of the returned tensors, too, from their uses inside
+            of the module and behind it: :attr:`Call.grad_returned`.
         detach: Whether to keep tensors without their graph.
         copy: Whether to keep copies. Otherwise a tensor shares its memory with the network; if the
             network changes the tensor in place, reading it raises an error.
@@ -164,7 +180,8 @@ def capture(
     to = None if device is None else torch.device(device)
     take = partial(_taken, detach=detach, copy=copy, device=to)
     names = {id(module): name for name, module in modules.items()}
-    captured = _Captured(names, take, inputs, outputs, gradients, limit, keep)
+    has_returned = gradients and returned
+    captured = _Captured(names, take, inputs, outputs, gradients, has_returned, limit, keep)
     with HookManager() as manager:
         gates = Gates(captured.begin, has_gradients=gradients)
         manager.register(gates, modules, kind="backward", name="capture")
@@ -204,6 +221,7 @@ class _Captured:
     inputs: bool
     outputs: bool
     gradients: bool
+    returned: bool
     limit: int | None
     keep: KeepFunction | None
 
@@ -227,7 +245,7 @@ class _Captured:
             if self.limit is not None and len(calls) > self.limit:
                 del calls[0]
         watch = _Watch(self, call, args, kwargs)
-        return Observer(watch.see, watch.keep, watch.end)
+        return Observer(watch.see, watch.keep, watch.end, has_returned=self.returned)
 
     def complete(self, call: Call) -> None:
         """Replaces a call by the result of the user's function ``keep``."""
@@ -275,12 +293,15 @@ class _Watch:
         if call is not None and self._captured.outputs and gradients:
             call._values["grad_output"] = self._captured.take(_filled(self._output, gradients))
 
-    def see(self, gradients: Gradients, kept: None) -> None:
-        """Takes in the gradients of the arguments, which come last."""
+    def see(self, gradients: Gradients, kept: None, returned: Gradients) -> None:
+        """Takes in the gradients of the arguments and of what was returned, which come last."""
         del kept
         call = self._call()
         if call is None:
             return
+        if self._captured.returned:
+            values = self._captured.take(_filled(self._output, returned))
+            call._values["grad_returned"] = values
         if self._captured.inputs:
             args, kwargs = _filled(self._arguments, gradients)
             call._values["grad_args"] = self._captured.take(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -10,7 +10,16 @@ from torch import nn
 
 from autogram._errors import HookError, in_columns, listed
 from autogram.hooks.handle import Handle, HookKind
-from autogram.hooks.selection import Modules, Where, check_function, check_kind, name_of, select
+from autogram.hooks.selection import (
+    Modules,
+    Where,
+    check_function,
+    check_kind,
+    described,
+    ids_inside,
+    name_of,
+    select,
+)
 
 
 class HookManager:
@@ -124,44 +133,114 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> list[Handle]:
-        """The handles with a module, a function, a kind and a name, as far as these are given."""
+        """The handles of some hooks, in the order of registration: all, or those that fit.
+
+        Args:
+            module: The module of a hook, or a module around it, which need not have a hook.
+            function: The function.
+            kind: The kind.
+            name: The name under which the function was registered, by default the function's own.
+
+        Raises:
+            HookError: ``kind`` is unknown, or ``module`` is no module.
+        """
         if kind is not None:
             check_kind(kind)
+        inside = None if module is None else ids_inside(module)
         return [
             handle
             for handle in self
-            if (module is None or handle.module is module)
+            if (inside is None or id(handle.module) in inside)
             and (function is None or handle.function == function)
             and (kind is None or handle.kind == kind)
             and (name is None or handle.name == name)
         ]
 
-    def activate(self, **filters: Any) -> None:
-        """Lets hooks be called: all, or those that :meth:`handles` finds by the same filters."""
-        self._switch(self.handles(**filters), is_on=True)
+    def activate(
+        self,
+        *,
+        module: nn.Module | None = None,
+        function: Any = None,
+        kind: HookKind | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Lets hooks be called: all, or those that fit filters, which are as for :meth:`handles`.
 
-    def deactivate(self, **filters: Any) -> None:
-        """Lets modules run as if these hooks were not there."""
-        self._switch(self.handles(**filters), is_on=False)
+        A module stands for all modules inside of it, too.
 
-    def active(self, **filters: Any) -> AbstractContextManager[None]:
+        Raises:
+            HookError: Filters fit no hook.
+        """
+        handles = self._fitting(module=module, function=function, kind=kind, name=name)
+        self._switch(handles, is_on=True)
+
+    def deactivate(
+        self,
+        *,
+        module: nn.Module | None = None,
+        function: Any = None,
+        kind: HookKind | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Lets modules run as if these hooks were not there. As :meth:`activate`."""
+        handles = self._fitting(module=module, function=function, kind=kind, name=name)
+        self._switch(handles, is_on=False)
+
+    def active(
+        self,
+        *,
+        module: nn.Module | None = None,
+        function: Any = None,
+        kind: HookKind | None = None,
+        name: str | None = None,
+    ) -> AbstractContextManager[None]:
         """Activates hooks inside of a block. At its end, they are as they were before."""
-        return self._switched(is_on=True, **filters)
+        handles = self._fitting(module=module, function=function, kind=kind, name=name)
+        return self._switched(handles, is_on=True)
 
-    def inactive(self, **filters: Any) -> AbstractContextManager[None]:
+    def inactive(
+        self,
+        *,
+        module: nn.Module | None = None,
+        function: Any = None,
+        kind: HookKind | None = None,
+        name: str | None = None,
+    ) -> AbstractContextManager[None]:
         """Deactivates hooks inside of a block. At its end, they are as they were before."""
-        return self._switched(is_on=False, **filters)
+        handles = self._fitting(module=module, function=function, kind=kind, name=name)
+        return self._switched(handles, is_on=False)
 
-    def remove(self, **filters: Any) -> None:
-        """Takes hooks off their modules for good."""
-        for handle in self.handles(**filters):
+    def remove(
+        self,
+        *,
+        module: nn.Module | None = None,
+        function: Any = None,
+        kind: HookKind | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Takes hooks off their modules for good. As :meth:`activate`."""
+        handles = self._fitting(module=module, function=function, kind=kind, name=name)
+        for handle in handles:
             handle.remove()
 
+    def _fitting(self, **filters: Any) -> list[Handle]:
+        """The handles that fit filters. Raises where there are filters and no handle fits."""
+        handles = self.handles(**filters)
+        if not handles and (wanted := described(filters)):
+            there = [f"`{handle.id}` ({handle.kind})" for handle in self]
+            raise HookError(
+                f"No hook fits {wanted}. "
+                + (f"There are {listed(there)}. " if there else "None is registered. ")
+                + "Pass the module, the function, the kind or the `name` of a hook, as "
+                "`print(manager)` shows them, or a module around its module."
+            )
+        return handles
+
     @contextmanager
-    def _switched(self, *, is_on: bool, **filters: Any) -> Iterator[None]:
+    def _switched(self, handles: Sequence[Handle], *, is_on: bool) -> Iterator[None]:
         """Switches hooks, and puts them back. Those registered meanwhile stay as they are."""
-        before = [(handle, handle.is_active) for handle in self.handles(**filters)]
-        self._switch([handle for handle, _ in before], is_on=is_on)
+        before = [(handle, handle.is_active) for handle in handles]
+        self._switch(handles, is_on=is_on)
         try:
             yield
         finally:
@@ -206,6 +285,11 @@ class HookManager:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        handles = list(self)
+        active = sum(handle.is_active for handle in handles)
+        return f"HookManager({len(handles)} hooks, {active} active)"
 
     def __str__(self) -> str:
         lines = [("hook", "module", "kind", "")]

@@ -82,6 +82,27 @@ def _fits(where: Where, name: str, module: nn.Module) -> bool:
     return bool(where(name, module))
 
 
+def ids_inside(module: Any) -> set[int]:
+    """The ``id`` of a module and of each one inside of it."""
+    if not isinstance(module, nn.Module):
+        raise HookError(
+            f"The filter `module` is a {type(module).__name__}. Pass a module, such as "
+            "`model.encoder`; a hook itself is `manager[id]`."
+        )
+    return {id(x) for x in module.modules()}
+
+
+def described(filters: Mapping[str, Any]) -> str:
+    """Filters in a message: empty where there are none."""
+    texts = []
+    for key, value in filters.items():
+        if isinstance(value, nn.Module):
+            texts.append(f"the module `{type(value).__name__}`")
+        elif value is not None:
+            texts.append(f"{key}=`{name_of(value)}`" if callable(value) else f"{key}={value!r}")
+    return ", ".join(texts)
+
+
 def check_kind(kind: str) -> None:
     """Refuses a kind that does not exist."""
     if kind not in get_args(HookKind):

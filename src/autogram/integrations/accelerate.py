@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
-
 from autogram import Engine, UnsupportedError
+from autogram._extras import extra
 from autogram._losses import Losses
 from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
+
+with extra("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
 __all__ = ["Accelerated"]
 

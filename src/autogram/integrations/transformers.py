@@ -10,16 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from autogram import Engine, InvalidLossesError, UnsupportedError
+from autogram._extras import extra
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
 from autogram.integrations._refused_arguments import refuse
 from autogram.integrations._sample_losses import losses_by_function, losses_by_labels
-from autogram.integrations.accelerate import Accelerated, refuse_other_engines
 from autogram.monitor import ConflictMonitor
+
+with extra("transformers"):
+    from transformers import Trainer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from autogram.integrations.accelerate import Accelerated, refuse_other_engines
 
 __all__ = ["JacobianTrainer"]
 
@@ -111,7 +115,7 @@ class JacobianTrainer(Trainer):
         if not self._is_compared:
             self._is_compared = True
             plain, counts = losses_by_labels(logits.detach(), labels, smoothing=0.0, **options)
-            _compare(outputs.get("loss"), (plain * counts).sum() / counts.sum())
+            _refuse_another_mean(outputs.get("loss"), (plain * counts).sum() / counts.sum())
         smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
         return losses_by_labels(logits, labels, smoothing=smoothing, **options)[0]
 
@@ -176,7 +180,7 @@ class JacobianTrainer(Trainer):
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def _compare(own: Any, mean: Tensor) -> None:
+def _refuse_another_mean(own: Any, mean: Tensor) -> None:
     """Refuses losses of samples whose mean is not the model's own loss.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autogram._arguments import check_square, count_of
 from autogram._errors import UnsupportedError
 from autogram._weights import Weighting, check_weighting
-from autogram.monitor._numbers import Numbers, entropy_of, numbers_of, ratio
+from autogram.monitor._numbers import Numbers, defined, entropy_of, numbers_of, ratio
 
 
 class ConflictMonitor:
@@ -115,8 +115,8 @@ class ConflictMonitor:
 
         Returns:
             The ratio of the averages, which has a smaller bias than the average of the ratios. It
-            is infinite if the average of the signal is not positive, and not a number without a
-            look. All losses must have the same scale.
+            is not a number without a look, or if the average of the signal is not positive: the
+            noise hides the signal. All losses must have the same scale.
 
         Raises:
             InvalidOptionError: ``last`` is not positive.
@@ -151,6 +151,11 @@ class ConflictMonitor:
         """
         scalars = {**vars(self.latest()), "noise_scale": self.noise_scale()}
         return {prefix + name: value for name, value in scalars.items()}
+
+    def __repr__(self) -> str:
+        name = getattr(self.weighting, "__name__", None) or repr(self.weighting)
+        looks = f"{len(self._looks)} looks at {self._seen} Gramians"
+        return f"ConflictMonitor({name}, every={self.every}, {looks})"
 
     def reset(self) -> None:
         """Forgets everything that was seen."""
@@ -187,4 +192,5 @@ class ConflictMonitor:
         looks = list(self._looks)[len(self._looks) - count :]
         if len({look.device for look in looks}) > 1:
             looks = [look.cpu() for look in looks]
-        return [Numbers(*row) for row in torch.stack(looks).tolist()] if looks else []
+        rows = torch.stack(looks).tolist() if looks else []
+        return [Numbers(*map(defined, row)) for row in rows]

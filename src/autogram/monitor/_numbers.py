@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import inf, isnan, log, nan
+from math import isfinite, log, nan
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class Numbers:
     """One Gramian, and the weights that it led to, in a few numbers.
 
     Numbers that are not defined are NaN: those of pairs for a single objective, and all numbers of
-    a Gramian that is not finite.
+    a Gramian that is not finite. None is infinite.
 
     Attributes:
         conflicting: Share of the pairs of objectives whose gradients have a negative inner product.
@@ -53,7 +53,10 @@ class Numbers:
 
     @property
     def noise_scale(self) -> float:
-        """``noise / signal``: the batch size at which both are equal, from this Gramian alone."""
+        """``noise / signal``: the batch size at which both are equal, from this Gramian alone.
+
+        Not a number where the estimate of the signal is not positive.
+        """
         return ratio(self.noise, self.signal)
 
 
@@ -128,7 +131,11 @@ def entropy_of(weights: Tensor) -> Tensor:
 
 
 def ratio(noise: float, signal: float) -> float:
-    """Noise over signal; infinite where the estimate of the signal is not positive."""
-    if isnan(noise) or isnan(signal):
-        return nan
-    return noise / signal if signal > 0 else inf
+    """Noise over signal; not a number where the estimate of the signal is not positive."""
+    quotient = noise / signal if signal > 0 else nan
+    return defined(quotient)
+
+
+def defined(number: float) -> float:
+    """A number, or NaN in place of an infinite one: a trace may be too large for the dtype."""
+    return number if isfinite(number) else nan

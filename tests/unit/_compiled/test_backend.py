@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autogram import CompiledPartWarning, Engine, UnseenUseError
+from autogram import CompiledPartWarning, Engine, UnseenUseError, _compiled
 from autogram._compiled import autogram, backend
 from tests.unit._compiled.compiling import assert_steps, compiled, counted_parts
 
@@ -43,24 +43,39 @@ def test_registered_on_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_import_leaves_dynamo_alone_if_there_is_an_entry_point(is_installed: bool) -> None:
-    """Importing Dynamo takes as long as importing torch. Without an entry point, it must be."""
-    code = (
-        "import sys\n"
-        "from importlib import metadata\n"
-        "others = metadata.distribution\n"
-        "def distribution(name):\n"
-        "    if name != 'autogram': return others(name)\n"
-        f"    if {is_installed}: return type('D', (), {{'entry_points': [name]}})\n"
-        "    raise metadata.PackageNotFoundError(name)\n"
-        "metadata.distribution = distribution\n"
-        "import autogram\n"
-        f"assert ('torch._dynamo' in sys.modules) != {is_installed}\n"
-        "from torch._dynamo.backends.registry import _COMPILER_FNS\n"
-        f"assert ('autogram' in _COMPILER_FNS) != {is_installed}"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+# Hides the metadata of an installation.
+UNINSTALLED = """
+from importlib.metadata import MetadataPathFinder
+find = MetadataPathFinder.find_distributions
+def others(*args, **kwargs):
+    return [x for x in find(*args, **kwargs) if x.metadata["Name"] != "autogram"]
+MetadataPathFinder.find_distributions = others
+"""
+IMPORTED = """
+import sys, torch
+before = set(sys.modules)
+import autogram
+new = set(sys.modules) - before
+owners = {name.split(".")[0] for name in new} - set(sys.stdlib_module_names)
+assert owners <= {"autogram", "opt_einsum"}, owners
+assert "autogram._compiled.backend" not in new
+import torch._dynamo
+assert "autogram._compiled.backend" not in sys.modules
+backend = torch._dynamo.lookup_backend("autogram")
+assert backend is autogram._compiled.autogram
+assert backend.__module__ == "autogram._compiled.backend"
+"""
+
+
+@pytest.mark.parametrize("before", ["", UNINSTALLED], ids=["as here", "from the source"])
+def test_import_leaves_dynamo_alone(before: str) -> None:
+    """Importing Dynamo takes as long as importing torch. It finds the backend when it looks."""
+    subprocess.run([sys.executable, "-c", before + IMPORTED], check=True)
+
+
+def test_no_other_name_is_in_the_package() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'other'"):
+        _ = _compiled.other
 
 
 @pytest.mark.filterwarnings("ignore:A compiled part hides")

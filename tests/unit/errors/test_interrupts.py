@@ -165,8 +165,6 @@ def test_anywhere(name: str, is_new: bool) -> None:
 def signals(rank: int) -> None:
     """Real ones, of another thread."""
     del rank
-    # A process that a shell has started in the background ignores this signal.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     trial, draw, interrupted = Trial(), random.Random(0), 0
     for number in range(100):
         losses, call, has_ended = trial.losses(), [*CALLS.values()][number % len(CALLS)], False

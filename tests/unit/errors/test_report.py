@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -33,6 +34,74 @@ def test_nothing_was_computed() -> None:
     engine = Engine(mlp())
     assert str(engine) == "No Gramian has been computed yet."
     assert engine.report().to_dict()["parameters"] == []
+
+
+def test_short_texts() -> None:
+    """One line each, where a notebook or a debugger shows the object; `print` shows the table."""
+    model, head = mlp(), nn.Linear(1, 1)
+    engine = Engine(model, head, batch_dim=None)
+    assert repr(engine) == "Engine(Sequential, Linear; 6 parameters, batch_dim=None)"
+    assert repr(engine.report()) == "Report(no Gramian has been computed yet)"
+    engine = Engine(model)
+    losses = model(batch(5, 3))
+    engine.compute_gramian(losses)
+    assert repr(engine) == "Engine(Sequential; 4 parameters, batch_dim='auto')"
+    report = engine.report()
+    flops = str(report).split("Contractions: ")[1].split("FLOP")[0]
+    assert repr(report) == (
+        f"Report(5 samples, 2 objectives of each, 4 parameters, 0 uncovered, {flops}FLOP)"
+    )
+    engine.remove()
+    assert repr(engine) == "Engine(removed)"
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells, row by row, and of paragraphs."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.paragraphs: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert self.open == [], "an element is not closed"
+
+    def handle_starttag(self, tag: str, _: Any) -> None:
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+        elif self.open[-1] == "p":
+            self.paragraphs.append(data)
+
+
+def test_a_table_in_a_notebook() -> None:
+    """The same words as of `print`, and names cannot be elements."""
+    model = nn.ModuleDict({"<b>&": nn.Linear(3, 2), "frozen": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    engine = Engine(model)
+    engine.compute_gramian(per_sample(model["<b>&"](batch(5, 3))))
+    report = engine.report()
+    html = report._repr_html_()
+    cells = Cells(html)
+    assert "&lt;b&gt;&amp;.weight" in html
+    head, *rows = cells.rows
+    assert head[:3] == ["parameter", "shape", "calls"]
+    assert [row[0] for row in rows] == ["<b>&.weight", "<b>&.bias"]
+    text = str(report)
+    assert all(paragraph in text for paragraph in cells.paragraphs)
+    assert sum(map(len, cells.paragraphs)) > len(text) / 3
+    assert "frozen.weight" in " ".join(cells.paragraphs)
+
+
+def test_a_table_in_a_notebook_before_the_first_gramian() -> None:
+    assert Report()._repr_html_() == "<p>No Gramian has been computed yet.</p>"
 
 
 def test_numbers_of_a_linear_layer() -> None:
@@ -157,15 +226,20 @@ def test_a_derived_tensor() -> None:
         pytest.param(lambda x, p: F.embedding((x > 0).long(), 2 * p)[..., 0], (2, 1), id="lookup"),
     ],
 )
-@pytest.mark.parametrize("batch_dim", [0, None])
 def test_derived_tensors_with_dimensions_of_size_one(
-    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], batch_dim: int | None
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
 ) -> None:
     model = call(function, shape)()
-    of = report_on(model, batch(4, 3), batch_dim=batch_dim).parameters
+    of = report_on(model, batch(4, 3), batch_dim=0).parameters
     assert len(of) == 1
     assert of[0].uses[0].is_derived
     assert of[0].flops > 0
+
+
+def test_rows_of_objectives_of_the_whole_batch() -> None:
+    """The report names the passes, and no call of the model."""
+    of = report_on(call(lambda x, p: x * p.exp(), ())(), batch(4, 3), batch_dim=None).parameters
+    assert [use.function for use in of[0].uses] == ["an ordinary pass"]
 
 
 class Multiplied(nn.Module):

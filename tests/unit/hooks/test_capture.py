@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autogram import ChangedTensorError, Engine, HookError, InvalidModulesError
 from autogram.hooks import Call, HookManager, capture
+from autogram.testing import reference_jacobian
 from tests.speed.captured import CAPTURES, Genomic, peak_bytes, step
 from tests.unit.alive import live_tensors
 
@@ -73,6 +74,102 @@ def test_attention_and_its_gradients(x: Tensor) -> None:
     assert_close(grad_given, torch.autograd.grad(found, given, grad_y)[0])
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_gradients_of_what_is_returned(x: Tensor, is_first: bool) -> None:
+    """Of all uses, in the module and behind it, in each of some passes, as `retain_grad` has it."""
+    module, x = Attention(), x.requires_grad_(not is_first)
+    scale = nn.Parameter(torch.tensor(0.5))
+
+    def losses_of(output: tuple[Tensor, dict[str, Tensor]], step: int) -> Tensor:
+        uses = [output[0].square().sum(), output[1]["map"].pow(3).sum()]
+        return (uses[0], uses[1], uses[0] + uses[1])[step]
+
+    with capture(nn.ModuleDict({"attn": module}), where="attn", returned=True) as calls:
+        output = module(x, scale=scale)
+        (call,) = calls["attn"]
+        for step in (2, 0, 1, 2):
+            losses_of(output, step).backward(retain_graph=True)
+            plain = module.forward(x, scale=scale)
+            for tensor in (plain[0], plain[1]["map"]):
+                tensor.retain_grad()
+            losses_of(plain, step).backward()
+            y, maps = call.grad_returned
+            for found, expected in ((y, plain[0].grad), (maps["map"], plain[1]["map"].grad)):
+                assert (found is None) == (expected is None)
+                assert found is None or torch.equal(found, expected)
+
+
+class Maps(nn.Module):
+    """A map that is returned and used by nothing behind, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.out: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = self.weight.softmax(-1)
+        self.out.append(maps @ x)
+        return maps, self.weight
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_call_whose_output_is_used_inside_alone(x: Tensor) -> None:
+    """No gate is reached. The function `keep` is called, and nothing stays on the parameter."""
+    model = nn.ModuleDict({"maps": Maps()})
+    with capture(model, where="maps", returned=True, keep=lambda call: call.grad_returned) as kept:
+        model.maps(x)
+        model.maps.out.pop().square().sum().backward()
+        (maps, weight) = kept["maps"][0]
+    plain = model.maps.weight.detach().softmax(-1).requires_grad_()
+    (plain @ x).square().sum().backward()
+    assert_close(maps, plain.grad)
+    assert weight is None
+    assert not model.maps.weight._backward_hooks
+
+
+def test_gradients_of_what_is_returned_take_no_memory_where_they_are_those_of_the_output(
+    x: Tensor,
+) -> None:
+    model = Model()
+    with capture(model, where=nn.Linear, returned=True) as calls:
+        model(x).square().sum().backward()
+    for (call,) in calls.values():
+        assert call.grad_returned.data_ptr() == call.grad_output.data_ptr()
+
+
+def is_attention(_: str, module: nn.Module) -> bool:
+    """Whether a module of transformers computes the maps."""
+    return type(module).__name__ in ("BertSelfAttention", "ViTAttention")
+
+
+@pytest.mark.parametrize("kind", ["Bert", "ViT"])
+def test_attention_of_transformers(kind: str) -> None:
+    """The maps that eager attention returns are used inside of the call alone."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 16}
+    if kind == "Bert":
+        config = transformers.BertConfig(**sizes, vocab_size=20, attn_implementation="eager")
+        inputs = torch.randint(20, (2, 5))
+    else:
+        images = {"image_size": 4, "patch_size": 2}
+        config = transformers.ViTConfig(**sizes, **images, attn_implementation="eager")
+        inputs = torch.randn(2, 3, 4, 4)
+    model = getattr(transformers, f"{kind}Model")(config).to(torch.get_default_dtype()).eval()
+    output = model(inputs, output_attentions=True)
+    for maps in output.attentions:
+        maps.retain_grad()
+    output.last_hidden_state.square().sum().backward()
+    with capture(model, where=is_attention, inputs=False, returned=True) as calls:
+        model(inputs).last_hidden_state.square().sum().backward()
+    assert len(calls) == 2
+    for (call,), maps in zip(calls.values(), output.attentions, strict=True):
+        assert_close(call.output[1], maps.detach())
+        assert call.grad_output[1] is None
+        assert_close(call.grad_returned[1], maps.grad)
+
+
 class Shared(nn.Module):
     """One ReLU with two shapes, whose gradients come in the order of the calls."""
 
@@ -115,18 +212,20 @@ def test_gradients_behind_the_block(x: Tensor) -> None:
     assert len(calls["encoder.0.linear"]) == 1
 
 
-@pytest.mark.parametrize("name", ["inputs", "outputs", "gradients"])
+@pytest.mark.parametrize("name", ["inputs", "outputs", "gradients", "returned"])
 def test_what_is_not_wanted_is_not_kept(x: Tensor, name: str) -> None:
     model = Model()
-    with capture(model, where=nn.Linear, **{name: False}) as calls:
+    with capture(model, where=nn.Linear, **{"returned": True, name: False}) as calls:
         model(x).sum().backward()
     call = calls["encoder.0.linear"][0]
+    gradients = ["grad_args", "grad_kwargs", "grad_output", "grad_returned"]
     fields = {
         "inputs": ["args", "kwargs", "grad_args", "grad_kwargs"],
         "outputs": ["output", "grad_output"],
-        "gradients": ["grad_args", "grad_kwargs", "grad_output"],
+        "gradients": gradients,
+        "returned": ["grad_returned"],
     }[name]
-    for field in ("args", "kwargs", "output", "grad_args", "grad_kwargs", "grad_output"):
+    for field in ("args", "kwargs", "output", *gradients):
         assert (getattr(call, field) is None) == (field in fields)
 
 
@@ -184,12 +283,18 @@ def test_checkpoints(x: Tensor) -> None:
 def test_passes_of_an_engine_leave_no_gradients(x: Tensor) -> None:
     model = Model()
     engine = Engine(model)
-    with capture(model, where=nn.Linear) as calls:
+    with capture(model, where="encoder.1.*", returned=True) as calls:
         losses = model(x)
-        engine.compute_gramian(losses)
-        assert calls["encoder.0.linear"][0].grad_output is None
+        gramian = engine.compute_gramian(losses)
+        (linear,), (attn,) = calls["encoder.1.linear"], calls["encoder.1.attn"]
+        for call in (linear, attn):
+            assert call.grad_output is call.grad_returned is None
         losses.sum().backward()
-    assert calls["encoder.0.linear"][0].grad_output is not None
+    for call in (linear, attn):
+        assert call.grad_output is not None
+        assert call.grad_returned is not None
+    rows = reference_jacobian(model(x), model.parameters())
+    assert_close(gramian, rows @ rows.T)
 
 
 def test_what_is_changed_in_place(x: Tensor) -> None:

@@ -39,18 +39,17 @@ def test_series_of_steps_in_which_hooks_are_switched() -> None:
     by_name = dict(model.named_parameters())
     every = list(by_name)
     without_encoder = ["scale", "encoder.2.0.weight", "head.bias"]  # the head has the weight too
+    without_inner = [name for name in every if name != "encoder.2.0.bias"]
     steps: list[tuple[Callable[[], None], list[str]]] = [
         (lambda: None, every),
         (lambda: engine.hooks.deactivate(module=encoder), without_encoder),
         (lambda: None, without_encoder),
-        (lambda: engine.hooks.deactivate(module=inner), without_encoder),
-        (
-            lambda: engine.hooks.activate(module=encoder),
-            [n for n in every if n != "encoder.2.0.bias"],
-        ),
+        (lambda: engine.hooks.activate(module=inner), [*without_encoder, "encoder.2.0.bias"]),
+        (lambda: engine.hooks.activate(module=encoder), every),
+        (lambda: engine.hooks.deactivate(module=inner), without_inner),
         (
             lambda: engine.hooks.deactivate(module=model.head),
-            [n for n in every if n not in ("encoder.2.0.bias", "encoder.2.0.weight", "head.bias")],
+            [n for n in without_inner if n not in ("encoder.2.0.weight", "head.bias")],
         ),
         (lambda: engine.hooks.activate(), every),
         (lambda: None, every),
@@ -67,6 +66,33 @@ def test_series_of_steps_in_which_hooks_are_switched() -> None:
         engine.verify(losses)
         left_out = {n for n, why in engine.report().uncovered.items() if "left out of J" in why}
         assert left_out == set(every) - set(names)
+
+
+def test_a_container_is_shown_as_it_is() -> None:
+    """The table has the state of each module, and says what is in J."""
+    model = Model()
+    engine = Engine(model)
+    engine.hooks.deactivate(module=model.encoder)
+    engine.hooks.activate(module=model.encoder[0])
+    rows = [line.split() for line in str(engine.hooks).splitlines()[1:]]
+    states = {row[0]: row[-1] for row in rows}
+    names = {name.split("[")[1].rstrip("]"): state for name, state in states.items()}
+    is_off = ["encoder", "encoder.2", "encoder.2.0"]  # the module without parameters has no hook
+    assert [name for name, state in names.items() if state == "inactive"] == is_off
+    jacobian = engine.jacobian(model(torch.randn(4, 3)))
+    assert "encoder.0.weight" in jacobian.names
+    assert "encoder.2.0.bias" not in jacobian.names
+
+
+def test_modules_that_came_later_are_as_their_container() -> None:
+    """They have no hook of their own."""
+    model = Model()
+    engine = Engine(model)
+    model.encoder.append(nn.Linear(4, 4))
+    names = {"encoder.3.weight", "encoder.3.bias"}
+    assert names <= {*engine.jacobian(model(torch.randn(4, 3))).names}
+    engine.hooks.deactivate(module=model.encoder)
+    assert not names & {*engine.jacobian(model(torch.randn(4, 3))).names}
 
 
 def test_the_step_gives_gradients_to_what_is_left_out() -> None:

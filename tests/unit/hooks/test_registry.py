@@ -118,6 +118,67 @@ def test_filters() -> None:
     assert next(iter(manager)) is manager["after[1.0]"]
 
 
+@pytest.mark.parametrize("act", ["activate", "deactivate", "active", "inactive", "remove"])
+def test_a_container_is_all_that_is_inside(act: str) -> None:
+    """Whether it has a hook of its own or not: the same for each method, and for `handles`."""
+    model, notes, manager = make_model(), Notes(), HookManager()
+    manager.register(notes.after, model, where=nn.Tanh, active=act not in ("activate", "active"))
+    assert [h.id for h in manager.handles(module=model[1])] == ["after[1.0]"]
+    assert manager.handles(module=model) == manager.handles()
+    rows = [line.split() for line in str(manager).splitlines()]
+    result = getattr(manager, act)(module=model[1])
+    if act in ("active", "inactive"):
+        result.__enter__()
+    now = [line.split() for line in str(manager).splitlines()]
+    assert [row[0] for row in rows if row not in now] == ["after[1.0]"]
+    if act in ("active", "inactive"):
+        result.__exit__(None, None, None)
+        assert [line.split() for line in str(manager).splitlines()] == rows
+
+
+NOTHING = [
+    (lambda model: {"module": model[0]}, "the module `Linear`"),
+    (lambda model: {"module": model[1], "name": "first"}, "the module `Sequential`.*name='first'"),
+    (lambda _: {"function": print}, r"function=`print`"),
+    (lambda _: {"kind": "backward"}, "kind='backward'"),
+    (lambda _: {"name": "aft*"}, r"name='aft\*'"),
+]
+
+
+@pytest.mark.parametrize("act", ["activate", "deactivate", "active", "inactive", "remove"])
+@pytest.mark.parametrize(("filters", "message"), NOTHING, ids=[x[1] for x in NOTHING])
+def test_filters_that_fit_nothing(act: str, filters: Any, message: str) -> None:
+    """An error says what there is, before a block is entered, and nothing changes."""
+    model, notes, manager = make_model(), Notes(), HookManager()
+    manager.register(notes.after, model, where=nn.Tanh)
+    manager.register(notes.before, model[2], kind="forward_pre", name="first")
+    there = r"There are `after\[1\.0\]` \(forward\), .*`first\[.*\]` \(forward_pre\)"
+    with pytest.raises(HookError, match=rf"No hook fits {message}.*{there}"):
+        getattr(manager, act)(**filters(model))
+    assert len(manager) == 3
+    assert manager.is_active
+
+
+def test_filters_where_nothing_is_registered() -> None:
+    """Without filters, there is nothing to do."""
+    manager = HookManager()
+    manager.deactivate()
+    manager.remove()
+    with pytest.raises(HookError, match=r"No hook fits kind='forward'\. None is registered\."):
+        manager.deactivate(kind="forward")
+
+
+def test_a_name_is_no_module() -> None:
+    manager = HookManager()
+    with pytest.raises(HookError, match=r"The filter `module` is a .*str\. Pass a module"):
+        manager.handles(module="encoder")  # type: ignore[arg-type]
+
+
+def test_a_filter_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match="modul"):
+        HookManager().deactivate(modul=TANH)  # type: ignore[call-arg]
+
+
 def test_switching() -> None:
     """An inactive hook is not registered with PyTorch."""
     model, notes, manager = make_model(), Notes(), HookManager()
@@ -306,6 +367,15 @@ def test_the_table() -> None:
         "backward[Linear]  Linear  backward  inactive",
     ]
     assert repr(manager["after[2]"]) == "Handle('after[2]', kind='forward', active)"
+
+
+def test_a_short_text() -> None:
+    """One line, however many hooks there are."""
+    manager, notes, model = HookManager(), Notes(), make_model()
+    assert repr(manager) == "HookManager(0 hooks, 0 active)"
+    manager.register(notes.after, model, where="*")
+    manager.register(notes.before, model[0], kind="forward_pre", active=False)
+    assert repr(manager) == "HookManager(7 hooks, 6 active)"
 
 
 TANH = nn.Tanh()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +12,11 @@ from torch.utils.data import DataLoader
 
 from autogram.integrations.lightning import JacobianDescent
 from tests.unit.integrations.weightings import weighting
+
+# Lightning gives advice on loaders, and calls what PyTorch has deprecated.
+WITHOUT_ADVICE = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec"
+)
 
 
 class Plain(lightning.LightningModule):

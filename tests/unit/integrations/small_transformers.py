@@ -47,12 +47,12 @@ def language_model() -> nn.Module:
 
 def texts(count: int = 18) -> list[dict[str, Tensor]]:
     """Tokens, with padding, and a class."""
-    found = []
+    samples = []
     for i in range(count):
         ids, mask = torch.randint(3, 20, (7,)), torch.ones(7, dtype=torch.long)
         ids[5 + i % 3 :], mask[5 + i % 3 :] = 0, 0
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 3})
-    return found
+        samples.append({"input_ids": ids, "attention_mask": mask, "labels": ids[0] % 3})
+    return samples
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:

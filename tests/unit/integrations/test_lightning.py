@@ -20,6 +20,7 @@ from autogram.testing import reference_jacobian
 from autogram.weightings import UPGrad
 from tests.unit.checks import assert_close_to_reference
 from tests.unit.integrations.classifiers import (
+    WITHOUT_ADVICE,
     Net,
     Plain,
     assert_same_parameters,
@@ -29,10 +30,7 @@ from tests.unit.integrations.classifiers import (
 )
 from tests.unit.integrations.weightings import mean, weighting
 
-# Lightning gives advice on loaders, and calls what PyTorch has deprecated.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec"
-)
+pytestmark = WITHOUT_ADVICE
 
 
 def by_hand(model: Net, batches: list[tuple[Tensor, Tensor]], epochs: int, each: int) -> None:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.unit.integrations.classifiers import (
+    WITHOUT_ADVICE,
     Net,
     Plain,
     assert_same_parameters,
@@ -28,9 +29,7 @@ from tests.unit.integrations.classifiers import (
     trainer,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning", "ignore:.*LeafSpec"
-)
+pytestmark = WITHOUT_ADVICE
 
 COUNT = 25  # samples, in five batches
 

@@ -1,6 +1,6 @@
 """The monitor's numbers beside explicit rows, and what they cost."""
 
-from math import isnan, log
+from math import isinf, isnan, log
 
 import pytest
 import torch
@@ -105,7 +105,50 @@ def test_the_noise_scale_is_of_averages() -> None:
     assert isnan(monitor.noise_scale(1))
     noise = torch.eye(2)  # orthogonal gradients have no signal
     monitor.observe(noise)
-    assert monitor.noise_scale(1) == torch.inf == monitor.latest().noise_scale
+    assert isnan(monitor.noise_scale(1))
+    assert isnan(monitor.latest().noise_scale)
+
+
+LARGE, SMALL = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize(
+    "gramian",
+    [
+        torch.eye(3),
+        torch.zeros(3, 3),
+        torch.full((3, 3), LARGE),
+        LARGE * torch.eye(3),
+        torch.full((3, 3), SMALL) + SMALL * torch.eye(3),
+        torch.full((3, 3), 1e-45),
+        torch.diag(torch.tensor([LARGE, -LARGE, 0])),
+        -torch.eye(3),
+        torch.full((3, 3), torch.inf),
+        torch.full((1, 1), LARGE),
+    ],
+    ids=lambda gramian: str(gramian[0].tolist()),
+)
+@pytest.mark.parametrize("weights", [[1.0, 1, 1], [0.0, 0, 0], [LARGE, LARGE, LARGE]], ids=str)
+def test_no_number_is_infinite(gramian: Tensor, weights: list[float]) -> None:
+    """A logger writes JSON, and a curve with an infinite point has no scale."""
+    monitor = ConflictMonitor(every=1)
+    monitor.observe(gramian.float(), torch.tensor(weights)[: len(gramian)].float())
+    numbers = {**monitor.scalars(), "own": monitor.latest().noise_scale}
+    assert not [name for name, value in numbers.items() if isinf(value)]
+
+
+def test_ratio_of_numbers_that_are_far_apart() -> None:
+    numbers = Numbers(*[1.0] * 6, noise=1e300, signal=1e-300, entropy=1.0)
+    assert isnan(numbers.noise_scale)
+
+
+def test_a_short_text() -> None:
+    monitor = ConflictMonitor(UPGrad(), every=2)
+    assert repr(monitor) == f"ConflictMonitor({UPGrad()!r}, every=2, 0 looks at 0 Gramians)"
+    for _ in range(3):
+        monitor(torch.eye(2))
+    assert repr(monitor).endswith("every=2, 2 looks at 3 Gramians)")
+    assert repr(ConflictMonitor()) == "ConflictMonitor(None, every=10, 0 looks at 0 Gramians)"
 
 
 def test_what_is_not_defined_is_not_a_number() -> None:

@@ -21,6 +21,10 @@ _SHARES = (3 / 8, 5 / 8), (5 / 16, 7 / 16)
 # The most passes that one sum is split into.
 _MOST_PASSES = 8
 
+# By more than this share of the tolerance, rounding cannot change a sum over both halves of the
+# samples: each sample keeps its numbers, and only sums over samples are rounded otherwise.
+_SHARE_OF_HALVES = 1 / 4
+
 # With TF32, matrix products and convolutions keep ten bits of each number in float32.
 _EPSILON_OF_TF32 = 2.0**-10
 _EXACT = {"none", "ieee"}
@@ -52,14 +56,19 @@ class Rounding:
     def explains(self, parameter: Tensor, distance: float, limit: float) -> bool:
         """Whether rounding explains how far a product is from Jᵀ u for one parameter.
 
-        A hook that is no linear function changes sums, too. It also changes the gradient of one
-        half of the samples, or of -u / 2. Rounding hardly does, as no sample's numbers are others.
+        A hook on gradients that is not linear changes the sums that rounding is measured by. Other
+        than rounding, it also changes the sum over both halves of the samples, or Jᵀ (-u / 2).
+
+        Args:
+            parameter: One that the losses depend on.
+            distance: How far both are apart, as a norm.
+            limit: How far both may be apart without a measurement.
         """
         if distance > _MOST_ROUNDINGS * self._errors.get(parameter, 0.0):
             return False
         apart, size = self._of_halves[parameter]
-        most = limit * max(1.0, size / (norm(self._gradients[parameter]) or size or 1.0))
-        return apart <= most / 4
+        cancelled = size / (norm(self._gradients[parameter]) or size or 1.0)
+        return apart <= _SHARE_OF_HALVES * limit * max(1.0, cancelled)
 
     @property
     def is_measured(self) -> bool:

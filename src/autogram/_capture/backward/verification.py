@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from math import hypot, sqrt
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ class Comparison:
 class Check:
     """Compares Jᵀ u, entry by entry, with an ordinary backward pass, for a random vector u.
 
-    The ordinary pass comes first. An assembly shows each use to the check, and the columns of each
-    parameter unless they are kept.
+    The ordinary pass comes first. An assembly restarts the check, and shows it each use, and the
+    columns of each parameter unless they are kept.
 
     Args:
         survey: The graph behind the losses.
@@ -79,12 +79,12 @@ class Check:
         self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
         # Between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
-        self._objectives = Objectives(survey.losses, None)
         self._by_sample = vector
+        self._rounding: Rounding
 
     def begin(self) -> None:
         """Makes the ordinary backward pass."""
-        self._gradients = self._differentiate(self.vector)
+        self._gradients = _differentiate(self.survey, self.vector)
         self._dtypes |= {p.dtype for p, gradient in self._gradients.items() if gradient is not None}
 
     def restart(self, objectives: Objectives) -> None:
@@ -92,8 +92,9 @@ class Check:
         # As weights of a step are: in the dtype in which programs for weighted sums take them.
         dtype = torch.promote_types(self.vector.dtype, torch.float32)
         self._by_sample = objectives.by_sample(self.vector.to(dtype))
-        self._objectives = objectives
-        self.__dict__.pop("_rounding", None)
+        # No method of the check, which would keep the graph alive in a cycle.
+        differentiate = partial(_differentiate, self.survey)
+        self._rounding = Rounding(self.vector, self._gradients, objectives, differentiate)
         for each in (self._compared, self._hidden, self._uses):
             each.clear()
 
@@ -166,22 +167,6 @@ class Check:
         rounding = self._rounding.most if is_measured or self._rounding.is_measured else 0.0
         return Witness(self.vector.flatten(), gradients, self.tolerance, rounding)
 
-    @cached_property
-    def _rounding(self) -> Rounding:
-        return Rounding(self.vector, self._gradients, self._objectives, self._differentiate)
-
-    def _differentiate(self, vector: Tensor) -> dict[Tensor, Tensor | None]:
-        """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
-        survey = self.survey
-        parameters = [p for p in survey.names if p.requires_grad and p not in survey.left_out]
-        # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
-        # this one may add to these.
-        leaves = parameters + [x for x in survey.outside if x.requires_grad]
-        with without_hooks(leaves):
-            gradients = Pass(survey.channel).differentiate(survey.losses, leaves, vector)
-        pairs = zip(parameters, gradients, strict=False)
-        return {p: None if x is None else as_real(in_dense(x)) for p, x in pairs}
-
     def _compare(self, parameter: Tensor, found: Tensor | None) -> Comparison:
         """Compares what the engine has found with the gradient."""
         gradient, name = self._gradients.get(parameter), self.survey.names.get(parameter, "")
@@ -196,6 +181,18 @@ class Check:
             places = torch.unravel_index(difference.abs().argmax(), difference.shape)
             compared.entry = tuple(int(place) for place in places)
         return compared
+
+
+def _differentiate(survey: Survey, vector: Tensor) -> dict[Tensor, Tensor | None]:
+    """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
+    parameters = [p for p in survey.names if p.requires_grad and p not in survey.left_out]
+    # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
+    # this one may add to these.
+    leaves = parameters + [x for x in survey.outside if x.requires_grad]
+    with without_hooks(leaves):
+        gradients = Pass(survey.channel).differentiate(survey.losses, leaves, vector)
+    pairs = zip(parameters, gradients, strict=False)
+    return {p: None if x is None else as_real(in_dense(x)) for p, x in pairs}
 
 
 class Schedule:

@@ -67,18 +67,22 @@ class Parameters:
         return names
 
     def left_out(self) -> dict[Tensor, str]:
-        """The parameters of which every module, or a module around it, has an inactive hook."""
+        """The parameters of which every module has an inactive hook.
+
+        A module without a hook, which came later, is as the module around it.
+        """
         if self._hooks.is_active:
             return {}
         handles = self._hooks.handles(kind="around")
-        inactive = {id(handle.module) for handle in handles if not handle.is_active}
-        pending = [*self.roots.values()]
+        active = {id(handle.module): handle.is_active for handle in handles}
+        pending = [(root, True) for root in self.roots.values()]
         kept: set[Tensor] = set()
         while pending:
-            module = pending.pop()
-            if id(module) not in inactive:
+            module, is_around_active = pending.pop()
+            is_active = active.get(id(module), is_around_active)
+            if is_active:
                 kept.update(module.parameters(recurse=False))
-                pending.extend(module.children())
+            pending.extend([(child, is_active) for child in module.children()])
         return {p: name for p, name in self._names().items() if p not in kept}
 
     @property

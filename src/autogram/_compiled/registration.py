@@ -1,0 +1,60 @@
+"""Lets Dynamo find the backend by its name, without importing either of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, distribution
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+_ENTRY_POINT = "[torch_dynamo_backends]\nautogram = autogram._compiled:autogram\n"
+
+
+def register() -> None:
+    """Makes the backend known to Dynamo, which looks for it where something is compiled.
+
+    Dynamo looks for entry points, once. Those of an installed package are found anyway.
+    """
+    if "torch._dynamo" in sys.modules:  # and may have looked
+        from torch._dynamo import register_backend
+
+        from autogram._compiled.backend import autogram
+
+        register_backend(autogram)
+    elif not _is_installed():
+        sys.meta_path.append(_Finder())
+
+
+def _is_installed() -> bool:
+    """Whether the entry point is among those of packages."""
+    try:
+        return bool(distribution("autogram").entry_points)
+    except PackageNotFoundError:
+        return False
+
+
+class _Metadata(Distribution):
+    """The entry point of a package that is imported from its source.
+
+    The name is another than that of the package, whose metadata may be there, from an older version
+    without the entry point.
+    """
+
+    def read_text(self, filename: str) -> str | None:
+        texts = {"METADATA": "Name: autogram-backend\n", "entry_points.txt": _ENTRY_POINT}
+        return texts.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        return Path(__file__).parents[2].joinpath(path)
+
+
+class _Finder(DistributionFinder):
+    """Finds metadata where those of all packages are looked for. Modules are found by others."""
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        return [_Metadata()] if getattr(context, "name", None) is None else []
