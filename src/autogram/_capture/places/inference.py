@@ -9,22 +9,15 @@ probed, as its values may keep them apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autogram._capture.places.places import Places, Shape, are_equal
-from autogram._capture.places.probe import can_probe, probed, still_holds
+from autogram._capture.places.places import Places, Shape
+from autogram._capture.places.probe import Edge, Probe, Prober, can_probe
 from autogram._capture.places.transfers.step import NodeStep, Read, Road, Unreadable, all_together
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from autogram._capture.places.transfers.views import from_pieces
-
-
-class Edge(NamedTuple):
-    """A result of a node, to which cotangents come."""
-
-    node: Any
-    number: int
 
 
 class Arrival(NamedTuple):
@@ -34,11 +27,17 @@ class Arrival(NamedTuple):
     places: Places
 
 
-class Probe(NamedTuple):
-    """What a probe of a node has found."""
+class Told(NamedTuple):
+    """What a node does with the samples of its results, whatever its values are."""
 
-    results: list[Places | None]
-    inputs: list[Places | None]
+    uses: Mapping[Hashable, Places]
+    """The places of uses inside of the node."""
+    inputs: Mapping[int, Places | None]
+    """Those of the node's inputs, by position, as far as they are known."""
+
+
+Tell = Callable[[Sequence[Places | None]], Told | None]
+"""What a node does, from the places of its results; ``None`` where that depends on values."""
 
 
 @dataclass(eq=False)
@@ -47,6 +46,9 @@ class Inference:
 
     road: Road
     read: Read
+    prober: Prober = field(default_factory=Prober)
+    inside: Mapping[Any, Tell] = field(default_factory=dict)
+    """The nodes that have uses inside of them, and what tells the places there."""
     parts: defaultdict[Edge, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     """What arrives at each edge, which is added up."""
     by_value: set[Any] = field(default_factory=set)
@@ -57,6 +59,8 @@ class Inference:
     """The nodes that were probed: first in an earlier graph, then in this one."""
     unknown: set[Any] = field(default_factory=set)
     """The nodes that no transfer knows, and that cannot be carried out."""
+    uses: dict[Hashable, Places] = field(default_factory=dict)
+    """The places of the uses inside of nodes."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
     _shapes: dict[Any, list[Shape]] = field(default_factory=dict)
 
@@ -76,7 +80,7 @@ class Inference:
         inputs = enumerate(node.next_functions)
         edges = [(i, Edge(*edge)) for i, edge in inputs if edge[0] in wanted]
         results = [self.at(Edge(node, i)) for i in range(len(self.shapes(node)))]
-        if edges and any(results):
+        if (edges or node in self.inside) and any(results):
             for (_, edge), places in zip(edges, self.carried(node, results, edges), strict=True):
                 if places is not None:
                     self.parts[edge].append(Arrival(node, places))
@@ -86,6 +90,12 @@ class Inference:
     ) -> list[Places | None]:
         """The places of some inputs of a node: by its transfer, or by a probe."""
         shapes = self.shapes(node)
+        if node in self.inside:
+            told = self.inside[node](results)
+            if told is None or not all(position in told.inputs for position, _ in edges):
+                return self._probed(node, results, edges)
+            self.uses.update(told.uses)
+            return [told.inputs[position] for position, _ in edges]
         if joins_pieces(node):
             return [
                 from_pieces(node, results, [*shapes, self.shapes(edge.node)[edge.number]])
@@ -125,20 +135,14 @@ class Inference:
     ) -> list[Places | None]:
         """The places of some inputs of a node that is carried out."""
         self.by_value.add(node)
-        inputs = [
-            None if child is None else self.shapes(child)[number]
-            for child, number in node.next_functions
-        ]
         self.untold.add(node)
-        if can_probe(node):
-            earlier = self.probes.pop(node, None)
-            found = None
-            if earlier is not None and all(map(are_equal, earlier.results, results)):
-                found = earlier.inputs if still_holds(node, *earlier) else None
-            found = probed(node, results, inputs) if found is None else found
-            if found is not None:
-                self.probes[node] = Probe([*results], found)
-                return [found[position] for position, _ in edges]
+        wanted = [edge for _, edge in edges]
+        earlier = self.probes.pop(node, None)
+        found = self.prober.probe(node, results, wanted, earlier) if can_probe(node) else None
+        if found is not None:
+            self.probes[node], uses = found
+            self.uses.update(zip(uses, self.probes[node].inside, strict=True))
+            return [*self.probes[node].inputs]
         self.unknown.add(node)
         total: Places | None = None
         for places in results:

@@ -2,100 +2,175 @@
 
 For each binary digit of the samples' numbers, the node is carried out for the samples with a 1
 there, and for the others. What that shows holds for the values that the node has saved in this
-call, and no longer: in another call, it is probed again.
+call, and no longer: in another call, it is probed again, by fewer calls of the node.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from autogram._capture.autograd.graph import in_dense, kind_of_node
 from autogram._capture.limit import is_out_of_memory
-from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape
+from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape, are_equal
+from autogram._errors import AutogramError
+
+Carry = Callable[
+    [Sequence[GradientEdge], Sequence[GradientEdge], Sequence[Tensor]], Sequence[Tensor | None]
+]
+"""What :func:`torch.autograd.grad` does between edges, with the graph kept."""
 
 # By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
 # powers of two of their own.
 EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
 
 
-def probed(
-    node: Any, results: Sequence[Places | None], inputs: Sequence[Shape | None]
-) -> list[Places | None] | None:
-    """The places of a node's inputs, or ``None`` if the node cannot be carried out.
+class Edge(NamedTuple):
+    """A result of a node, to which cotangents come."""
+
+    node: Any
+    number: int
+
+
+class Probe(NamedTuple):
+    """What a probe of a node has found."""
+
+    results: list[Places | None]
+    """The places of the node's results that it was carried out for."""
+    inputs: list[Places]
+    """The places of each edge that was asked about."""
+    inside: list[Places]
+    """The places of each use inside of the node, in the order in which they were shown."""
+
+
+@dataclass(eq=False)
+class Prober:
+    """Carries nodes out, and sees the uses inside of them.
 
     Args:
-        node: The node.
-        results: The places of its results, ``None`` for those without a cotangent.
-        inputs: The shapes of its inputs, ``None`` for those without a gradient.
+        carry: Carries out what lies between some edges, and shows the prober the uses there.
     """
-    grids = [None if places is None else places.grid() for places in results]
-    there = torch.cat([grid.flatten() for grid in grids if grid is not None])
-    there = there[(there != EMPTY) & (there != SEVERAL)]
-    digits = max(int(there.max()).bit_length() if there.numel() else 0, 1)
-    dense = [_dense(metadata) for metadata in node._input_metadata]
-    ones: list[list[Tensor]] = []  # for each digit, where an input has a gradient
-    others: list[list[Tensor]] = []
-    for digit in range(digits):
-        for bit, marks in enumerate((others, ones)):
-            cotangents = [
-                None if grid is None else _chosen(grid, digit, bit, full)
-                for grid, full in zip(grids, dense, strict=True)
-            ]
-            gradients = _gradients(node, cotangents, len(inputs))
-            if gradients is None:
+
+    carry: Carry = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
+    shown: list[tuple[Hashable, Tensor]] = field(default_factory=list, init=False)
+
+    def __call__(self, use: Hashable, saved: Sequence[Tensor], cotangent: Tensor) -> None:
+        """Is shown a use, with its cotangent ``(1, *shape)``."""
+        del saved
+        self.shown.append((use, cotangent[0]))
+
+    def gradients(
+        self, node: Any, cotangents: Sequence[Tensor | None], edges: Sequence[Edge]
+    ) -> dict[Hashable, Tensor | None] | None:
+        """What a node gives to edges and to uses inside of it, or ``None`` if it refuses."""
+        pairs = [(i, x) for i, x in enumerate(cotangents) if x is not None]
+        outputs = [GradientEdge(node, i) for i, _ in pairs]
+        inputs = [*dict.fromkeys(edges)] or [Edge(*e) for e in node.next_functions if e[0]]
+        self.shown.clear()
+        try:
+            found = self.carry(outputs, [GradientEdge(*e) for e in inputs], [x for _, x in pairs])
+            return {**dict(zip(inputs, found, strict=True)), **dict(self.shown)}
+        except AutogramError:
+            raise
+        except Exception as error:  # a Function in Python may refuse cotangents that no pass has
+            if is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            self.shown.clear()
+
+    def probe(
+        self,
+        node: Any,
+        results: Sequence[Places | None],
+        edges: Sequence[Edge],
+        earlier: Probe | None = None,
+    ) -> tuple[Probe, list[Hashable]] | None:
+        """The places of edges behind a node and of uses inside of it.
+
+        Args:
+            node: The node.
+            results: The places of its results, ``None`` for those without a cotangent.
+            edges: Some edges that it leads to.
+            earlier: What a probe of the node has found in an earlier graph.
+
+        Returns:
+            What is found, and the uses; or ``None`` if the node cannot be carried out.
+        """
+        if earlier is not None and all(map(are_equal, earlier.results, results)):
+            uses = self._confirmed(node, earlier, edges)
+            if uses is not None:
+                return earlier, uses
+        grids = [None if places is None else places.grid() for places in results]
+        dense = [_dense(metadata) for metadata in node._input_metadata]
+        has: tuple[dict[Hashable, list[Tensor]], dict[Hashable, list[Tensor]]] = {}, {}
+        for digit in range(_digits(results)):
+            for bit, marks in enumerate(has):
+                cotangents = [
+                    None if grid is None else _chosen(grid, digit, bit, full)
+                    for grid, full in zip(grids, dense, strict=True)
+                ]
+                gradients = self.gradients(node, cotangents, edges)
+                if gradients is None:
+                    return None
+                for key, x in gradients.items():
+                    shape = _shape_of(key) if isinstance(key, Edge) else tuple(x.shape)
+                    marks.setdefault(key, []).append(_has(x, shape))
+        others, ones = has
+        if ones.keys() != others.keys() or len({*map(len, chain(*[x.values() for x in has]))}) > 1:
+            return None  # a use was shown in some calls alone
+        found = {key: _places_of(ones[key], others[key]) for key in ones}
+        uses = [key for key in found if not isinstance(key, Edge)]
+        inputs = [found[edge] for edge in edges]
+        return Probe([*results], inputs, [found[use] for use in uses]), uses
+
+    def _confirmed(
+        self, node: Any, earlier: Probe, edges: Sequence[Edge]
+    ) -> list[Hashable] | None:
+        """The uses inside of a node, if what a probe has found holds in this graph, too.
+
+        The cotangent of each sample is multiplied by a power of two of its own. If all samples stay
+        where they were, each number that the node gives is multiplied by it, too, bit for bit.
+        """
+        dense = [_dense(metadata) for metadata in node._input_metadata]
+        pairs = [*zip(dense, earlier.results, strict=True)]
+        plain = self.gradients(node, [None if of is None else x for x, of in pairs], edges)
+        if plain is None:
+            return None
+        uses = [key for key in plain if not isinstance(key, Edge)]
+        if len(uses) != len(earlier.inside):
+            return None
+        known = dict(zip([*edges, *uses], [*earlier.inputs, *earlier.inside], strict=True))
+        widest = min(torch.finfo(x.dtype).max for x in dense)
+        exponents = EXPONENTS if widest > 2.0**64 else EXPONENTS[EXPONENTS < 8]  # float16: to 2**16
+        unit, samples = 1, 1 << _digits(earlier.results)
+        while unit < samples:
+            scaled = [None if p is None else x * _powers(p, unit, exponents, x) for x, p in pairs]
+            others = self.gradients(node, scaled, edges)
+            if others is None or others.keys() != plain.keys():
                 return None
-            pairs = zip(gradients, inputs, strict=True)
-            marks.append([_has(x, shape) for x, shape in pairs if shape is not None])
-    found = iter(map(_owners, zip(*ones, strict=True), zip(*others, strict=True)))
-    return [None if shape is None else Places.of(shape, next(found)) for shape in inputs]
-
-
-def still_holds(
-    node: Any,
-    results: Sequence[Places | None],
-    found: Sequence[Places | None],
-) -> bool:
-    """Whether what a probe has found in another call holds in this one, by fewer calls of the node.
-
-    The cotangent of each sample is multiplied by a power of two of its own. If all samples stay
-    where they were, each number that the node gives is multiplied by the same power, bit for bit.
-    """
-    dense = [_dense(metadata) for metadata in node._input_metadata]
-    pairs = list(zip(dense, results, strict=True))
-    samples = torch.cat([of.samples.flatten() for of in results if of is not None])
-    largest = int(samples.masked_fill(samples == SEVERAL, 0).max()) if samples.numel() else 0
-    plain = _gradients(node, [x if of else None for x, of in pairs], len(found))
-    if plain is None:
-        return False
-    widest = min(torch.finfo(x.dtype).max for x in dense)
-    exponents = EXPONENTS if widest > 2.0**64 else EXPONENTS[EXPONENTS < 8]  # float16: to 2**16
-    unit = 1
-    while unit <= max(largest, 1):
-        scaled = [None if of is None else x * _powers(of, unit, exponents, x) for x, of in pairs]
-        others = _gradients(node, scaled, len(found))
-        if others is None:
-            return False
-        for one, other, of in zip(plain, others, found, strict=True):
-            if of is None or (one is None and other is None):
-                continue
-            if one is None or other is None or one.layout != torch.strided:
-                return False
-            if one.shape != of.shape:
-                return False
-            stays = (one * _powers(of, unit, exponents, one) == other) & other.isfinite()
-            grid = of.grid().to(one.device)
-            stays = torch.where(grid == EMPTY, other == 0, stays | (grid == SEVERAL))
-            if not bool(stays.all()):
-                return False
-        unit *= len(exponents)
-    return True
+            for key, places in known.items():
+                one, other = plain[key], others[key]
+                if one is None and other is None:
+                    continue
+                if one is None or other is None or one.layout != torch.strided:
+                    return None
+                stays = one * _powers(places, unit, exponents, one) == other
+                grid = places.grid().to(one.device)
+                stays = torch.where(grid == EMPTY, other == 0, stays | (grid == SEVERAL))
+                if not bool((stays & other.isfinite()).all()):
+                    return None
+            unit *= len(exponents)
+        return uses
 
 
 def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tensor:
@@ -104,19 +179,6 @@ def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tenso
     powers = exponents[grid.clamp(min=0) // unit % len(exponents)].double().exp2()
     is_of_one = (grid != EMPTY) & (grid != SEVERAL)
     return torch.where(is_of_one, powers, 1).to(like.device, like.real.dtype)
-
-
-def _gradients(
-    node: Any, cotangents: Sequence[Tensor | None], inputs: int
-) -> list[Tensor | None] | None:
-    """What a node gives each of its inputs, or ``None`` if that is not clear."""
-    try:
-        gradients = carried_out_alone(node, cotangents)
-    except Exception as error:  # a Function in Python may refuse cotangents that no pass has
-        if is_out_of_memory(error):
-            raise
-        return None
-    return None if gradients is None or len(gradients) != inputs else gradients
 
 
 def can_probe(node: Any) -> bool:
@@ -134,24 +196,16 @@ def has_unpack_hook(saved: Any) -> bool:
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
 
 
-def carried_out_alone(node: Any, cotangents: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The gradients that a node gives its inputs; ``None`` if it is not clear whose they are."""
-    metadata = node._input_metadata
-    if not isinstance(node, BackwardCFunction):
-        found = node(*cotangents)
-        return list(found) if isinstance(found, tuple) else [found]
-    full = [
-        torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device) if x is None else x
-        for x, of in zip(cotangents, metadata, strict=True)
-    ]
-    found = node.apply(*full)
-    found = found if isinstance(found, tuple) else (found,)
-    # One for each argument of the Function, where the node has an input for each tensor.
-    needed = iter(
-        [x for x, is_needed in zip(found, node.needs_input_grad, strict=False) if is_needed]
-    )
-    in_order = [None if child is None else next(needed, None) for child, _ in node.next_functions]
-    return in_order if next(needed, None) is None else None
+def _shape_of(edge: Edge) -> tuple[int, ...]:
+    """The shape of a cotangent at an edge."""
+    return tuple(edge.node._input_metadata[edge.number].shape)
+
+
+def _digits(results: Sequence[Places | None]) -> int:
+    """How many binary digits tell the samples of some results apart."""
+    there = torch.cat([places.samples.flatten() for places in results if places is not None])
+    largest = int(there.masked_fill(there == SEVERAL, 0).max()) if there.numel() else 0
+    return max(largest, 1).bit_length()
 
 
 def _dense(metadata: Any) -> Tensor:
@@ -181,10 +235,10 @@ def _has(gradient: Tensor | None, shape: Shape) -> Tensor:
     return has.expand(shape)
 
 
-def _owners(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The sample of each place, from where it has a gradient for each digit of its number."""
+def _places_of(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Places:
+    """The places, from where a gradient is not zero for each digit of a sample's number."""
     one, other = torch.stack(tuple(ones)), torch.stack(tuple(others))
     powers = 1 << torch.arange(len(one), device="cpu").view(-1, *(1,) * (one.dim() - 1))
     samples = (one * powers).sum(0)
     samples = samples.masked_fill(~(one | other).any(0), EMPTY)
-    return samples.masked_fill((one & other).any(0), SEVERAL)
+    return Places.of(samples.shape, samples.masked_fill((one & other).any(0), SEVERAL))
