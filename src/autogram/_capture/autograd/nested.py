@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -71,21 +70,6 @@ def unwatch(current: Outer) -> None:
         watcher = pytorch._execution_engine
         if not _WATCHED and isinstance(watcher, _Watcher):
             pytorch._execution_engine = watcher.engine
-
-
-@contextmanager
-def inside_of(current: Outer) -> Iterator[None]:
-    """Takes passes that begin in a block for ones inside of a pass of an engine that is not run."""
-    before = _HERE.outer
-
-    def leave() -> None:
-        unwatch(current)
-        _HERE.outer = before
-
-    with undone(leave):
-        watch(current)
-        _HERE.is_ours, _HERE.outer = False, current
-        yield
 
 
 def is_watched(current: Outer) -> bool:

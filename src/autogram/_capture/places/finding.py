@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class Found(NamedTuple):
 
     edges: Mapping[int, Places | None]
     """Those of wanted edges, by their number."""
-    uses: Mapping[Hashable, Places]
+    uses: Mapping[Any, Places]
     """Those of uses inside of nodes."""
 
     @property

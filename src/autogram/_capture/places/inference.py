@@ -9,7 +9,7 @@ probed, as its values may keep them apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 class Told(NamedTuple):
     """What a node does with the samples of its results, whatever its values are."""
 
-    uses: Mapping[Hashable, Places]
+    uses: Mapping[Any, Places]
     """The places of uses inside of the node."""
     inputs: Mapping[int, Places | None]
     """Those of the node's inputs, by position, as far as they are known."""
@@ -59,7 +59,7 @@ class Inference:
     """The nodes that were probed: first in an earlier graph, then in this one."""
     unknown: set[Any] = field(default_factory=set)
     """The nodes that no transfer knows, and that cannot be carried out."""
-    uses: dict[Hashable, Places] = field(default_factory=dict)
+    uses: dict[Any, Places] = field(default_factory=dict)
     """The places of the uses inside of nodes."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
     _shapes: dict[Any, list[Shape]] = field(default_factory=dict)
@@ -136,13 +136,12 @@ class Inference:
         """The places of some inputs of a node that is carried out."""
         self.by_value.add(node)
         self.untold.add(node)
-        wanted = [edge for _, edge in edges]
         earlier = self.probes.pop(node, None)
-        found = self.prober.probe(node, results, wanted, earlier) if can_probe(node) else None
+        found = self.prober.probe(node, results, earlier) if can_probe(node) else None
         if found is not None:
             self.probes[node], uses = found
             self.uses.update(zip(uses, self.probes[node].inside, strict=True))
-            return [*self.probes[node].inputs]
+            return [self.probes[node].inputs[position] for position, _ in edges]
         self.unknown.add(node)
         total: Places | None = None
         for places in results:

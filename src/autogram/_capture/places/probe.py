@@ -8,10 +8,9 @@ call, and no longer: in another call, it is probed again, by fewer calls of the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,6 +28,8 @@ Carry = Callable[
 ]
 """What :func:`torch.autograd.grad` does between edges, with the graph kept."""
 
+_CARRY: Carry = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
+
 # By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
 # powers of two of their own.
 EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
@@ -40,14 +41,19 @@ class Edge(NamedTuple):
     node: Any
     number: int
 
+    @property
+    def shape(self) -> Shape:
+        """The shape of the result."""
+        return tuple(self.node._input_metadata[self.number].shape)
+
 
 class Probe(NamedTuple):
     """What a probe of a node has found."""
 
     results: list[Places | None]
     """The places of the node's results that it was carried out for."""
-    inputs: list[Places]
-    """The places of each edge that was asked about."""
+    inputs: dict[int, Places]
+    """The places of the node's inputs that need a gradient, by position."""
     inside: list[Places]
     """The places of each use inside of the node, in the order in which they were shown."""
 
@@ -60,25 +66,39 @@ class Prober:
         carry: Carries out what lies between some edges, and shows the prober the uses there.
     """
 
-    carry: Carry = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
-    shown: list[tuple[Hashable, Tensor]] = field(default_factory=list, init=False)
+    carry: Carry = _CARRY
+    shown: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
 
-    def __call__(self, use: Hashable, saved: Sequence[Tensor], cotangent: Tensor) -> None:
+    def __call__(self, use: Any, saved: Sequence[Tensor], cotangent: Tensor) -> None:
         """Is shown a use, with its cotangent ``(1, *shape)``."""
         del saved
         self.shown.append((use, cotangent[0]))
 
     def gradients(
-        self, node: Any, cotangents: Sequence[Tensor | None], edges: Sequence[Edge]
-    ) -> dict[Hashable, Tensor | None] | None:
-        """What a node gives to edges and to uses inside of it, or ``None`` if it refuses."""
-        pairs = [(i, x) for i, x in enumerate(cotangents) if x is not None]
-        outputs = [GradientEdge(node, i) for i, _ in pairs]
-        inputs = [*dict.fromkeys(edges)] or [Edge(*e) for e in node.next_functions if e[0]]
+        self, node: Any, cotangents: Sequence[Tensor | None]
+    ) -> dict[Any, Tensor | None] | None:
+        """What a node gives to its inputs, by position, and to uses inside of it.
+
+        ``None`` if the node refuses the cotangents of its results.
+        """
+        given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
+        edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
+        # A pass goes through all that leads to where it ends: through no more than the node if
+        # that is the input which was computed last. The others get nothing, and go no further.
+        ends = [edge for edge in edges if not hasattr(edge.node, "variable")] or edges
+        end = max(ends, key=lambda edge: edge.node._sequence_nr())
+        found: list[Sequence[Tensor | None]] = []
+
+        def take(gradients: Sequence[Tensor | None], _: object) -> tuple[None, ...]:
+            found.append(gradients)
+            return (None,) * len(gradients)
+
         self.shown.clear()
+        handle = node.register_hook(take)
         try:
-            found = self.carry(outputs, [GradientEdge(*e) for e in inputs], [x for _, x in pairs])
-            return {**dict(zip(inputs, found, strict=True)), **dict(self.shown)}
+            self.carry([edge for edge, _ in given], [end], [x for _, x in given])
+            (gradients,) = found
+            return {**dict(enumerate(gradients)), **dict(self.shown)}
         except AutogramError:
             raise
         except Exception as error:  # a Function in Python may refuse cotangents that no pass has
@@ -86,56 +106,50 @@ class Prober:
                 raise
             return None
         finally:
+            handle.remove()
             self.shown.clear()
 
     def probe(
-        self,
-        node: Any,
-        results: Sequence[Places | None],
-        edges: Sequence[Edge],
-        earlier: Probe | None = None,
-    ) -> tuple[Probe, list[Hashable]] | None:
-        """The places of edges behind a node and of uses inside of it.
+        self, node: Any, results: Sequence[Places | None], earlier: Probe | None = None
+    ) -> tuple[Probe, list[Any]] | None:
+        """The places of a node's inputs and of uses inside of it.
 
         Args:
             node: The node.
             results: The places of its results, ``None`` for those without a cotangent.
-            edges: Some edges that it leads to.
             earlier: What a probe of the node has found in an earlier graph.
 
         Returns:
             What is found, and the uses; or ``None`` if the node cannot be carried out.
         """
         if earlier is not None and all(map(are_equal, earlier.results, results)):
-            uses = self._confirmed(node, earlier, edges)
+            uses = self._confirmed(node, earlier)
             if uses is not None:
                 return earlier, uses
         grids = [None if places is None else places.grid() for places in results]
         dense = [_dense(metadata) for metadata in node._input_metadata]
-        has: tuple[dict[Hashable, list[Tensor]], dict[Hashable, list[Tensor]]] = {}, {}
-        for digit in range(_digits(results)):
+        inputs = {i: Edge(*edge).shape for i, edge in enumerate(node.next_functions) if edge[0]}
+        digits = _digits(results)
+        has: tuple[dict[Any, list[Tensor]], dict[Any, list[Tensor]]] = {}, {}
+        for digit in range(digits):
             for bit, marks in enumerate(has):
                 cotangents = [
                     None if grid is None else _chosen(grid, digit, bit, full)
                     for grid, full in zip(grids, dense, strict=True)
                 ]
-                gradients = self.gradients(node, cotangents, edges)
+                gradients = self.gradients(node, cotangents)
                 if gradients is None:
                     return None
-                for key, x in gradients.items():
-                    shape = _shape_of(key) if isinstance(key, Edge) else tuple(x.shape)
-                    marks.setdefault(key, []).append(_has(x, shape))
+                uses = [key for key in gradients if not isinstance(key, int)]
+                for key, shape in [*inputs.items(), *[(use, use.shape) for use in uses]]:
+                    marks.setdefault(key, []).append(_has(gradients[key], shape))
         others, ones = has
-        if ones.keys() != others.keys() or len({*map(len, chain(*[x.values() for x in has]))}) > 1:
+        if any(len(others.get(use, ())) != len(ones.get(use, ())) != digits for use in uses):
             return None  # a use was shown in some calls alone
-        found = {key: _places_of(ones[key], others[key]) for key in ones}
-        uses = [key for key in found if not isinstance(key, Edge)]
-        inputs = [found[edge] for edge in edges]
-        return Probe([*results], inputs, [found[use] for use in uses]), uses
+        places = {key: _places_of(ones[key], others[key]) for key in ones}
+        return Probe([*results], {i: places[i] for i in inputs}, [places[x] for x in uses]), uses
 
-    def _confirmed(
-        self, node: Any, earlier: Probe, edges: Sequence[Edge]
-    ) -> list[Hashable] | None:
+    def _confirmed(self, node: Any, earlier: Probe) -> list[Any] | None:
         """The uses inside of a node, if what a probe has found holds in this graph, too.
 
         The cotangent of each sample is multiplied by a power of two of its own. If all samples stay
@@ -143,34 +157,40 @@ class Prober:
         """
         dense = [_dense(metadata) for metadata in node._input_metadata]
         pairs = [*zip(dense, earlier.results, strict=True)]
-        plain = self.gradients(node, [None if of is None else x for x, of in pairs], edges)
+        plain = self.gradients(node, [None if of is None else x for x, of in pairs])
         if plain is None:
             return None
-        uses = [key for key in plain if not isinstance(key, Edge)]
+        uses = [key for key in plain if not isinstance(key, int)]
         if len(uses) != len(earlier.inside):
             return None
-        known = dict(zip([*edges, *uses], [*earlier.inputs, *earlier.inside], strict=True))
+        known = {**earlier.inputs, **dict(zip(uses, earlier.inside, strict=True))}
         widest = min(torch.finfo(x.dtype).max for x in dense)
         exponents = EXPONENTS if widest > 2.0**64 else EXPONENTS[EXPONENTS < 8]  # float16: to 2**16
         unit, samples = 1, 1 << _digits(earlier.results)
         while unit < samples:
             scaled = [None if p is None else x * _powers(p, unit, exponents, x) for x, p in pairs]
-            others = self.gradients(node, scaled, edges)
+            others = self.gradients(node, scaled)
             if others is None or others.keys() != plain.keys():
                 return None
             for key, places in known.items():
-                one, other = plain[key], others[key]
-                if one is None and other is None:
-                    continue
-                if one is None or other is None or one.layout != torch.strided:
-                    return None
-                stays = one * _powers(places, unit, exponents, one) == other
-                grid = places.grid().to(one.device)
-                stays = torch.where(grid == EMPTY, other == 0, stays | (grid == SEVERAL))
-                if not bool((stays & other.isfinite()).all()):
+                if not _are_scaled(plain[key], others[key], places, unit, exponents):
                     return None
             unit *= len(exponents)
         return uses
+
+
+def _are_scaled(
+    one: Tensor | None, other: Tensor | None, places: Places, unit: int, exponents: Tensor
+) -> bool:
+    """Whether the numbers of each sample, in places that are known, have its power as a factor."""
+    if one is None or other is None:
+        return one is other
+    if one.layout != torch.strided or one.shape != other.shape or one.shape != places.shape:
+        return False
+    grid = places.grid().to(one.device)
+    stays = one * _powers(places, unit, exponents, one) == other
+    stays = torch.where(grid == EMPTY, other == 0, stays | (grid == SEVERAL))
+    return bool((stays & other.isfinite()).all())
 
 
 def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tensor:
@@ -194,11 +214,6 @@ def has_unpack_hook(saved: Any) -> bool:
     """Whether reading a raw field runs a hook, which may compute a part of the model again."""
     entries = saved if isinstance(saved, (tuple, list)) else (saved,)
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
-
-
-def _shape_of(edge: Edge) -> tuple[int, ...]:
-    """The shape of a cotangent at an edge."""
-    return tuple(edge.node._input_metadata[edge.number].shape)
 
 
 def _digits(results: Sequence[Places | None]) -> int:
