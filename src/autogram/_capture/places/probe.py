@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -33,6 +34,10 @@ _CARRY: Carry = partial(torch.autograd.grad, retain_graph=True, allow_unused=Tru
 # By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
 # powers of two of their own.
 EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
+
+
+class _CarriedOutError(Exception):
+    """A node was carried out."""
 
 
 class Edge(NamedTuple):
@@ -83,20 +88,17 @@ class Prober:
         """
         given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
         edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-        # A pass goes through all that leads to where it ends: through no more than the node if
-        # that is the input which was computed last. The others get nothing, and go no further.
-        ends = [edge for edge in edges if not hasattr(edge.node, "variable")] or edges
-        end = max(ends, key=lambda edge: edge.node._sequence_nr())
         found: list[Sequence[Tensor | None]] = []
 
-        def take(gradients: Sequence[Tensor | None], _: object) -> tuple[None, ...]:
+        def take(gradients: Sequence[Tensor | None], _: object) -> None:
             found.append(gradients)
-            return (None,) * len(gradients)
+            raise _CarriedOutError  # so that the pass goes no further
 
         self.shown.clear()
         handle = node.register_hook(take)
         try:
-            self.carry([edge for edge, _ in given], [end], [x for _, x in given])
+            with suppress(_CarriedOutError):
+                self.carry([edge for edge, _ in given], edges, [x for _, x in given])
             (gradients,) = found
             return {**dict(enumerate(gradients)), **dict(self.shown)}
         except AutogramError:
@@ -129,7 +131,7 @@ class Prober:
         grids = [None if places is None else places.grid() for places in results]
         dense = [_dense(metadata) for metadata in node._input_metadata]
         inputs = {i: Edge(*edge).shape for i, edge in enumerate(node.next_functions) if edge[0]}
-        digits = _digits(results)
+        digits, uses = _digits(results), list[Any]()
         has: tuple[dict[Any, list[Tensor]], dict[Any, list[Tensor]]] = {}, {}
         for digit in range(digits):
             for bit, marks in enumerate(has):
@@ -143,9 +145,10 @@ class Prober:
                 uses = [key for key in gradients if not isinstance(key, int)]
                 for key, shape in [*inputs.items(), *[(use, use.shape) for use in uses]]:
                     marks.setdefault(key, []).append(_has(gradients[key], shape))
-        others, ones = has
-        if any(len(others.get(use, ())) != len(ones.get(use, ())) != digits for use in uses):
+        counts = {key: digits for key in (*inputs, *uses)}
+        if any({key: len(of_key) for key, of_key in marks.items()} != counts for marks in has):
             return None  # a use was shown in some calls alone
+        others, ones = has
         places = {key: _places_of(ones[key], others[key]) for key in ones}
         return Probe([*results], {i: places[i] for i in inputs}, [places[x] for x in uses]), uses
 
