@@ -2,9 +2,10 @@
 
 from autogram._compiled.frames import stay_outside
 from autogram._engine.accumulation import Accumulation
+from autogram._engine.clipping import Clipping
 from autogram._engine.engine import Engine
 from autogram._engine.hooked import Hooked
 
 __all__ = ["Engine"]
 
-stay_outside(Hooked, Engine, Accumulation)
+stay_outside(Hooked, Clipping, Engine, Accumulation)

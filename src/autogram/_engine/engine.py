@@ -15,7 +15,7 @@ from autogram._capture.distribution import is_exchanged
 from autogram._capture.samples.objectives import Objectives
 from autogram._distributed import Wrappers, together
 from autogram._engine.accumulation import Accumulation
-from autogram._engine.hooked import Hooked
+from autogram._engine.clipping import Clipping
 from autogram._engine.scale import Scale
 from autogram._engine.steps import Step
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
@@ -24,7 +24,7 @@ from autogram._undo import undoing
 from autogram._weights import Weighting, weights_of
 
 
-class Engine(Hooked):
+class Engine(Clipping):
     """Computes products with the Jacobian of a vector of losses, without forming it.
 
     J is the Jacobian of m objectives with respect to the n trainable parameters of some modules.

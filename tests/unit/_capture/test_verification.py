@@ -382,6 +382,12 @@ PRODUCTS: dict[str, tuple[Any, str, Callable[[Jacobian], Any], str]] = {
         lambda j: j.accumulate_grad(torch.ones(5)),
         "The gradient Jᵀ w",
     ),
+    "accumulate_grad by group": (
+        columns,
+        "weighted_sum",
+        lambda j: j.accumulate_grad({"weight": torch.ones(5)}),
+        "The gradient Jᵀ w",
+    ),
     "jvp": (columns, "directional", lambda j: j.jvp([torch.ones(4, 3)]), "J v"),
     "rows": (JacobianPart, "rows", lambda j: j.rows([1, 3]), "A row of J"),
 }
