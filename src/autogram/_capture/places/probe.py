@@ -8,10 +8,9 @@ call, and no longer: in another call, it is probed again, by fewer calls of the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,16 +19,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from autogram._capture.autograd.graph import in_dense, kind_of_node
+from autogram._capture.autograd.nested import running_pass
+from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape, are_equal
+from autogram._capture.recording import Channel
 from autogram._errors import AutogramError
-
-Carry = Callable[
-    [Sequence[GradientEdge], Sequence[GradientEdge], Sequence[Tensor]], Sequence[Tensor | None]
-]
-"""What :func:`torch.autograd.grad` does between edges, with the graph kept."""
-
-_CARRY: Carry = partial(torch.autograd.grad, retain_graph=True, allow_unused=True)
 
 # By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
 # powers of two of their own.
@@ -68,10 +63,10 @@ class Prober:
     """Carries nodes out, and sees the uses inside of them.
 
     Args:
-        carry: Carries out what lies between some edges, and shows the prober the uses there.
+        channel: Of the uses that are shown; ``None`` to show none.
     """
 
-    carry: Carry = _CARRY
+    channel: Channel | None = None
     shown: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
 
     def __call__(self, use: Any, saved: Sequence[Tensor], cotangent: Tensor) -> None:
@@ -87,18 +82,19 @@ class Prober:
         ``None`` if the node refuses the cotangents of its results.
         """
         given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
-        edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
         found: list[Sequence[Tensor | None]] = []
 
         def take(gradients: Sequence[Tensor | None], _: object) -> None:
-            found.append(gradients)
-            raise _CarriedOutError  # so that the pass goes no further
+            current = running_pass()
+            if self.channel is None or (current is not None and current.receiver is self):
+                found.append(gradients)
+                raise _CarriedOutError  # so that the pass goes no further
 
         self.shown.clear()
         handle = node.register_hook(take)
         try:
             with suppress(_CarriedOutError):
-                self.carry([edge for edge, _ in given], edges, [x for _, x in given])
+                self._differentiate([edge for edge, _ in given], [x for _, x in given])
             (gradients,) = found
             return {**dict(enumerate(gradients)), **dict(self.shown)}
         except AutogramError:
@@ -110,6 +106,15 @@ class Prober:
         finally:
             handle.remove()
             self.shown.clear()
+
+    def _differentiate(self, edges: list[GradientEdge], cotangents: list[Tensor]) -> None:
+        """Runs a pass from results of a node, towards its inputs."""
+        following = edges[0].node.next_functions
+        inputs = [GradientEdge(node, number) for node, number in following if node is not None]
+        if self.channel is None:
+            torch.autograd.grad(edges, inputs, cotangents, retain_graph=True, allow_unused=True)
+        else:
+            Pass(self.channel, self).differentiate(edges, inputs, cotangents)
 
     def probe(
         self, node: Any, results: Sequence[Places | None], earlier: Probe | None = None
@@ -145,7 +150,7 @@ class Prober:
                 uses = [key for key in gradients if not isinstance(key, int)]
                 for key, shape in [*inputs.items(), *[(use, use.shape) for use in uses]]:
                     marks.setdefault(key, []).append(_has(gradients[key], shape))
-        counts = {key: digits for key in (*inputs, *uses)}
+        counts = dict.fromkeys((*inputs, *uses), digits)
         if any({key: len(of_key) for key, of_key in marks.items()} != counts for marks in has):
             return None  # a use was shown in some calls alone
         others, ones = has

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import calls_of, use_of
-from autogram._capture.autograd.passes import Pass
 from autogram._capture.places.finding import Finding, Found, infer
 from autogram._capture.places.inference import Tell, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
@@ -64,7 +62,9 @@ class Inferred:
         root = Edge(losses.grad_fn, losses.output_nr)
         start = Places.along(losses.shape, layout.dim)
         inside = _tells(survey, objectives.samples)
-        finding, found = infer(root, start, nodes, [*edges.values()], _prober(survey), inside)
+        finding, found = infer(
+            root, start, nodes, [*edges.values()], Prober(survey.channel), inside
+        )
         inferred = cls(finding, [()] * len(survey.uses))
         layouts = inferred._take(finding, found, survey, objectives.samples)
         if layouts is not None:
@@ -85,7 +85,7 @@ class Inferred:
     def look_again(self, survey: Survey, samples: int) -> Layouts | None:
         """By the values that decide in a graph of this key; ``None`` if that does not tell all."""
         inside = _tells(survey, samples)
-        found = self.finding.infer_again(survey.nodes, _prober(survey), inside)
+        found = self.finding.infer_again(survey.nodes, Prober(survey.channel), inside)
         return self._take(*found, survey, samples)
 
     def found(self, survey: Survey) -> Layouts:
@@ -117,20 +117,6 @@ def _can_carry_out(survey: Survey) -> bool:
         return True
     functions = [node for node in survey.nodes if isinstance(node, BackwardCFunction)]
     return all(use_of(node) is not None for node in functions)
-
-
-def _prober(survey: Survey) -> Prober:
-    """What carries out nodes of a graph."""
-
-    def carry(
-        outputs: Sequence[GradientEdge],
-        inputs: Sequence[GradientEdge],
-        cotangents: Sequence[Tensor],
-    ) -> tuple[Tensor | None, ...]:
-        return Pass(survey.channel, prober).differentiate([*outputs], inputs, cotangents)
-
-    prober = Prober(carry)
-    return prober
 
 
 def _tells(survey: Survey, samples: int) -> dict[Any, Tell]:
