@@ -13,7 +13,7 @@ from torch import Tensor
 from autogram._capture.places.inference import (
     Arrival,
     Inference,
-    Tell,
+    Teller,
     are_mixed,
     in_order,
 )
@@ -39,7 +39,7 @@ class DecidingValue(NamedTuple):
         return tensor
 
 
-class Found(NamedTuple):
+class PlacesInGraph(NamedTuple):
     """The places in one graph."""
 
     edges: Mapping[int, Places | None]
@@ -80,8 +80,8 @@ class Finding:
         return [_differ(x.value(nodes), old) for x, old in self.constants.items()]
 
     def infer_again(
-        self, nodes: Sequence[Any], prober: Prober, inside: Mapping[Any, Tell]
-    ) -> tuple[Finding, Found]:
+        self, nodes: Sequence[Any], prober: Prober, inside: Mapping[Any, Teller]
+    ) -> tuple[Finding, PlacesInGraph]:
         """Looks at another graph of the same key, at those nodes alone that values decide about.
 
         Returns:
@@ -98,7 +98,7 @@ class Finding:
         edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
         places = {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
         probes = {reader.numbers[node]: probe for node, probe in inference.probes.items()}
-        found = Found(places, inference.uses)
+        found = PlacesInGraph(places, inference.uses)
         return replace(self, constants=reader.constants(), probes=probes), found
 
 
@@ -108,8 +108,8 @@ def infer(
     nodes: Sequence[Any],
     edges: Sequence[Edge],
     prober: Prober | None = None,
-    inside: Mapping[Any, Tell] = MappingProxyType({}),
-) -> tuple[Finding, Found]:
+    inside: Mapping[Any, Teller] = MappingProxyType({}),
+) -> tuple[Finding, PlacesInGraph]:
     """The finding on the first road on which no samples meet at a use, and the places.
 
     Args:
@@ -130,7 +130,7 @@ def infer(
         for node in order:
             inference.visit(node, wanted)
         places = {i: inference.at(edge) for i, edge in enumerate(edges)}
-        found = Found(places, inference.uses)
+        found = PlacesInGraph(places, inference.uses)
         if not found.is_mixed:
             break
     numbers = reader.numbers

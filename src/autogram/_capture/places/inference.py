@@ -36,7 +36,7 @@ class Told(NamedTuple):
     """Those of the node's inputs, by position, as far as they are known."""
 
 
-Tell = Callable[[Sequence[Places | None]], Told | None]
+Teller = Callable[[Sequence[Places | None]], Told | None]
 """What a node does, from the places of its results; ``None`` where that depends on values."""
 
 
@@ -47,7 +47,7 @@ class Inference:
     road: Road
     read: Read
     prober: Prober = field(default_factory=Prober)
-    inside: Mapping[Any, Tell] = field(default_factory=dict)
+    inside: Mapping[Any, Teller] = field(default_factory=dict)
     """The nodes that have uses inside of them, and what tells the places there."""
     parts: defaultdict[Edge, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     """What arrives at each edge, which is added up."""

@@ -13,8 +13,8 @@ from torch.autograd.function import BackwardCFunction
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import calls_of, use_of
-from autogram._capture.places.finding import Finding, Found, infer
-from autogram._capture.places.inference import Tell, Told, are_mixed
+from autogram._capture.places.finding import Finding, PlacesInGraph, infer
+from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
 from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.samples.layouts import (
@@ -92,7 +92,9 @@ class Inferred:
         """The layouts by use, in a graph in which no value decides, or the same ones do."""
         return dict(zip(survey.uses, self.layouts, strict=True))
 
-    def _take(self, finding: Finding, found: Found, survey: Survey, samples: int) -> Layouts | None:
+    def _take(
+        self, finding: Finding, found: PlacesInGraph, survey: Survey, samples: int
+    ) -> Layouts | None:
         """Takes the layouts of some uses from their places, unless samples meet in some."""
         if found.is_mixed:
             return None
@@ -119,7 +121,7 @@ def _can_carry_out(survey: Survey) -> bool:
     return all(use_of(node) is not None for node in functions)
 
 
-def _tells(survey: Survey, samples: int) -> dict[Any, Tell]:
+def _tells(survey: Survey, samples: int) -> dict[Any, Teller]:
     """What tells the places inside of the nodes that have uses there."""
     nodes = [survey.nodes[number] for number in survey.enclosing]
     return {node: partial(_told, survey, node, samples) for node in nodes}
