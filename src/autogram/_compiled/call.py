@@ -75,7 +75,7 @@ class PartCall:
 
     def carried(
         self, node: Any, results: Sequence[Folded | None]
-    ) -> tuple[dict[Use, Folded], list[Folded | None]] | None:
+    ) -> tuple[dict[Use, Folded], dict[int, Folded | None]] | None:
         """Where the backward pass takes the samples of its results, whatever the values are.
 
         Args:
@@ -83,8 +83,9 @@ class PartCall:
             results: Where the samples lie in the results, or ``None`` without a cotangent.
 
         Returns:
-            The places in the cotangents of uses and in the gradients of the node's inputs, ``None``
-            where they depend on values; or ``None`` if those in a use do.
+            The places in the cotangents of uses that have one, and in the gradients of the node's
+            inputs by position, ``None`` for zeros, but for those that depend on values; or ``None``
+            if those in a use do.
         """
         part, metadata = self.part, node._input_metadata
         if part.backward is None or len(node.next_functions) != len(part.tensors) + 1:
@@ -96,7 +97,7 @@ class PartCall:
         places, inputs = found
         uses = self.all_uses(node)
         own: dict[Use, Folded] = {use: x for i, x in places.items() if (use := uses[i])}
-        return own, [inputs[i] for i in part.tensors]
+        return own, {at: inputs[i] for at, i in enumerate(part.tensors) if i in inputs}
 
     def use_of_rows(self, edges: Mapping[int, GradientEdge], output: Tensor) -> FallbackUse:
         """The use of what has no rule in the part, for a tensor that the call has computed."""

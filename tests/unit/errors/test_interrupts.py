@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +171,13 @@ def signals(rank: int) -> None:
     for number in range(100):
         losses, call, has_ended = trial.losses(), [*CALLS.values()][number % len(CALLS)], False
         timer = threading.Timer(draw.uniform(0, 8e-3), os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - at any line
+        # Python drops an interrupt that comes while it runs the callback of a weak reference.
+        with suppress(KeyboardInterrupt):
             timer.start()
             call(trial.engine, losses)
             has_ended = True
-            while True:
-                timer.join()
+            timer.join()
+            time.sleep(1e-3)
         interrupted += not has_ended
         trial.assert_nothing_is_left(str(number))
     assert interrupted > 0

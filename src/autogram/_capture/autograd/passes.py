@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,12 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from autogram._capture.autograd.graph import explaining_freed_graphs
-from autogram._capture.autograd.nested import is_watched, running_pass, unwatch, watch
+from autogram._capture.autograd.nested import (
+    is_watched,
+    running_pass,
+    unwatch,
+    watch,
+)
 from autogram._capture.autograd.streams import Streams
 from autogram._capture.recording import Channel, Recording
 from autogram._errors import UnsupportedError, listed
@@ -26,6 +32,7 @@ from autogram.hooks.backward import SILENT_PASSES
 
 _CPU = torch.device("cpu")
 _Told = Callable[[Tensor], object]
+Output = Tensor | GradientEdge | list[GradientEdge]
 
 
 @contextmanager
@@ -95,20 +102,23 @@ class Pass:
 
     def differentiate(
         self,
-        output: Tensor | GradientEdge,
+        output: Output,
         inputs: Sequence[Tensor] | Sequence[GradientEdge],
-        cotangent: Tensor,
+        cotangent: Tensor | Sequence[Tensor],
         *,
         retain_graph: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """Runs the pass, once. Gives ``None`` for inputs that the output does not depend on."""
+        """Runs the pass, once. Gives ``None`` for inputs that the output does not depend on.
+
+        The output may be several results of one node, with a cotangent for each.
+        """
         found: list[tuple[Tensor | None, ...]] = []
         self.differentiate_each([(output, cotangent, retain_graph)], inputs, found.append)
         return found[0]
 
     def differentiate_each(
         self,
-        outputs: Sequence[tuple[Tensor | GradientEdge, Tensor, bool]],
+        outputs: Sequence[tuple[Output, Tensor | Sequence[Tensor], bool]],
         inputs: Sequence[Tensor] | Sequence[GradientEdge],
         take: Callable[[tuple[Tensor | None, ...]], object],
     ) -> None:
@@ -119,7 +129,10 @@ class Pass:
         if self.channel.before_pass is not None and not (self.is_along or running_pass()):
             self.channel.before_pass()
         if self.receiver is not None:
-            devices = {cotangent.device for _, cotangent, _ in outputs}
+            given = [x for _, x, _ in outputs]
+            devices = {
+                x.device for x in chain(*[[x] if isinstance(x, Tensor) else x for x in given])
+            }
             for recording in self.channel.recordings:
                 devices.update([parameter.device for parameter in recording.names])
             if devices != {_CPU}:
@@ -131,13 +144,14 @@ class Pass:
                 if isinstance(output, Tensor):
                     with torch.enable_grad():
                         output = output.view_as(output)  # with a node where no other pass comes
-                node = output.grad_fn if isinstance(output, Tensor) else output.node
+                start = output[0] if isinstance(output, list) else output
+                node = start.grad_fn if isinstance(start, Tensor) else start.node
                 assert node is not None
                 if self._handle is not None:
                     self._end()
                 watch(self)
                 self._handle = node.register_prehook(self._begin)
-                with explaining_freed_graphs(output):
+                with explaining_freed_graphs(start):
                     gradients = torch.autograd.grad(
                         output, inputs, cotangent, retain_graph=must_retain, allow_unused=True
                     )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autogram._capture.places.inference import Arrival, Edge, Inference, are_mixed, in_order
+from autogram._capture.places.inference import (
+    Arrival,
+    Inference,
+    Teller,
+    are_mixed,
+    in_order,
+)
 from autogram._capture.places.places import Places
-from autogram._capture.places.probe import has_unpack_hook
+from autogram._capture.places.probe import Edge, Probe, Prober, has_unpack_hook
 from autogram._capture.places.transfers.step import Road, Unreadable
 
 # A result of a node, which is known by its number in the order of a walk.
@@ -32,6 +39,20 @@ class DecidingValue(NamedTuple):
         return tensor
 
 
+class PlacesInGraph(NamedTuple):
+    """The places in one graph."""
+
+    edges: Mapping[int, Places | None]
+    """Those of wanted edges, by their number."""
+    uses: Mapping[Any, Places]
+    """Those of uses inside of nodes."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether samples meet."""
+        return are_mixed(self.edges.values()) or are_mixed(self.uses.values())
+
+
 @dataclass(eq=False)
 class Finding:
     """How to find the places of some edges in graphs of one key."""
@@ -45,6 +66,8 @@ class Finding:
     """What arrives at these from other nodes, for which no value decides."""
     constants: dict[DecidingValue, Tensor]
     """Copies of what was read in the last graph."""
+    probes: dict[int, Probe]
+    """What probes of nodes have found in the last graph."""
     has_untold: bool
     """Whether something decides that is not among the constants."""
     unknown: frozenset[int]
@@ -56,23 +79,27 @@ class Finding:
         """Whether each constant has other values in another graph, as tensors on its device."""
         return [_differ(x.value(nodes), old) for x, old in self.constants.items()]
 
-    def infer_again(self, nodes: Sequence[Any]) -> tuple[Finding, dict[int, Places | None]]:
+    def infer_again(
+        self, nodes: Sequence[Any], prober: Prober, inside: Mapping[Any, Teller]
+    ) -> tuple[Finding, PlacesInGraph]:
         """Looks at another graph of the same key, at those nodes alone that values decide about.
 
         Returns:
-            The finding with the constants of that graph, and the places of those wanted edges that
-            may have others now, by their number.
+            The finding with the constants of that graph, and the places that may be others now.
         """
         reader = _Reader(nodes)
-        inference = Inference(self.road, reader.read)
+        inference = Inference(self.road, reader.read, prober, inside)
         for (node, number), parts in self.parts.items():
             inference.parts[Edge(nodes[node], number)] += parts
+        inference.probes.update({nodes[number]: probe for number, probe in self.probes.items()})
         wanted = {nodes[number] for number in self.again}
         for number in self.again:
             inference.visit(nodes[number], wanted)
         edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
         places = {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
-        return replace(self, constants=reader.constants()), places
+        probes = {reader.numbers[node]: probe for node, probe in inference.probes.items()}
+        found = PlacesInGraph(places, inference.uses)
+        return replace(self, constants=reader.constants(), probes=probes), found
 
 
 def infer(
@@ -80,25 +107,31 @@ def infer(
     start: Places,
     nodes: Sequence[Any],
     edges: Sequence[Edge],
-) -> tuple[Finding, dict[int, Places | None]]:
-    """The finding on the first road on which no samples meet at the wanted edges, and their places.
+    prober: Prober | None = None,
+    inside: Mapping[Any, Teller] = MappingProxyType({}),
+) -> tuple[Finding, PlacesInGraph]:
+    """The finding on the first road on which no samples meet at a use, and the places.
 
     Args:
         root: The edge of the losses.
         start: The places of the losses.
         nodes: All nodes behind the losses, in the order of a walk.
         edges: The edges whose places are wanted.
+        prober: Carries out nodes that are not known.
+        inside: The nodes that have uses inside of them, whose places are wanted, too.
     """
-    order = in_order(root.node, nodes, [edge.node for edge in edges])
+    order = in_order(root.node, nodes, [*[edge.node for edge in edges], *inside])
     wanted = {*order}
+    prober = Prober() if prober is None else prober
     for road in Road:
         reader = _Reader(nodes)
-        inference = Inference(road, reader.read)
+        inference = Inference(road, reader.read, prober, inside)
         inference.parts[root] = [Arrival(None, start)]
         for node in order:
             inference.visit(node, wanted)
         places = {i: inference.at(edge) for i, edge in enumerate(edges)}
-        if not (is_mixed := are_mixed(places.values())):
+        found = PlacesInGraph(places, inference.uses)
+        if not found.is_mixed:
             break
     numbers = reader.numbers
     again: dict[Any, None] = {}
@@ -119,11 +152,12 @@ def infer(
         [numbers[node] for node in order if node in again],
         parts,
         reader.constants(),
+        {numbers[node]: probe for node, probe in inference.probes.items()},
         bool(inference.untold),
         frozenset(numbers[node] for node in inference.unknown),
-        numbers[_mixing(inference, root, nodes, edges)] if is_mixed else 0,
+        numbers[_mixing(inference, root, nodes, edges)] if found.is_mixed else 0,
     )
-    return finding, places
+    return finding, found
 
 
 def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:
@@ -134,14 +168,16 @@ def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Seque
         return places is not None and places.is_mixed
 
     ends = [edge.node for edge in edges if is_mixed(edge)]
-    order = in_order(root.node, nodes, ends)
+    inside = () if ends else inference.inside  # where samples meet, if not at an edge
+    order = in_order(root.node, nodes, [*ends, *inside])
     wanted = {*order}
     for node in order:
         results = [Edge(node, number) for number in range(len(inference.shapes(node)))]
         if any(map(is_mixed, results)):
             return node  # samples meet where several tensors are added up
         inputs = [(i, Edge(*e)) for i, e in enumerate(node.next_functions) if e[0] in wanted]
-        if are_mixed(inference.carried(node, [*map(inference.at, results)], inputs)):
+        carried = inference.carried(node, [*map(inference.at, results)], inputs)
+        if are_mixed(carried) or node in inside:
             return node
     return root.node
 

@@ -9,22 +9,15 @@ probed, as its values may keep them apart.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autogram._capture.places.places import Places, Shape
-from autogram._capture.places.probe import can_probe, probed
+from autogram._capture.places.probe import Edge, Probe, Prober, can_probe
 from autogram._capture.places.transfers.step import NodeStep, Read, Road, Unreadable, all_together
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from autogram._capture.places.transfers.views import from_pieces
-
-
-class Edge(NamedTuple):
-    """A result of a node, to which cotangents come."""
-
-    node: Any
-    number: int
 
 
 class Arrival(NamedTuple):
@@ -34,20 +27,40 @@ class Arrival(NamedTuple):
     places: Places
 
 
+class Told(NamedTuple):
+    """What a node does with the samples of its results, whatever its values are."""
+
+    uses: Mapping[Any, Places]
+    """The places of uses inside of the node."""
+    inputs: Mapping[int, Places | None]
+    """Those of the node's inputs, by position, as far as they are known."""
+
+
+Teller = Callable[[Sequence[Places | None]], Told | None]
+"""What a node does, from the places of its results; ``None`` where that depends on values."""
+
+
 @dataclass(eq=False)
 class Inference:
     """The places of edges behind some losses, on one road."""
 
     road: Road
     read: Read
+    prober: Prober = field(default_factory=Prober)
+    inside: Mapping[Any, Teller] = field(default_factory=dict)
+    """The nodes that have uses inside of them, and what tells the places there."""
     parts: defaultdict[Edge, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     """What arrives at each edge, which is added up."""
     by_value: set[Any] = field(default_factory=set)
     """The nodes about which more than the structure of the graph has decided."""
     untold: set[Any] = field(default_factory=set)
     """Those of them about which something has decided that cannot be compared in another graph."""
+    probes: dict[Any, Probe] = field(default_factory=dict)
+    """The nodes that were probed: first in an earlier graph, then in this one."""
     unknown: set[Any] = field(default_factory=set)
     """The nodes that no transfer knows, and that cannot be carried out."""
+    uses: dict[Any, Places] = field(default_factory=dict)
+    """The places of the uses inside of nodes."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
     _shapes: dict[Any, list[Shape]] = field(default_factory=dict)
 
@@ -67,7 +80,7 @@ class Inference:
         inputs = enumerate(node.next_functions)
         edges = [(i, Edge(*edge)) for i, edge in inputs if edge[0] in wanted]
         results = [self.at(Edge(node, i)) for i in range(len(self.shapes(node)))]
-        if edges and any(results):
+        if (edges or node in self.inside) and any(results):
             for (_, edge), places in zip(edges, self.carried(node, results, edges), strict=True):
                 if places is not None:
                     self.parts[edge].append(Arrival(node, places))
@@ -77,6 +90,12 @@ class Inference:
     ) -> list[Places | None]:
         """The places of some inputs of a node: by its transfer, or by a probe."""
         shapes = self.shapes(node)
+        if node in self.inside:
+            told = self.inside[node](results)
+            if told is None or not all(position in told.inputs for position, _ in edges):
+                return self._probed(node, results, edges)
+            self.uses.update(told.uses)
+            return [told.inputs[position] for position, _ in edges]
         if joins_pieces(node):
             return [
                 from_pieces(node, results, [*shapes, self.shapes(edge.node)[edge.number]])
@@ -116,13 +135,13 @@ class Inference:
     ) -> list[Places | None]:
         """The places of some inputs of a node that is carried out."""
         self.by_value.add(node)
-        inputs = [
-            None if child is None else self.shapes(child)[number]
-            for child, number in node.next_functions
-        ]
         self.untold.add(node)
-        if can_probe(node) and (found := probed(node, results, inputs)) is not None:
-            return [found[position] for position, _ in edges]
+        earlier = self.probes.pop(node, None)
+        found = self.prober.probe(node, results, earlier) if can_probe(node) else None
+        if found is not None:
+            self.probes[node], uses = found
+            self.uses.update(zip(uses, self.probes[node].inside, strict=True))
+            return [self.probes[node].inputs[position] for position, _ in edges]
         self.unknown.add(node)
         total: Places | None = None
         for places in results:

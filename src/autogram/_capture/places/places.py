@@ -239,6 +239,14 @@ class Places:
         return Places(tuple(factors), samples, self.may_be_empty)
 
 
+def are_equal(one: Places | None, other: Places | None) -> bool:
+    """Whether two tensors have the same samples in the same form, or both no cotangent."""
+    if one is None or other is None:
+        return one is other
+    same = one.factors == other.factors and one.samples.shape == other.samples.shape
+    return same and torch.equal(one.samples, other.samples)
+
+
 def plain(shape: Sequence[int]) -> tuple[Shape, ...]:
     """Each dimension as a factor of its own."""
     return tuple([(size,) for size in shape])

@@ -2,70 +2,220 @@
 
 For each binary digit of the samples' numbers, the node is carried out for the samples with a 1
 there, and for the others. What that shows holds for the values that the node has saved in this
-call, and no longer: in another call, it is probed again.
+call, and no longer: in another call, it is probed again, by fewer calls of the node.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from autogram._capture.autograd.graph import in_dense, kind_of_node
+from autogram._capture.autograd.nested import running_pass
+from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
-from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape
+from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape, are_equal
+from autogram._capture.recording import Channel
+from autogram._errors import AutogramError
+
+# By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
+# powers of two of their own.
+EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
 
 
-def probed(
-    node: Any, results: Sequence[Places | None], inputs: Sequence[Shape | None]
-) -> list[Places | None] | None:
-    """The places of a node's inputs, or ``None`` if the node cannot be carried out.
+class _CarriedOutError(Exception):
+    """A node was carried out."""
+
+
+class Edge(NamedTuple):
+    """A result of a node, to which cotangents come."""
+
+    node: Any
+    number: int
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the result."""
+        return tuple(self.node._input_metadata[self.number].shape)
+
+
+class Probe(NamedTuple):
+    """What a probe of a node has found."""
+
+    results: list[Places | None]
+    """The places of the node's results that it was carried out for."""
+    inputs: dict[int, Places]
+    """The places of the node's inputs that need a gradient, by position."""
+    inside: list[Places]
+    """The places of each use inside of the node, in the order in which they were shown."""
+
+
+@dataclass(eq=False)
+class Prober:
+    """Carries nodes out, and sees the uses inside of them.
 
     Args:
-        node: The node.
-        results: The places of its results, ``None`` for those without a cotangent.
-        inputs: The shapes of its inputs, ``None`` for those without a gradient.
+        channel: Of the uses that are shown; ``None`` to show none.
     """
-    grids = [None if places is None else places.grid() for places in results]
-    there = torch.cat([grid.flatten() for grid in grids if grid is not None])
-    there = there[(there != EMPTY) & (there != SEVERAL)]
-    digits = max(int(there.max()).bit_length() if there.numel() else 0, 1)
-    dense = [_dense(metadata) for metadata in node._input_metadata]
-    ones: list[list[Tensor]] = []  # for each digit, where an input has a gradient
-    others: list[list[Tensor]] = []
-    for digit in range(digits):
-        for bit, marks in enumerate((others, ones)):
-            cotangents = [
-                None if grid is None else _chosen(grid, digit, bit, full)
-                for grid, full in zip(grids, dense, strict=True)
-            ]
-            try:
-                gradients = carried_out_alone(node, cotangents)
-            except (RuntimeError, TypeError, ValueError) as error:
-                if isinstance(error, RuntimeError) and is_out_of_memory(error):
-                    raise
+
+    channel: Channel | None = None
+    shown: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
+
+    def __call__(self, use: Any, saved: Sequence[Tensor], cotangent: Tensor) -> None:
+        """Is shown a use, with its cotangent ``(1, *shape)``."""
+        del saved
+        self.shown.append((use, cotangent[0]))
+
+    def gradients(
+        self, node: Any, cotangents: Sequence[Tensor | None]
+    ) -> dict[Any, Tensor | None] | None:
+        """What a node gives to its inputs, by position, and to uses inside of it.
+
+        ``None`` if the node refuses the cotangents of its results.
+        """
+        given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
+        found: list[Sequence[Tensor | None]] = []
+
+        def take(gradients: Sequence[Tensor | None], _: object) -> None:
+            current = running_pass()
+            if self.channel is None or (current is not None and current.receiver is self):
+                found.append(gradients)
+                raise _CarriedOutError  # so that the pass goes no further
+
+        self.shown.clear()
+        handle = node.register_hook(take)
+        try:
+            with suppress(_CarriedOutError):
+                self._differentiate([edge for edge, _ in given], [x for _, x in given])
+            (gradients,) = found
+            return {**dict(enumerate(gradients)), **dict(self.shown)}
+        except AutogramError:
+            raise
+        except Exception as error:  # a Function in Python may refuse cotangents that no pass has
+            if is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            handle.remove()
+            self.shown.clear()
+
+    def _differentiate(self, edges: list[GradientEdge], cotangents: list[Tensor]) -> None:
+        """Runs a pass from results of a node, towards its inputs."""
+        following = edges[0].node.next_functions
+        inputs = [GradientEdge(node, number) for node, number in following if node is not None]
+        if self.channel is None:
+            torch.autograd.grad(edges, inputs, cotangents, retain_graph=True, allow_unused=True)
+        else:
+            Pass(self.channel, self).differentiate(edges, inputs, cotangents)
+
+    def probe(
+        self, node: Any, results: Sequence[Places | None], earlier: Probe | None = None
+    ) -> tuple[Probe, list[Any]] | None:
+        """The places of a node's inputs and of uses inside of it.
+
+        Args:
+            node: The node.
+            results: The places of its results, ``None`` for those without a cotangent.
+            earlier: What a probe of the node has found in an earlier graph.
+
+        Returns:
+            What is found, and the uses; or ``None`` if the node cannot be carried out.
+        """
+        if earlier is not None and all(map(are_equal, earlier.results, results)):
+            uses = self._confirmed(node, earlier)
+            if uses is not None:
+                return earlier, uses
+        grids = [None if places is None else places.grid() for places in results]
+        dense = [_dense(metadata) for metadata in node._input_metadata]
+        inputs = {i: Edge(*edge).shape for i, edge in enumerate(node.next_functions) if edge[0]}
+        digits, uses = _digits(results), list[Any]()
+        has: tuple[dict[Any, list[Tensor]], dict[Any, list[Tensor]]] = {}, {}
+        for digit in range(digits):
+            for bit, marks in enumerate(has):
+                cotangents = [
+                    None if grid is None else _chosen(grid, digit, bit, full)
+                    for grid, full in zip(grids, dense, strict=True)
+                ]
+                gradients = self.gradients(node, cotangents)
+                if gradients is None:
+                    return None
+                uses = [key for key in gradients if not isinstance(key, int)]
+                for key, shape in [*inputs.items(), *[(use, use.shape) for use in uses]]:
+                    marks.setdefault(key, []).append(_has(gradients[key], shape))
+        counts = dict.fromkeys((*inputs, *uses), digits)
+        if any({key: len(of_key) for key, of_key in marks.items()} != counts for marks in has):
+            return None  # a use was shown in some calls alone
+        others, ones = has
+        places = {key: _places_of(ones[key], others[key]) for key in ones}
+        return Probe([*results], {i: places[i] for i in inputs}, [places[x] for x in uses]), uses
+
+    def _confirmed(self, node: Any, earlier: Probe) -> list[Any] | None:
+        """The uses inside of a node, if what a probe has found holds in this graph, too.
+
+        The cotangent of each sample is multiplied by a power of two of its own. If all samples stay
+        where they were, each number that the node gives is multiplied by it, too, bit for bit.
+        """
+        dense = [_dense(metadata) for metadata in node._input_metadata]
+        pairs = [*zip(dense, earlier.results, strict=True)]
+        plain = self.gradients(node, [None if of is None else x for x, of in pairs])
+        if plain is None:
+            return None
+        uses = [key for key in plain if not isinstance(key, int)]
+        if len(uses) != len(earlier.inside):
+            return None
+        known = {**earlier.inputs, **dict(zip(uses, earlier.inside, strict=True))}
+        widest = min(torch.finfo(x.dtype).max for x in dense)
+        exponents = EXPONENTS if widest > 2.0**64 else EXPONENTS[EXPONENTS < 8]  # float16: to 2**16
+        unit, samples = 1, 1 << _digits(earlier.results)
+        while unit < samples:
+            scaled = [None if p is None else x * _powers(p, unit, exponents, x) for x, p in pairs]
+            others = self.gradients(node, scaled)
+            if others is None or others.keys() != plain.keys():
                 return None
-            if gradients is None or len(gradients) != len(inputs):
-                return None
-            pairs = zip(gradients, inputs, strict=True)
-            marks.append([_has(x, shape) for x, shape in pairs if shape is not None])
-    found = iter(map(_owners, zip(*ones, strict=True), zip(*others, strict=True)))
-    return [None if shape is None else Places.of(shape, next(found)) for shape in inputs]
+            for key, places in known.items():
+                if not _are_scaled(plain[key], others[key], places, unit, exponents):
+                    return None
+            unit *= len(exponents)
+        return uses
+
+
+def _are_scaled(
+    one: Tensor | None, other: Tensor | None, places: Places, unit: int, exponents: Tensor
+) -> bool:
+    """Whether the numbers of each sample, in places that are known, have its power as a factor."""
+    if one is None or other is None:
+        return one is other
+    if one.layout != torch.strided or one.shape != other.shape or one.shape != places.shape:
+        return False
+    grid = places.grid().to(one.device)
+    stays = one * _powers(places, unit, exponents, one) == other
+    stays = torch.where(grid == EMPTY, other == 0, stays | (grid == SEVERAL))
+    return bool((stays & other.isfinite()).all())
+
+
+def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tensor:
+    """A power of two for each place, by the digit of its sample's number that has a unit."""
+    grid = places.grid()
+    powers = exponents[grid.clamp(min=0) // unit % len(exponents)].double().exp2()
+    is_of_one = (grid != EMPTY) & (grid != SEVERAL)
+    return torch.where(is_of_one, powers, 1).to(like.device, like.real.dtype)
 
 
 def can_probe(node: Any) -> bool:
     """Whether a node may be carried out outside of a backward pass.
 
-    A Function in Python may do anything, as to run a backward pass. What a checkpoint has packed
-    would be computed again.
+    What a checkpoint has packed would be computed again.
     """
-    fields = [f"_raw{field}" for field in kind_of_node(type(node)).tensors]
-    is_packed = any(map(has_unpack_hook, [getattr(node, field, None) for field in fields]))
-    return not (isinstance(node, BackwardCFunction) or is_packed)
+    fields = "_raw_saved_tensors", *[f"_raw{field}" for field in kind_of_node(type(node)).tensors]
+    return not any(map(has_unpack_hook, [getattr(node, field, None) for field in fields]))
 
 
 def has_unpack_hook(saved: Any) -> bool:
@@ -74,24 +224,11 @@ def has_unpack_hook(saved: Any) -> bool:
     return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
 
 
-def carried_out_alone(node: Any, cotangents: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The gradients that a node gives its inputs; ``None`` if it is not clear whose they are."""
-    metadata = node._input_metadata
-    if not isinstance(node, BackwardCFunction):
-        found = node(*cotangents)
-        return list(found) if isinstance(found, tuple) else [found]
-    full = [
-        torch.zeros(tuple(of.shape), dtype=of.dtype, device=of.device) if x is None else x
-        for x, of in zip(cotangents, metadata, strict=True)
-    ]
-    found = node.apply(*full)
-    found = found if isinstance(found, tuple) else (found,)
-    # One for each argument of the Function, where the node has an input for each tensor.
-    needed = iter(
-        [x for x, is_needed in zip(found, node.needs_input_grad, strict=False) if is_needed]
-    )
-    in_order = [None if child is None else next(needed, None) for child, _ in node.next_functions]
-    return in_order if next(needed, None) is None else None
+def _digits(results: Sequence[Places | None]) -> int:
+    """How many binary digits tell the samples of some results apart."""
+    there = torch.cat([places.samples.flatten() for places in results if places is not None])
+    largest = int(there.masked_fill(there == SEVERAL, 0).max()) if there.numel() else 0
+    return max(largest, 1).bit_length()
 
 
 def _dense(metadata: Any) -> Tensor:
@@ -121,10 +258,10 @@ def _has(gradient: Tensor | None, shape: Shape) -> Tensor:
     return has.expand(shape)
 
 
-def _owners(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The sample of each place, from where it has a gradient for each digit of its number."""
+def _places_of(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Places:
+    """The places, from where a gradient is not zero for each digit of a sample's number."""
     one, other = torch.stack(tuple(ones)), torch.stack(tuple(others))
     powers = 1 << torch.arange(len(one), device="cpu").view(-1, *(1,) * (one.dim() - 1))
     samples = (one * powers).sum(0)
     samples = samples.masked_fill(~(one | other).any(0), EMPTY)
-    return samples.masked_fill((one & other).any(0), SEVERAL)
+    return Places.of(samples.shape, samples.masked_fill((one & other).any(0), SEVERAL))

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from autogram._blocks import Placement
-from autogram._capture.autograd.graph import calls_of
-from autogram._capture.places.finding import Finding, infer
-from autogram._capture.places.inference import Edge, are_mixed
-from autogram._capture.places.places import Places
-from autogram._capture.samples.layouts import layouts_of_places, mixed_samples
+from autogram._blocks import Folded, Placement
+from autogram._capture.autograd.graph import calls_of, use_of
+from autogram._capture.places.finding import Finding, PlacesInGraph, infer
+from autogram._capture.places.inference import Teller, Told, are_mixed
+from autogram._capture.places.places import Places, Shape
+from autogram._capture.places.probe import Edge, Prober
+from autogram._capture.samples.layouts import (
+    layouts_of_places,
+    mixed_samples,
+    regular_layout_of_places,
+)
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from autogram._containers import Latest
 from autogram._errors import MixedSamplesError, listed
+
+Layouts = dict[Use, tuple[Placement, ...]]
 
 
 @dataclass(eq=False)
@@ -29,34 +40,40 @@ class Inferred:
     """Those of the last graph, in the order of the survey's uses."""
 
     @classmethod
-    def of(cls, survey: Survey, objectives: Objectives) -> Inferred | None:
+    def of(cls, survey: Survey, objectives: Objectives) -> tuple[Inferred, Layouts] | None:
         """By a look at the whole graph; ``None`` if that does not tell them.
 
         Raises:
             MixedSamplesError: Samples meet before they reach a use.
         """
-        layout, losses = objectives.layout, survey.losses
-        # A compiled part, or one that is changed in place, may have uses that are not nodes.
-        if layout is None or survey.may_hide_taps or any(map(calls_of, survey.nodes)):
+        layout, losses, nodes = objectives.layout, survey.losses, survey.nodes
+        if layout is None or not _can_carry_out(survey):
             return None
-        results = [of for node in survey.nodes for of in getattr(node, "_input_metadata", ())]
+        results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
         if any(of.is_nested_tensor for of in results):
             return None  # their shapes tell nothing
-        edges = [
-            Edge(use.edge.node, use.edge.output_nr)
+        edges = {
+            use: Edge(use.edge.node, use.edge.output_nr)
             if use in survey.tail
-            else Edge(survey.nodes[number], 0)
+            else Edge(nodes[number], 0)
             for use, number in survey.uses.items()
-        ]
+            if number not in survey.enclosing
+        }
         root = Edge(losses.grad_fn, losses.output_nr)
         start = Places.along(losses.shape, layout.dim)
-        finding, places = infer(root, start, survey.nodes, edges)
-        inferred = cls(finding, [()] * len(edges))
-        if inferred._take(finding, places, survey, objectives.samples):
-            return inferred
+        inside = _tells(survey, objectives.samples)
+        finding, found = infer(
+            root, start, nodes, [*edges.values()], Prober(survey.channel), inside
+        )
+        inferred = cls(finding, [()] * len(survey.uses))
+        layouts = inferred._take(finding, found, survey, objectives.samples)
+        if layouts is not None:
+            return inferred, layouts
         if finding.unknown:
             return None
-        raise _mixed(finding.mixing, places, survey)
+        by_use = {**found.uses, **{use: found.edges[i] for i, use in enumerate(edges)}}
+        mixed = next(use for use, places in by_use.items() if are_mixed([places]))
+        raise _mixed(finding.mixing, mixed, survey)
 
     def changes(self, survey: Survey) -> list[Tensor] | None:
         """Whether each value that decides is another one in a graph of this key, on its device.
@@ -65,36 +82,76 @@ class Inferred:
         """
         return None if self.finding.has_untold else self.finding.changes(survey.nodes)
 
-    def look_again(self, survey: Survey, samples: int) -> bool:
-        """Takes in the values that decide in a graph of this key. Says whether that was enough."""
-        return self._take(*self.finding.infer_again(survey.nodes), survey, samples)
+    def look_again(self, survey: Survey, samples: int) -> Layouts | None:
+        """By the values that decide in a graph of this key; ``None`` if that does not tell all."""
+        inside = _tells(survey, samples)
+        found = self.finding.infer_again(survey.nodes, Prober(survey.channel), inside)
+        return self._take(*found, survey, samples)
 
-    def found(self, survey: Survey) -> dict[Use, tuple[Placement, ...]]:
-        """The layouts by use."""
+    def found(self, survey: Survey) -> Layouts:
+        """The layouts by use, in a graph in which no value decides, or the same ones do."""
         return dict(zip(survey.uses, self.layouts, strict=True))
 
     def _take(
-        self, finding: Finding, places: Mapping[int, Places | None], survey: Survey, samples: int
-    ) -> bool:
+        self, finding: Finding, found: PlacesInGraph, survey: Survey, samples: int
+    ) -> Layouts | None:
         """Takes the layouts of some uses from their places, unless samples meet in some."""
-        if are_mixed(places.values()):
-            return False
-        uses, layouts = [*survey.uses], [*self.layouts]
+        if found.is_mixed:
+            return None
+        by_edge = [use for use, number in survey.uses.items() if number not in survey.enclosing]
+        places = {**found.uses, **{by_edge[i]: of_edge for i, of_edge in found.edges.items()}}
         known: dict[object, tuple[Placement, ...]] = {}  # uses of equal places share a layout
-        for i, of_use in places.items():
-            use = uses[i]
+        layouts = self.found(survey)
+        for use, of_use in places.items():
             key = id(of_use), use.shape, use.dims, use.depth
             if key not in known:
                 known[key] = layouts_of_places(use, of_use, samples)
-            layouts[i] = known[key]
+            layouts[use] = known[key]
         # The finding last: if memory has run out before, its constants differ in the next attempt.
-        self.layouts, self.finding = layouts, finding
+        self.layouts = [layouts[use] for use in survey.uses]
+        self.finding = finding
+        return layouts
+
+
+def _can_carry_out(survey: Survey) -> bool:
+    """Whether nodes may be carried out alone: not where all processes have to do it together."""
+    if survey.channel.before_pass is None:
         return True
+    functions = [node for node in survey.nodes if isinstance(node, BackwardCFunction)]
+    return all(use_of(node) is not None for node in functions)
 
 
-def _mixed(number: int, places: Mapping[int, Places | None], survey: Survey) -> MixedSamplesError:
-    """The error that names the node which mixes the samples of a use, by its number."""
-    use = next(use for i, use in enumerate(survey.uses) if are_mixed([places[i]]))
+def _tells(survey: Survey, samples: int) -> dict[Any, Teller]:
+    """What tells the places inside of the nodes that have uses there."""
+    nodes = [survey.nodes[number] for number in survey.enclosing]
+    return {node: partial(_told, survey, node, samples) for node in nodes}
+
+
+def _told(survey: Survey, node: Any, samples: int, results: Sequence[Places | None]) -> Told | None:
+    """What a call of a compiled part does with samples, if it does so whatever its values are."""
+    calls = (x for x in calls_of(node) if x.recording.channel is survey.channel)
+    call = next(calls, None)
+    given = [None if x is None else regular_layout_of_places(x, samples) for x in results]
+    if call is None or any(x and not layout for x, layout in zip(results, given, strict=True)):
+        return None
+    carried = call.carried(node, given)
+    if carried is None:
+        return None
+    uses, inputs = carried
+    shapes = [Edge(*edge).shape if edge[0] else () for edge in node.next_functions]
+    return Told(
+        {use: _places(use.shape, layout) for use, layout in uses.items()},
+        {i: None if layout is None else _places(shapes[i], layout) for i, layout in inputs.items()},
+    )
+
+
+def _places(shape: Shape, layout: Folded) -> Places:
+    """The places of a regular layout."""
+    return Places.of(shape, layout.owners(torch.zeros((), device="cpu").expand(shape)))
+
+
+def _mixed(number: int, use: Use, survey: Survey) -> MixedSamplesError:
+    """The error for a use that names the node which mixes its samples, by its number."""
     node = survey.nodes[number]
     leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
     names = [f"`{name}`" for p, name in survey.names.items() if any(p is leaf for leaf in leaves)]

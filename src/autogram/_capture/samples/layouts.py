@@ -113,6 +113,18 @@ def layouts_of_places(use: Use, places: Places | None, samples: int) -> tuple[Pl
     return fitting_layouts(use, owners, is_finite)[:1]
 
 
+def regular_layout_of_places(places: Places, samples: int) -> Folded | None:
+    """A regular layout of a tensor with these places, if there is one."""
+    grid = places.compact(is_exact=False).grid()
+    dims = [dim for dim, size in enumerate(grid.shape) if size != 1] or [0]
+    if len(dims) > 1 or not grid.dim():
+        return None
+    (dim,), shape = dims, places.shape
+    owners = {dim: grid.flatten().expand(shape[dim])}
+    is_finite = torch.ones(samples, dtype=torch.bool, device="cpu")
+    return next(iter(regular_layouts(shape, owners, is_finite)), None)
+
+
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> dict[int, Tensor]:
     """The owners along each dimension along which the owners of elements, or positions, agree."""
     found = {}

@@ -188,13 +188,16 @@ class RememberedGraph:
         """Whether an earlier call has looked at a graph of this key."""
         return self._survey.key in self._all.inferred
 
-    def inferred(self, objectives: Objectives) -> tuple[Inferred | None, bool]:
-        """What the graph tells, if that is enough, and whether an earlier call has found it."""
+    def inferred(self, objectives: Objectives) -> tuple[Inferred | None, Layouts | None, bool]:
+        """What the graph tells, if that is enough, and whether an earlier call has found it.
+
+        With the layouts of this graph, if it was looked at.
+        """
         key, inferred = self._survey.key, self._all.inferred
-        is_known = self.is_inferred
-        if not is_known:
-            inferred[key] = Inferred.of(self._survey, objectives)
-        return inferred[key], is_known
+        if self.is_inferred:
+            return inferred[key], None, True
+        inferred[key], layouts = Inferred.of(self._survey, objectives) or (None, None)
+        return inferred[key], layouts, False
 
     def forget_inferred(self, *, for_good: bool) -> None:
         """Forgets what was inferred; for good where the graph does not tell enough."""

@@ -95,7 +95,7 @@ class Search:
         survey, objectives = self._survey, self._objectives
         if self._replays is not None and not self.graph.is_inferred:
             return False  # a captured call can read nothing
-        inferred, is_known = self.graph.inferred(objectives)
+        inferred, layouts, is_known = self.graph.inferred(objectives)
         if inferred is None:
             return False
         if is_known and inferred.finding.again:
@@ -106,13 +106,15 @@ class Search:
                     return False
             elif changed is None or (changed.is_ready and changed.read()):
                 changed = None
-                if not inferred.look_again(survey, objectives.samples):
+                layouts = inferred.look_again(survey, objectives.samples)
+                if layouts is None:
                     self.graph.forget_inferred(for_good=False)
-                    inferred, _ = self.graph.inferred(objectives)
+                    inferred, layouts, _ = self.graph.inferred(objectives)
                     if inferred is None:
                         return False
             self._has_changed = changed
-        self._found, self._is_inferred = inferred.found(survey), True
+        self._found = inferred.found(survey) if layouts is None else layouts
+        self._is_inferred = True
         self.is_remembered = is_known
         return True
 

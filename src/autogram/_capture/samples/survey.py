@@ -52,6 +52,7 @@ class Survey:
         self.uses: dict[Use, int] = {}  # with the number of their tap among the nodes
         # Whether there may be others: a tap on a slice that was changed in place is no node.
         self.may_hide_taps = False
+        self.enclosing: list[int] = []  # the numbers of nodes that have uses inside of them
         self._anchor = get_gradient_edge(channel.anchor).node
         self._anchors = {self._anchor}  # of all engines
         self._structure: list[Any] = []
@@ -228,8 +229,9 @@ class Survey:
                     behind_taps.append(following)
                     continue
                 pending.append(following)
-                if operation == CHANGE:
-                    self.may_hide_taps |= any(x == self._anchor for x, _ in following)
+                if operation == CHANGE and any(x == self._anchor for x, _ in following):
+                    self.may_hide_taps = True
+                    self.enclosing.append(number)
                 if self.is_bare:
                     continue
                 for argument in arguments:
@@ -257,6 +259,7 @@ class Survey:
             is_tap = True
             if use is None:
                 self._inside.append(shown.sizes)
+                self.enclosing.append(len(self.nodes) - 1)
             for each in shown.uses_at(node) if use is None else (use,):
                 self.uses[each] = len(self.nodes) - 1
                 self._structure.append(each.function)

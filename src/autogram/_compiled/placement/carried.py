@@ -28,7 +28,7 @@ from autogram._compiled.tracing.operator import SHOW
 
 def find_carried(
     module: fx.GraphModule, results: Sequence[Folded | None], sizes: Callable[[Any], Any]
-) -> tuple[dict[int, Folded], list[Folded | None]] | None:
+) -> tuple[dict[int, Folded], dict[int, Folded | None]] | None:
     """Where a backward graph takes samples, if it does so whatever its values are.
 
     Args:
@@ -37,8 +37,9 @@ def find_carried(
         sizes: Puts numbers in the place of symbols.
 
     Returns:
-        The places in the cotangents of uses, by the number of the use, and in the gradients of the
-        inputs, ``None`` where there is none; or ``None`` if those in a use depend on values.
+        The places in the cotangents of uses, by the number of the use, and in the gradients of
+        inputs, ``None`` for zeros, but for those that depend on values; or ``None`` if those in a
+        use do.
     """
     nodes = module.graph.nodes
     given = [x for x in nodes if x.op == "placeholder" and x.name.startswith("tangents")]
@@ -72,7 +73,8 @@ def find_carried(
                 uses[number] = place
     outputs: Any = module.graph.output_node().args[0]
     found = [places[x] if isinstance(x, fx.Node) else ZERO for x in outputs]
-    return uses, [place if isinstance(place, Folded) else None for place in found]
+    inputs = {i: None if x is ZERO else x for i, x in enumerate(found)}
+    return uses, {i: x for i, x in inputs.items() if x is None or isinstance(x, Folded)}
 
 
 def _place(call: OperatorCall) -> PlaceOrSeveral:

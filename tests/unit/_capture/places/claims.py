@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import kind_of_node, nodes_behind
-from autogram._capture.places.inference import Edge, Inference
+from autogram._capture.places.inference import Inference
 from autogram._capture.places.places import EMPTY, SEVERAL, Places
-from autogram._capture.places.probe import carried_out_alone, probed
+from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.places.transfers.step import Road, Unreadable
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from tests.hunt.samples import OpInfo, samples_of
@@ -69,20 +69,18 @@ def judged(node: Any, number: int, places: Places, road: Road) -> Iterator[str]:
         None if x is None else torch.ones(tuple(of.shape), dtype=of.dtype)
         for x, of in zip(results, node._input_metadata, strict=True)
     ]
-    try:
-        gradients = carried_out_alone(node, ones)
-    except RuntimeError:  # the node refuses such a cotangent
-        return
-    if gradients is None or any(x is not None and not x.isfinite().all() for x in gradients):
+    prober = Prober()
+    gradients = prober.gradients(node, ones)
+    if gradients is None:
+        return  # the node refuses such a cotangent
+    if any(x is not None and not x.isfinite().all() for x in gradients.values()):
         return  # zero times infinity is not zero
-    inputs = [None if e[0] is None else result_shapes(e[0])[e[1]] for e in node.next_functions]
-    seen = probed(node, results, inputs)
+    seen = prober.probe(node, results)
     if seen is None or inference.unknown:
         return
     for (position, edge), claim in zip(edges, claims, strict=True):
-        shape = result_shapes(edge.node)[edge.number]
-        claimed = (claim or Places.nowhere(shape)).grid().expand(shape)
-        true = seen[position].grid().expand(shape)
+        claimed = (claim or Places.nowhere(edge.shape)).grid().expand(edge.shape)
+        true = seen[0].inputs[position].grid().expand(edge.shape)
         is_wrong = (true != EMPTY) & (claimed != true) & (claimed != SEVERAL)
         is_coarse = (claimed == SEVERAL) & (true != SEVERAL) & (true != EMPTY)
         yield "unsound" if is_wrong.any() else "coarse" if is_coarse.any() else "exact"

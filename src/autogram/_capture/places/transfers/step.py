@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from autogram._capture.places.places import Places, Shape, plain, unanimous
-from autogram._capture.places.probe import can_probe, carried_out_alone
+from autogram._capture.places.probe import can_probe
 
 
 class Unreadable(Exception):
@@ -140,11 +141,12 @@ def by_element(step: NodeStep, places: Places) -> Places:
 
     Where the result is a sum of all elements, as of a loss, all depend on the sum.
     """
-    if step.road == Road.DERIVATIVES and can_probe(step.node):
-        (of,) = [x for i, x in enumerate(step.node._input_metadata) if i == step.number]
+    is_tap = isinstance(step.node, BackwardCFunction)
+    if step.road == Road.DERIVATIVES and not is_tap and can_probe(step.node):
+        of = step.node._input_metadata[step.number]
         ones = torch.ones(step.result, dtype=of.dtype, device=of.device)
-        found = carried_out_alone(step.node, [None] * step.number + [ones])
-        derivative = None if found is None else found[step.position]
+        found = step.node(*[None] * step.number, ones)
+        derivative = found[step.position] if isinstance(found, tuple) else found
         if derivative is not None and tuple(derivative.shape) == step.result:
             step.is_hidden = True
             places = places.emptied((derivative == 0).cpu())
