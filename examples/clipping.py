@@ -1,8 +1,8 @@
 """Per-sample gradient clipping, as in differentially private training (DP-SGD).
 
-The sum of the samples' gradients, each scaled down to a norm of at most C, is J^T w with
-w_b = min(1, C / |J_b|). Norms and sum come from the factors of one pass: no gradient of a single
-sample is formed, and the noise is added to their clipped sum. Printed: what bound and noise cost in
+`engine.clip` adds up the samples' gradients, each scaled down to a norm of at most C. Norms and sum
+come from the factors of one pass: no gradient of a single sample is formed, and the noise is added
+to their clipped sum. Printed: what bound and noise cost in
 accuracy: clipping alone costs some, a little noise takes the training off its plateaus, and much
 noise costs most. What privacy a noise gives depends on the number of steps and samples: ask an
 accountant.
@@ -12,19 +12,10 @@ Differentially Private Optimization on Large Model at Small Cost, 2022, arXiv:22
 """
 
 import torch
-from torch import Tensor
 
 from autogram import Engine
 from examples.problem import draw, is_short, make_model
 from examples.showing import print_table
-
-
-def accumulate_clipped(engine: Engine, losses: Tensor, bound: float) -> Tensor:
-    """Adds the sum of clipped gradients into `.grad`, and returns the norms ``(B,)``."""
-    jacobian = engine.jacobian(losses)
-    norms = jacobian.row_norms()
-    jacobian.accumulate_grad((bound / norms).clamp(max=1))
-    return norms
 
 
 def train(steps: int, *, bound: float = 0.5, noise: float = 0.3) -> tuple[float, float]:
@@ -38,7 +29,7 @@ def train(steps: int, *, bound: float = 0.5, noise: float = 0.3) -> tuple[float,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / min(bound, 1))
     clipped = []
     for _ in range(steps):
-        norms = accumulate_clipped(engine, draw(size).losses(model), bound)
+        norms = engine.clip(draw(size).losses(model), bound)
         for parameter in model.parameters():
             assert parameter.grad is not None
             if noise:

@@ -46,12 +46,19 @@ def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor
     return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
 
 
+def are_single(losses: Losses) -> bool:
+    """Whether several losses are one number each: losses of the whole batch."""
+    return not isinstance(losses, Tensor) and all(part.dim() == 0 for part in parts_of(losses))
+
+
 def weights_like(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
     """Weights of all objectives, one by one, in the form of the losses."""
     if isinstance(losses, Tensor):
         return weights.reshape(losses.shape)
     parts = parts_of(losses)
     flat = weights.flatten()
+    if are_single(losses):
+        return in_form([flat[i] for i in range(len(parts))], losses)
     each = zip(_places(parts, batch_dim), parts, strict=True)
     return in_form([flat[place].reshape(part.shape) for place, part in each], losses)
 

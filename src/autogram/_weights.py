@@ -193,6 +193,17 @@ def check_finite(weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = N
     )
 
 
+def check_norms(norms: Tensor) -> None:
+    """Refuses norms of gradients that are not finite, if the host has them without waiting."""
+    if not _is_read_at_once(norms.device) or bool(norms.isfinite().all()):
+        return
+    raise NonFiniteError(
+        f"The gradients of the samples {_numbers_of(norms, norms.dtype)} have norms that are "
+        "infinite or not a number, and nothing was added to `.grad`. Look for a division by zero "
+        "or an overflow in these losses; `torch.autograd.detect_anomaly()` finds it."
+    )
+
+
 def check_numbers(vector: Tensor, what: str = "A vector") -> None:
     """Refuses what has no real numbers, or has them not one by one."""
     is_real = not (vector.is_complex() or vector.is_quantized)

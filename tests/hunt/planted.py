@@ -30,7 +30,7 @@ from autogram._blocks.programs import known
 from autogram._capture.backward import assembly
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.samples.objectives import Objectives
-from autogram._jacobian import jacobian, parts
+from autogram._jacobian import accumulating, parts
 from autogram.testing import reference_jacobian
 
 # Models
@@ -302,7 +302,7 @@ def _programs(change: Change) -> Callable[..., None]:
 
 def _gradients(patch: pytest.MonkeyPatch) -> None:
     """Gradients of two parameters of one shape are exchanged, or else one is lost."""
-    original = jacobian.as_gradients
+    original = accumulating.as_gradients
 
     def wrong(sums: Any) -> Any:
         found = original(sums)
@@ -314,7 +314,7 @@ def _gradients(patch: pytest.MonkeyPatch) -> None:
         found[names[0]] = torch.zeros_like(found[names[0]])
         return found
 
-    patch.setattr(jacobian, "as_gradients", wrong)
+    patch.setattr(accumulating, "as_gradients", wrong)
 
 
 def _in_order(change: Change) -> Callable[..., None]:

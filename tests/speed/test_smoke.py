@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import autogram
-from tests.speed import choices, limits, ranks
+from tests.speed import choices, limits, ranks, tasks
 from tests.speed.__main__ import main
 from tests.speed.gpu import counted, measured
 from tests.speed.gpu.models import TINY
@@ -60,6 +60,17 @@ def test_compiled_models_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--compiled", "--model", "mlp", "--launches", "1", "--rounds", "1"])
     times, firsts = capsys.readouterr().out.strip().splitlines()[-1:-8:-4]
     assert times.count(" s, ") == firsts.count(" to ") + 1 == 5
+
+
+def test_steps_of_tasks_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step on each trunk has a time."""
+    tasks.main(["--rounds", "1", "--repeats", "1"])
+    found = re.findall(
+        r"^\| (\w+) \| ([\w ]+) \| ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE
+    )
+    names = ["SGD", "torchjd", "fused", "two passes"]
+    assert [(size, name) for size, name, _ in found] == [(s, n) for s in tasks.SIZES for n in names]
+    assert all(float(time) > 0 for *_, time in found)
 
 
 def test_weightings_and_whole_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +183,7 @@ def test_no_more_objects_live_than_did() -> None:
 MOST_VISITED = {
     "F.linear": (13, 16),
     "one cotangent": (31, 117),
-    "compute_gramian": (122, 282),
+    "compute_gramian": (125, 285),
     "one large cotangent": (33, 99),
 }
 

@@ -49,6 +49,7 @@ def assert_operator_is(jacobian: Jacobian, expected: Tensor) -> None:
     assert_close_to_reference(jacobian.gramian(), expected @ expected.T)
     assert_close_to_reference(jacobian.row_norms(), expected.norm(dim=1))
     assert_close_to_reference(jacobian.cross_gramian(jacobian), expected @ expected.T)
+    assert_norms_by_group(jacobian, expected)
     blocks = jacobian.block_gramians()
     assert list(blocks) == jacobian.names
     assert_close_to_reference(sum(blocks.values()), expected @ expected.T)
@@ -74,6 +75,30 @@ def assert_operator_is(jacobian: Jacobian, expected: Tensor) -> None:
     assert_is_matrix(jacobian, expected)
 
 
+def assert_norms_by_group(jacobian: Jacobian, expected: Tensor) -> None:
+    """Assert that norms by parameter, and by groups of several, are those of parts of the rows."""
+    like, m = jacobian.vjp(torch.zeros(len(expected), dtype=expected.dtype)), len(expected)
+    parts = expected.split([in_real(x).numel() for x in like.values()], 1)
+    by_name = jacobian.row_norms(lambda name: name)
+    assert list(by_name) == jacobian.names
+    norms = torch.stack([part.norm(dim=1) for part in parts])
+    assert_close_to_reference(torch.stack([*by_name.values()]), norms)
+
+    group_of = alternating(jacobian.names)
+    squares: dict[str, Tensor] = {}
+    for name, part in zip(jacobian.names, parts, strict=True):
+        squares[group_of[name]] = squares.get(group_of[name], torch.zeros(m)) + part.square().sum(1)
+    by_group = jacobian.row_norms(group_of.__getitem__)
+    assert list(by_group) == list(squares)
+    norms = torch.stack([*squares.values()]).sqrt()
+    assert_close_to_reference(torch.stack([*by_group.values()]), norms)
+
+
+def alternating(names: list[str]) -> dict[str, str]:
+    """The group of each name, of which there are two, or one for one name."""
+    return {name: str(i % 2) for i, name in enumerate(names)}
+
+
 def assert_is_matrix(jacobian: Jacobian, expected: Tensor) -> None:
     """Assert that an operator, written like a matrix, acts like an explicit one."""
     m, n = expected.shape
@@ -95,7 +120,18 @@ def assert_accumulates(
     weights = irregular(expected_losses.numel()).to(expected_losses).view(expected_losses.shape)
     jacobian.accumulate_grad(weights)
     jacobian.accumulate_grad(weights)
-    expected_losses.backward(2 * weights)
+    expected_losses.backward(2 * weights, retain_graph=True)
+    assert_gradients_are_close(model, twin)
+
+    group_of = alternating(jacobian.names)
+    by_group = {
+        name: (2 + i) * weights.sin() for i, name in enumerate(sorted({*group_of.values()}))
+    }
+    jacobian.accumulate_grad(by_group, group_of.__getitem__)
+    named = dict(twin.named_parameters())
+    for group, w in by_group.items():
+        some = [named[name] for name in jacobian.names if group_of[name] == group]
+        expected_losses.backward(w, inputs=some, retain_graph=True)
     assert_gradients_are_close(model, twin)
 
 

@@ -3,6 +3,7 @@
 from autogram._blocks.block import Adjoint, Block, block_of_equation, joined, rows_block
 from autogram._blocks.bundle import (
     Bundles,
+    Rows,
     bundled,
     form_in_bundle,
     gram_of_bundle,
@@ -26,7 +27,8 @@ from autogram._blocks.layout import (
     pieces,
 )
 from autogram._blocks.lookup import Factors, Lookup, block_of, is_of_lookup
-from autogram._blocks.plan import cost_of_products, cost_of_rows
+from autogram._blocks.plan import cost_of_products, cost_of_rows, gains_by_rows
+from autogram._blocks.products import explicit
 from autogram._blocks.programs import (
     QUESTIONS,
     Program,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from autogram._blocks.block import Block, rows_block
 from autogram._blocks.columns import Columns
+from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._blocks.layout import Subset
 from autogram._blocks.products import gram_with_factor, products, share_factor, weighted_sum
@@ -28,7 +30,7 @@ from autogram._blocks.programs import (
     settings_now,
     written_down,
 )
-from autogram._blocks.region import Region, from_storage
+from autogram._blocks.region import Region, as_real, from_storage
 
 # The most elements of a bundle, whose factors stay in memory until the bundle is contracted.
 _FULL = 2**22
@@ -104,6 +106,8 @@ def weighted_sums(
     Results own their memory, with strides as autograd would give them. They are where the factors
     are: in one place, or, if this is ``None``, each on the device of its parameter.
     """
+    if isinstance(found, Rows):
+        return found.weighted_sums(weights)
     # One tensor for all parameters, which is new: kernels may compute something from it once. Its
     # strides are always the same, and so are the programs.
     weights = weights.contiguous()
@@ -225,6 +229,64 @@ def _strides(total: Tensor, parameter: Region) -> tuple[int, ...]:
     if total.dim() == len(strides):
         return strides
     return total.numel() // max(1, len(total)), *strides
+
+
+class Rows(Mapping[Tensor, Columns]):
+    """The columns of some parameters as views of one matrix, which has their rows side by side.
+
+    Products of all parameters are products of the matrix. Columns are made when asked for.
+
+    Args:
+        parameters: The parameters in the order of the matrix, and whether each has columns.
+        matrix: ``(m, n)``. What is there of parameters without columns is zero.
+        kernels: Those of its device.
+    """
+
+    def __init__(self, parameters: Mapping[Tensor, bool], matrix: Tensor, kernels: Kernels) -> None:
+        self.dtype = matrix.dtype
+        self._matrix, self._kernels = matrix, kernels
+        self._sizes = [as_real(parameter).numel() for parameter in parameters]
+        starts = accumulate(self._sizes, initial=0)
+        each = zip(parameters.items(), starts, self._sizes, strict=False)
+        self._places = {p: (start, size) for (p, has), start, size in each if has}
+        self._columns: dict[Tensor, Columns] = {}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The rows of a parameter in real numbers, ``(m, 1, *parameter)``."""
+        rows = self._matrix.narrow(1, *self._places[parameter])
+        return rows.view((len(rows), 1, *as_real(parameter).shape))
+
+    def gramian(self) -> Tensor:
+        """J Jᵀ, ``(m, m)``."""
+        return self._kernels.gram(self._matrix)
+
+    def weighted_sums(self, weights: Tensor) -> dict[Tensor, Tensor | None]:
+        """J^T w of each parameter that has columns, as :func:`weighted_sums` gives them."""
+        sums = weights.squeeze(-1).to(self._matrix) @ self._matrix
+        regions, totals = [], []
+        for parameter, (start, size) in self._places.items():
+            region = Region.of_parameter(parameter)
+            regions.append(region)
+            total = sums.narrow(-1, start, size)
+            totals.append(total.view((*sums.shape[:-1], *region.shape)))
+        return dict(zip(self._places, _owned(totals, regions), strict=True))
+
+    def __getitem__(self, parameter: Tensor) -> Columns:
+        columns = self._columns.get(parameter)
+        if columns is None:
+            rows, region = self.of(parameter), Region.of_parameter(parameter)
+            columns = self._columns[parameter] = Columns(region, self._kernels)
+            columns.add(region, rows_block(rows))
+        return columns
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._places  # without columns
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _only_blocks(bundle: Sequence[Columns]) -> list[Block]:

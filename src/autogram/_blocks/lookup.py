@@ -202,7 +202,7 @@ def cross_products_of_lookup(
     if not lookup.indices.numel():
         return []  # as for a batch of empty bags
     return [
-        cross(block, own, kernels)
+        products("cross", [block], [own], kernels)
         for own, parts in _on_support(lookup, size, blocks, kernels)
         for block in parts
     ]

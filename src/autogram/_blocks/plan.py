@@ -71,7 +71,7 @@ class Plan:
     def _by_rows(self, first: Sequence[Block], second: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products from explicit rows, of one piece after the other."""
         blocks = [*first, *second]
-        order = order_of_rows(blocks[0], kernels)
+        order = order_of_rows(next((x for x in blocks if x.is_rows), blocks[0]), kernels)
         memory = kernels.scratch if len(blocks) == 1 else None
         found: list[Tensor] = []
         for piece in [blocks] if self.pieces == 1 else self._cut(blocks):
@@ -205,6 +205,21 @@ def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
     return is_fast or plans("gram", blocks, (), kernels)[0].method == "rows"
 
 
+def gains_by_rows(block: Block, other: Block, kernels: Kernels) -> bool:
+    """Whether products with the rows of another block cost less once a block's own rows are there.
+
+    What the rows themselves cost does not count.
+    """
+    if block.is_rows or block.has_fast_adjoint(kernels):  # these rows are formed in any case
+        return not block.is_rows
+    labels, sizes = "kb" + block.parameter, block.sizes
+    there: Signature = ((f"{labels}->{labels}", (tuple([sizes[label] for label in labels]),)),)
+    dtype = block.operands[0].dtype
+    limit, prices = kernels.most_elements(dtype), kernels.prices(dtype)
+    with_rows = _find_plans("cross", there, ((other.equation, other.shapes),), prices, limit)
+    return with_rows[0].cost < plans("cross", [block], [other], kernels)[0].cost
+
+
 def cost_of_rows(equation: str, shapes: OperandShapes) -> float:
     """Multiply-adds of the explicit rows of a block, from shapes alone."""
     return float(find_path(equation, shapes).multiplications)
@@ -238,13 +253,16 @@ def _plan_rows(
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
     others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
-    # All blocks have the tensor's dimensions in the order in which a product of the first's factors
-    # leaves them.
-    order = parsed(equation).order_of_factors
+    # All blocks have the tensor's dimensions in the order of rows that are there, or else in that
+    # in which a product of the first's factors leaves them.
+    order = parsed(_leading([of for of, _ in blocks])).order_of_factors
     paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
     cost = m * n * columns + prices.memory * m * columns + prices.call
-    if not (len(blocks) == 1 and parsed(equation).is_rows):  # else rows are there
-        cost += prices.memory * m * n + sum(path.cost(prices) for path in paths)
+    are_there = [len(side) == 1 and parsed(side[0][0]).is_rows for side in (first, second)]
+    formed = paths[are_there[0] : len(paths) - are_there[1]]
+    cost += sum(path.cost(prices) for path in formed)
+    if formed and kind != "cross":  # by factors, the rows of another are formed on the way, too
+        cost += prices.memory * m * n
     work = sum(path.multiplications for path in paths) + m * n * columns
     # What a product copies of the factors, it copies for some samples at a time.
     factors = [
@@ -263,6 +281,11 @@ def _plan_rows(
         label = next(iter(enough), max(found, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
+
+
+def _leading(equations: Sequence[str]) -> str:
+    """The equation by which the rows of several blocks are ordered: one of rows that are there."""
+    return next((of for of in equations if parsed(of).is_rows), equations[0])
 
 
 def _plan_factors(

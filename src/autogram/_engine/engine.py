@@ -12,15 +12,16 @@ from autogram._blocks import Keep
 from autogram._capture.distribution import is_exchanged
 from autogram._capture.samples.objectives import Objectives
 from autogram._distributed import Wrappers, together
+from autogram._engine.clipping import Clipping
 from autogram._engine.scale import Scale
 from autogram._engine.training import Training
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
-from autogram._losses import L, Losses, shapes_of, weights_like
+from autogram._losses import L, Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
 from autogram._weights import Weighting, weights_of
 
 
-class Engine(Training):
+class Engine(Training, Clipping):
     """Computes products with the Jacobian of a vector of losses, without forming it.
 
     J is the Jacobian of m objectives with respect to the n trainable parameters of some modules.
@@ -115,7 +116,7 @@ class Engine(Training):
             RemovedEngineError: The engine was removed.
         """
         if self._ranks is None:
-            return self._drivers.run(self._checked(losses)).gramian
+            return self._run(losses).gramian
         gramian = self._ranks.gramian(partial(self._jacobian_of_rank, losses))
         self._form = shapes_of(losses)
         return gramian
@@ -141,9 +142,8 @@ class Engine(Training):
         """
         with together(self._ranks, losses, "jacobian"):
             check_keep(keep)
-            losses = self._checked(losses)
-            run = self._drivers.run(losses, form=keep, is_summed=False)
-        exchanged, names = is_exchanged(self._channel, losses), run.names
+            run = self._run(losses, form=keep, is_summed=False)
+        exchanged, names = is_exchanged(self._channel, run.survey.losses), run.names
         part = JacobianPart.of(run, names)
         return Jacobian([part], names, self._limit, self._finite, is_exchanged=exchanged)
 
@@ -174,7 +174,8 @@ class Engine(Training):
             scale.check()
             total = self._checked(losses)
             with scale.applied(total) as scaled:
-                gramian = self.compute_gramian(scaled)
+                run = self._drivers.run(scaled, are_single=are_single(losses))
+                gramian = run.gramian
             every = weights = scale.weights(gramian)
             weights_of(weights, Objectives(total, None))  # raises if the shape does not fit
         scale.usable(every, gramian, self._finite)  # or an error, perhaps of a later call
@@ -203,7 +204,7 @@ class Engine(Training):
             Charikar, Chen and Farach-Colton 2002; Pham and Pagh 2013, doi:10.1145/2487575.2487591.
         """
         sketching = Sketching(self._channel, dimensions, seed)
-        run = self._drivers.run(self._checked(losses), sinks=[sketching], is_summed=False)
+        run = self._run(losses, sinks=[sketching], is_summed=False)
         return Sketch(sketching.rows(run.objectives), sketching.seed)
 
     def _jacobian_of_rank(self, losses: Losses, scale: Scale | None = None) -> Jacobian:

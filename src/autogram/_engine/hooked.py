@@ -20,6 +20,7 @@ from autogram._arguments import (
 )
 from autogram._blocks import Devices
 from autogram._capture.backward.driver import BatchDim, Driver, Drivers
+from autogram._capture.backward.run import Run
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import is_distributed, refuse_pass, refuse_shards
@@ -31,7 +32,7 @@ from autogram._capture.samples.replays import Replays
 from autogram._capture.shards import Shards
 from autogram._distributed import Ranks, together
 from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
-from autogram._losses import Losses, as_one_tensor, weights_like
+from autogram._losses import Losses, are_single, as_one_tensor, weights_like
 from autogram._report import Report, make_report
 from autogram._weights import FiniteWeights
 from autogram.hooks import HookManager
@@ -101,7 +102,7 @@ class Hooked:
             Freivalds, Probabilistic Machines Can Use Less Running Time, 1977.
         """
         with together(self._ranks, losses, "verify"):
-            self._drivers.run(self._checked(losses), must_verify=True)
+            self._run(losses, must_verify=True)
 
     def report(self) -> Report:
         """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.
@@ -211,6 +212,12 @@ class Hooked:
         """Takes the engine off its modules for good, which leaves nothing on them."""
         self._remove()
         self._devices.free()
+
+    def _run(self, losses: Losses, **asked: Any) -> Run:
+        """One call of a driver, for losses as users give them."""
+        total = self._checked(losses)
+        is_one = isinstance(losses, Tensor)
+        return self._drivers.run(total, are_single=not is_one and are_single(losses), **asked)
 
     def _checked(self, losses: Losses) -> Tensor:
         """Losses as one tensor. Refuses those that have no Jacobian here."""

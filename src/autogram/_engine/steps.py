@@ -29,7 +29,7 @@ from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
 from autogram._errors import InvalidOptionError
 from autogram._jacobian import Jacobian, JacobianPart
-from autogram._losses import Losses, shapes_of, weights_like
+from autogram._losses import Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
 
 GradientsOutside = Literal["sum", "weighted"]
@@ -68,6 +68,8 @@ class Step:
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
         self._has_rest = False  # ever
+        self._few: list[dict[Tensor, Tensor]] = []
+        """By objective: gradients of leaves that are not of J, if the pass has given them."""
         self._has_begun = False  # for other ranks
         self._has_met = False  # them, at the end
         self._last: Losses = []  # where a pass for the sake of other ranks begins
@@ -85,7 +87,7 @@ class Step:
             total = self.engine._checked(losses)
             if self.is_only:  # else it was checked before the first losses
                 self.scale.check()
-            self._take(total, retain_graph=retain_graph)
+            self._take(total, retain_graph=retain_graph, are_single=are_single(losses))
         self._forms.append((losses if self.is_only else shapes_of(losses), total.numel()))
 
     @contextmanager
@@ -106,7 +108,7 @@ class Step:
             self._has_begun = True
             ranks.agreement.begin("backward" if self.is_only else "accumulate")
 
-    def _take(self, losses: Tensor, *, retain_graph: bool) -> None:
+    def _take(self, losses: Tensor, *, retain_graph: bool, are_single: bool = False) -> None:
         """Makes the pass for some losses."""
         engine, channel = self.engine, self.engine._channel
         is_alone = self._wrappers is None
@@ -121,6 +123,8 @@ class Step:
                 is_step=True,
                 retain_graph=retain_graph or channel.before_pass is not None,
                 is_summed=is_summed,
+                are_single=are_single,
+                has_others=is_summed,
             )
         if not retain_graph and losses.numel():
             call = "`engine.backward`" if self.is_only else "`add` of `engine.accumulate`"
@@ -130,7 +134,8 @@ class Step:
         if self._wrappers is not None:
             self._wrappers.check_outside(outside)
         self._has_rest |= bool(outside)
-        if outside:
+        self._few = run.rest if run.others else []
+        if outside and not run.others:
             self._rest[len(self._parts)] = losses, outside, retain_graph
         self._parts.append(JacobianPart.of(run, names))
         for parameter, name in names.items():
@@ -250,9 +255,14 @@ class Step:
     def _gradients_of_rest(self, weights: Tensor) -> dict[Tensor, Tensor]:
         """Lets go of rows, and gives the gradients of leaves that are not of J and not wrapped."""
         rest, before_pass = list(self._rest_of(weights)), self.engine._channel.before_pass
+        found: dict[Tensor, Tensor] = {}
+        for weight, gradients in zip(weights.flatten().unbind(), self._few, strict=False):
+            for leaf, gradient in gradients.items():
+                part = gradient * weight.to(gradient)
+                found[leaf] = _sum(found[leaf], part) if leaf in found else part
         self._parts.clear()
         self._rest.clear()
-        found: dict[Tensor, Tensor] = {}
+        self._few.clear()
         for losses, outside, cotangent, retain_graph in rest:
             if leaves := self._without_wrapped(outside):
                 if before_pass is not None:
@@ -264,6 +274,7 @@ class Step:
     def _check_rest(self) -> None:
         """Refuses leaves that are not of J, and whose gradients cannot be added up."""
         check_addable(leaf for _, outside, _ in self._rest.values() for leaf in outside)
+        check_addable(leaf for gradients in self._few for leaf in gradients)
 
     def _rest_of(self, weights: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor], Tensor, bool]]:
         """For losses: leaves that are not of J, the cotangent, and whether to keep the graph."""
@@ -305,13 +316,19 @@ def _add_gradients(
         )
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is not None:
-            total[leaf] = total[leaf] + gradient if leaf in total else gradient
+            total[leaf] = _sum(total[leaf], gradient) if leaf in total else gradient
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of two gradients. PyTorch adds what is sparse to what is dense alone."""
+    return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 def _accumulate_rest(gradients: Mapping[Tensor, Tensor]) -> None:
     """Adds gradients of leaves that are not of J to their ``.grad``.
 
-    By autograd, where wrappers that know nothing of engines have hooks.
+    By autograd, which copies what several leaves share, and where wrappers that know nothing of
+    engines have hooks.
     """
     if gradients:
         torch.autograd.backward([*gradients], [*gradients.values()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
-from typing import NoReturn
+from typing import NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -15,24 +15,22 @@ from autogram._arguments import (
     check_related,
     check_selection,
     direction_of,
-    labels,
     parameter_of,
 )
 from autogram._blocks import Limit, as_real
 from autogram._capture.autograd.exact import exact
-from autogram._capture.autograd.grad import add_to_grad, as_gradients, check_addable
-from autogram._capture.autograd.nested import running_pass
-from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
 from autogram._errors import UnsupportedError
+from autogram._jacobian.accumulating import Accumulating
+from autogram._jacobian.groups import groups_of
 from autogram._jacobian.moving import moved_parts
-from autogram._jacobian.operator import MatrixForm, check_jacobian
+from autogram._jacobian.operator import check_jacobian
 from autogram._jacobian.parts import JacobianPart, Parts, dtype_for, zeros_for
 from autogram._jacobian.solve import check_damping, damped_solution
 from autogram._weights import FiniteWeights
 
 
-class Jacobian(MatrixForm):
+class Jacobian(Accumulating):
     """The Jacobian J of m objectives with respect to n parameters, as an implicit operator.
 
     :meth:`autogram.Engine.jacobian` makes a Jacobian. It holds factors and not rows: for each call
@@ -92,8 +90,7 @@ class Jacobian(MatrixForm):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the results, which is that of the parameters, and at least float32."""
-        found = [columns.dtype for part in self._parts.each for columns in part.columns.values()]
-        dtypes = [dtype for dtype in found if dtype is not None]
+        dtypes = [dtype for part in self._parts.each for dtype in part.dtypes]
         losses = [part.objectives.losses.dtype for part in self._parts.each]
         return reduce(torch.promote_types, dtypes or [*losses, torch.float32])
 
@@ -148,9 +145,7 @@ class Jacobian(MatrixForm):
         Raises:
             InvalidOperandError: ``by`` is neither, or several groups have one name.
         """
-        groups: dict[str, list[Tensor]] = {}
-        for parameter, label in labels(by, self._names).items():
-            groups.setdefault(label, []).append(parameter)
+        groups = groups_of(by, self._names)
         with exact(self.device):
             parts, dtype = self._parts, self.dtype
             found = {name: parts.products(parts, group, dtype) for name, group in groups.items()}
@@ -158,17 +153,35 @@ class Jacobian(MatrixForm):
                 parts.check_gramian(sum(found.values()))
             return found
 
+    @overload
+    def row_norms(self, by: None = ...) -> Tensor: ...
+    @overload
+    def row_norms(self, by: Grouping) -> dict[str, Tensor]: ...
     @retried_with_less
-    def row_norms(self) -> Tensor:
+    def row_norms(self, by: Grouping | None = None) -> Tensor | dict[str, Tensor]:
         """Euclidean norm of each objective's gradient, ``(m,)``, without the Gramian.
+
+        Args:
+            by: Groups of parameters, as for :meth:`block_gramians`; all in one by default.
+
+        Returns:
+            The norms, or for each group the norms with respect to its parameters. The squares of
+            all groups add up to those of the whole.
+
+        Raises:
+            InvalidOperandError: ``by`` is no grouping, or several groups have one name.
 
         References:
             Goodfellow, Efficient Per-Example Gradient Computations, 2015, arXiv:1510.01799.
             Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
         """
         with exact(self.device):
-            norms = self._parts.per_objective(lambda _, x: x.square_norms(), self.dtype)
-            return norms.sqrt()
+            parts, dtype = self._parts, self.dtype
+            if by is None:
+                return parts.square_norms(self._names, dtype).sqrt()
+            groups = groups_of(by, self._names)
+            each = groups.items()
+            return {name: parts.square_norms(group, dtype).sqrt() for name, group in each}
 
     @retried_with_less
     def vjp(self, w: Tensor) -> dict[str, Tensor]:
@@ -201,50 +214,6 @@ class Jacobian(MatrixForm):
             sums = dict(zip(self._names, gradients.values(), strict=True))
             self._parts.check_sums("Jᵀ w", sums, w, self.dtype)
             return gradients
-
-    def accumulate_grad(self, w: Tensor) -> None:
-        """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
-
-        A gradient has the dtype of its parameter, or its ``grad_dtype``, and hooks on parameters
-        run. The gradient of a parameter that no objective reaches, or that was frozen since, stays
-        as it is. The gradient of a sparse embedding is dense.
-
-        Args:
-            w: Weights of shape ``(m,)`` or of the losses' shape.
-
-        Raises:
-            InvalidOperandError: ``w`` has another shape.
-            NonFiniteError: ``w`` is not finite. On a GPU, zeros are added, and a later call raises.
-            UnsupportedError: `DistributedDataParallel` would exchange the gradients; or a backward
-                pass of an engine is under way.
-        """
-        if self._is_exchanged:
-            refuse_gradients("accumulate_grad")
-        self._finite.check()
-        self._parts.weights_of(w)  # raises if the shape does not fit
-        self._add(self._gradients_of(self._finite.usable(w, self.dtype)))
-
-    @retried_with_less
-    def _gradients_of(self, w: Tensor) -> dict[Tensor, Tensor]:
-        """What :meth:`accumulate_grad` adds, from the last parameter to the first."""
-        if running_pass() is not None:
-            raise UnsupportedError(
-                "Gradients are to be added to `.grad` inside of a backward pass of an engine, by a "
-                "hook or a custom autograd Function. Such passes are made as often as samples are "
-                "looked for, and leave `.grad` as it was. Add them outside."
-            )
-        check_addable({p: None for part in self._parts.each for p in part.columns}, self._names)
-        with exact(self.device):
-            sums = self._parts.weighted_sums(self._parts.weights_of(w))
-            there = [(p, None if x is None else x.to(p.device)) for p, x in sums.items()]
-            gradients = as_gradients(there)
-            self._parts.check_sums("The gradient Jᵀ w", gradients, w, self.dtype)
-            return gradients
-
-    def _add(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Adds gradients to ``.grad``, and lets go of them."""
-        with exact(self.device):
-            add_to_grad(gradients.popitem() for _ in range(len(gradients)))
 
     @retried_with_less
     def jvp(self, direction: Direction) -> Tensor:
@@ -294,6 +263,10 @@ class Jacobian(MatrixForm):
     @retried_with_less
     def cross_gramian(self, other: Jacobian) -> Tensor:
         """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives, ``(m, m')``.
+
+        Each parameter's products are computed from rows or from factors, whichever costs less. From
+        its second such product on, a Jacobian keeps the rows that make each further one cheaper,
+        until these fill the engine's memory limit, unless it was made with ``keep="factors"``.
 
         Args:
             other: The Jacobian of m' objectives, from any graph, with respect to the same

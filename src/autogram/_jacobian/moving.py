@@ -32,6 +32,7 @@ def moved_parts(
                 objectives=Objectives(part.objectives.losses.to(device), part.objectives.batch_dim),
                 columns={p: at_place(columns) for p, columns in part.columns.items()},
                 place=place,
+                crossings=part.crossings.empty(),
             )
             for part in parts.each
         ]

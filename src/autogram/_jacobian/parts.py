@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autogram._blocks import (
     Columns,
+    Rows,
     Subset,
     bundled,
     gram_of_bundle,
@@ -25,6 +26,7 @@ from autogram._capture.backward.run import Run
 from autogram._capture.backward.witness import Witness
 from autogram._capture.samples.objectives import Objectives
 from autogram._errors import InvalidOperandError
+from autogram._jacobian.crossings import Crossings, for_crossing
 from autogram._weights import weights_of
 
 
@@ -36,18 +38,29 @@ class JacobianPart:
     columns: Mapping[Tensor, Columns]  # of each parameter that the losses reach
     witness: Witness | None = None  # if the pass was verified
     place: torch.device | None = None  # of all factors, or each is where its parameter is
+    crossings: Crossings = field(default_factory=Crossings)  # what is kept for further products
 
     @classmethod
     def of(cls, run: Run, names: Iterable[Tensor]) -> JacobianPart:
         """The rows for some parameters, in their order, without the graph of the losses."""
         losses, batch_dim = run.objectives.losses.detach(), run.objectives.batch_dim
-        columns = {p: of for p in names if (of := run.columns.get(p)) is not None}
-        return cls(Objectives(losses, batch_dim), columns, run.witness)
+        columns = run.columns
+        if not isinstance(columns, Rows):
+            columns = {p: of for p in names if (of := columns.get(p)) is not None}
+        crossings = Crossings(can_keep=run.form != "factors")
+        return cls(Objectives(losses, batch_dim), columns, run.witness, crossings=crossings)
 
     @property
     def m(self) -> int:
         """The number of objectives."""
         return self.objectives.losses.numel()
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes of the rows."""
+        if isinstance(self.columns, Rows):
+            return [self.columns.dtype]
+        return [x for columns in self.columns.values() if (x := columns.dtype) is not None]
 
     def per_objective(
         self, function: Callable[[Tensor, Columns], Tensor | None], dtype: torch.dtype
@@ -91,20 +104,31 @@ class MergedParts:
         self.per_sample = parts[0].objectives.per_sample
         self.samples = sum(part.objectives.samples for part in parts)
 
-    def columns(self, parameter: Tensor) -> Columns | None:
+    def columns(self, parameter: Tensor, other: MergedParts | None = None) -> Columns | None:
         """The columns of a parameter, of all samples, or ``None`` where all are zero.
 
-        The columns of several parts are a copy, which is to be dropped after the product.
+        The columns of several parts are a copy, which is to be dropped after the product. For a
+        product with another group, they may be rows that an earlier product was made with.
         """
         found = [part.columns.get(parameter) for part in self._parts]
+        if other is not None and (like := other.columns_of_one(parameter)) is not None:
+            pairs = zip(self._parts, found, strict=True)
+            there = [(part.crossings, columns) for part, columns in pairs if columns is not None]
+            crossing = iter(for_crossing(parameter, there, like))
+            found = [None if columns is None else next(crossing) for columns in found]
         if len(found) == 1:
             return found[0]
-        there, end = [], 0
+        placed, end = [], 0
         for part, columns in zip(self._parts, found, strict=True):
             start, end = end, end + part.objectives.samples
             if columns is not None:
-                there.append((columns, Subset(tuple(range(start, end)), self.samples)))
-        return side_by_side(there) if there else None
+                placed.append((columns, Subset(tuple(range(start, end)), self.samples)))
+        return side_by_side(placed) if placed else None
+
+    def columns_of_one(self, parameter: Tensor) -> Columns | None:
+        """The columns of a parameter in one of the parts that have any."""
+        found = (part.columns.get(parameter) for part in self._parts)
+        return next((columns for columns in found if columns is not None), None)
 
     def numbers(self) -> Tensor:
         """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
@@ -119,7 +143,7 @@ class MergedParts:
                 _add(total, gram_of_bundle(bundle))
             return
         for parameter in parameters:
-            first, second = self.columns(parameter), other.columns(parameter)
+            first, second = self.columns(parameter, other), other.columns(parameter, self)
             if first is not None and second is not None:
                 _add(total, first.cross_gram(in_places(second, first.parameter)))
 
@@ -159,6 +183,14 @@ class Parts:
         device = self.each[0].objectives.losses.device
         return torch.cat([x.to(device) for x in found]) if len(found) > 1 else found[0]
 
+    def square_norms(self, parameters: Mapping[Tensor, str], dtype: torch.dtype) -> Tensor:
+        """The squared norms of the rows, in the columns of some parameters, ``(m,)``."""
+
+        def norms(parameter: Tensor, columns: Columns) -> Tensor | None:
+            return columns.square_norms() if parameter in parameters else None
+
+        return self.per_objective(norms, dtype)
+
     def directional(self, direction: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
         """J v, ``(m,)``, for a direction in real numbers, which is zero where it has no tensor."""
 
@@ -188,6 +220,19 @@ class Parts:
             weights = w if are_rows else w.detach().reshape(-1, sum(self.sizes))
             witness.check_sums(product, sums, weights, image)
 
+    def check_sums_by_group(
+        self,
+        product: str,
+        sums: Mapping[Tensor, Tensor | None],
+        groups: Sequence[tuple[Mapping[Tensor, str], Tensor]],
+        dtype: torch.dtype,
+    ) -> None:
+        """Compares Jᵀ w with the witness if there is one, where groups have weights each."""
+        if (witness := self.witness) is not None:
+            image = partial(self.directional, dtype=dtype)
+            flat = [(parameters, w.detach().reshape(-1)) for parameters, w in groups]
+            witness.check_sums_by_group(product, sums, flat, image)
+
     @cached_property
     def groups(self) -> list[MergedParts]:
         """Parts by the number of objectives per sample."""
@@ -207,6 +252,9 @@ class Parts:
                 row.append(torch.zeros(shape, dtype=dtype, device=device))
                 first.add_products(row[-1], second, parameters)
             rows.append(row)
+        if other is not self:
+            for part in (*self.each, *other.each):
+                part.crossings.is_due = True
         is_one = len(rows) == len(rows[0]) == 1
         whole = rows[0][0] if is_one else torch.cat([torch.cat(row, 1) for row in rows])
         return other.in_order(self.in_order(whole, 0), 1)
@@ -223,11 +271,19 @@ class Parts:
             for part, x in pairs
         ]
 
-    def weighted_sums(self, weights: Sequence[Tensor]) -> dict[Tensor, Tensor | None]:
-        """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero."""
+    def weighted_sums(
+        self, weights: Sequence[Tensor], among: Mapping[Tensor, str] | None = None
+    ) -> dict[Tensor, Tensor | None]:
+        """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero.
+
+        If some parameters are given, only those that are ``among`` them count.
+        """
         totals: dict[Tensor, Tensor | None] = {}
         for part, w in zip(self.each, weights, strict=True):
-            for parameter, found in weighted_sums(part.columns, w, self.place).items():
+            columns = part.columns
+            if among is not None:
+                columns = {p: x for p, x in columns.items() if p in among}
+            for parameter, found in weighted_sums(columns, w, self.place).items():
                 if found is not None:
                     found = in_numbers_of(parameter, found)
                 total = totals.get(parameter)

@@ -32,9 +32,16 @@ def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1).to(gramian.dtype)
-    eigenvalues, vectors = torch.linalg.eigh(matrix)
-    # Eigenvalues up to this size may come from rounding of the Gramian, in the dtype of its sums.
-    rounding = len(matrix) * torch.finfo(gramian.dtype).eps * eigenvalues.abs().amax()
-    inverse = torch.where(eigenvalues > rounding, 1 / (eigenvalues + damping), 0)
+    eigenvalues, vectors, is_above = eigenvalues_above_rounding(gramian)
+    inverse = torch.where(is_above, 1 / (eigenvalues + damping), 0)
     found: Tensor = vectors @ (inverse * (vectors.mT @ right))
     return found.to(gramian.dtype)
+
+
+def eigenvalues_above_rounding(gramian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues and vectors in float64, and which eigenvalues do not come from rounding."""
+    eigenvalues, vectors = torch.linalg.eigh(gramian.double())
+    # Those up to this size may come from rounding of the Gramian, in the dtype of its sums.
+    largest = eigenvalues.abs().amax() if len(gramian) else 0.0
+    rounding = len(gramian) * torch.finfo(gramian.dtype).eps * largest
+    return eigenvalues, vectors, eigenvalues > rounding

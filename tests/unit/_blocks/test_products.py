@@ -216,3 +216,22 @@ def test_factors_that_repeat_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     found = by_factors([block], (), kernels())
     assert_close_to_reference(found, gramian_of(dense(block)))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_factors_are_multiplied_by_rows_as_rows(is_first: bool) -> None:
+    """Rows that are there cost nothing, and the others get their order."""
+    operands = torch.randn(1, 30, 5, 6), torch.randn(30, 5, 7)
+    factors = Block("kbto,bti->kboi", operands)
+    rows_there = Block("kbio->kboi", (torch.randn(1, 20, 7, 6),))
+    pair = [factors, rows_there] if is_first else [rows_there, factors]
+    plan, other = plans("cross", pair[:1], pair[1:], kernels())
+    assert (plan.method, other.method) == ("rows", "factors")
+    assert plan.cost == other.cost
+    with Copies() as copies:
+        found = plan(pair[:1], pair[1:], kernels())
+    with Copies() as others:
+        other(pair[:1], pair[1:], kernels())
+    assert 0 < copies.elements < others.elements
+    first, second = [dense(block).flatten(2).flatten(0, 1) for block in pair]
+    assert_close_to_reference(found.flatten(0, 1).flatten(1), first @ second.T)

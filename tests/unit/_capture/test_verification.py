@@ -51,7 +51,7 @@ def test_a_dropped_use_of_a_shared_parameter(
 ) -> None:
     dropping(monkeypatch, lambda use: use.index == 1)
     model = Recurrent()
-    engine = Engine(model, batch_dim=batch_dim)
+    engine = Engine(model, batch_dim=batch_dim, unseen="error")  # else `None` asks for no use
     losses = per_sample(model(batch(5, 4)))
     with pytest.raises(VerificationError, match=r"`cell\.weight`.*used in `linear`") as found:
         engine.compute_gramian(losses)
@@ -225,6 +225,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("batch_dim", [0, None])
 @pytest.mark.parametrize("mode", SCHEDULES)
 def test_calls_that_are_verified(counted: list[int], mode: Any, batch_dim: int | None) -> None:
+    """Where the batch is one sample and rows are few, a new graph has no check of its own."""
     model = mlp()
     engine = Engine(model, verify=mode, batch_dim=batch_dim)
     verified = []
@@ -234,7 +235,8 @@ def test_calls_that_are_verified(counted: list[int], mode: Any, batch_dim: int |
         if counted:
             verified.append(call)
             counted.clear()
-    assert verified == SCHEDULES[mode]
+    is_late = mode == "first" and batch_dim is None
+    assert verified == [call for call in SCHEDULES[mode] if call != 14 or not is_late]
 
 
 def test_verify_does_not_wait_for_its_turn(counted: list[int]) -> None:
@@ -314,7 +316,7 @@ def test_the_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one entry of a gradient has another sign."""
     monkeypatch.setattr(columns, "weighted_sum", with_one_sign(columns.weighted_sum, (5, 3), 2, 1))
     model = mlp()
-    engine = Engine(model, batch_dim=None)
+    engine = Engine(model, batch_dim=None, unseen="error")  # else rows need no columns
     with pytest.raises(
         VerificationError, match=r"`0\.weight`: norms .* most at the entry \(2, 1\)"
     ):
@@ -378,6 +380,12 @@ PRODUCTS: dict[str, tuple[Any, str, Callable[[Jacobian], Any], str]] = {
         columns,
         "weighted_sum",
         lambda j: j.accumulate_grad(torch.ones(5)),
+        "The gradient Jᵀ w",
+    ),
+    "accumulate_grad by group": (
+        columns,
+        "weighted_sum",
+        lambda j: j.accumulate_grad({"weight": torch.ones(5)}),
         "The gradient Jᵀ w",
     ),
     "jvp": (columns, "directional", lambda j: j.jvp([torch.ones(4, 3)]), "J v"),

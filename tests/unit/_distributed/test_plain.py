@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from autogram import Engine
+from autogram import Engine, UnsupportedError
 from autogram._distributed.plan import Way
 from autogram.testing import reference_jacobian
 from tests.unit._distributed import test_scaler
@@ -78,6 +78,12 @@ def in_two_passes(rank: int) -> None:
             total = flat_gradient(model)
             distributed.all_reduce(total)
             assert_close_to_reference(total, jacobian.T @ weighting(jacobian @ jacobian.T))
+    model.zero_grad()
+    with pytest.raises(
+        UnsupportedError, match=r"clips the samples of one process.*Make an engine without"
+    ):
+        engine.clip(losses, 1.0)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def gradients_add_up(rank: int) -> None:

@@ -51,6 +51,19 @@ def test_the_next_call_raises_once(monkeypatch: pytest.MonkeyPatch, name: str) -
     CALLS[name](engine, losses)
 
 
+def test_norms_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call raises, and the norms that are returned show it."""
+    look_as_on_a_gpu(monkeypatch, arrives=True)
+    model = mlp()
+    engine = Engine(model, verify="never")
+    engine.clip(losses_of(model), 1.0)
+    norms = engine.clip(losses_of(model) * torch.tensor([1.0, torch.inf, 1.0, 1.0]), 1.0)
+    assert norms.isfinite().tolist() == [True, False, True, True]
+    with pytest.raises(NonFiniteError, match=MESSAGE):
+        engine.clip(losses_of(model), 1.0)
+    assert engine.clip(losses_of(model), 1.0).isfinite().all()
+
+
 def test_what_has_not_arrived_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for a check that waits, which tells of all calls before it at once."""
     look_as_on_a_gpu(monkeypatch, arrives=False)

@@ -20,17 +20,23 @@ def add(engine: Engine, losses: Tensor) -> None:
         step.add(losses)
 
 
+def clip(engine: Engine, losses: Tensor) -> None:
+    engine.clip(losses, 1.0)
+
+
 def ordinary(_: Engine, losses: Tensor) -> None:
     losses.sum().backward()
 
 
 BEFORE: dict[str, tuple[Callable[[Engine, Tensor], None], str]] = {
     "backward": (backward, r"`engine\.backward` has freed it.*Pass `retain_graph=True` to"),
+    "clip": (clip, r"`engine\.clip` has freed it.*Pass `retain_graph=True` to"),
     "accumulate": (add, r"`add` of `engine\.accumulate` has freed it.*Pass `retain_graph=True` to"),
     "ordinary": (ordinary, r"backward pass has freed it.*`losses\.backward\(retain_graph=True\)`"),
 }
 AFTER: dict[str, Callable[[Engine, Tensor], Any]] = {
     "backward": backward,
+    "clip": clip,
     "accumulate": add,
     "gramian": lambda engine, losses: engine.compute_gramian(losses),
     "jacobian": lambda engine, losses: engine.jacobian(losses),
@@ -114,8 +120,9 @@ def test_a_graph_that_is_kept() -> None:
     engine.backward(losses, torch.diagonal, retain_graph=True)
     with engine.accumulate(torch.diagonal) as step:
         step.add(losses, retain_graph=True)
+    engine.clip(losses, 1.0, retain_graph=True)
     losses.sum().backward(retain_graph=True)
     for call in AFTER.values():
-        if call not in (backward, add):
+        if call not in (backward, add, clip):
             call(engine, losses)
     backward(engine, losses)

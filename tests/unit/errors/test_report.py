@@ -226,15 +226,20 @@ def test_a_derived_tensor() -> None:
         pytest.param(lambda x, p: F.embedding((x > 0).long(), 2 * p)[..., 0], (2, 1), id="lookup"),
     ],
 )
-@pytest.mark.parametrize("batch_dim", [0, None])
 def test_derived_tensors_with_dimensions_of_size_one(
-    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], batch_dim: int | None
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
 ) -> None:
     model = call(function, shape)()
-    of = report_on(model, batch(4, 3), batch_dim=batch_dim).parameters
+    of = report_on(model, batch(4, 3), batch_dim=0).parameters
     assert len(of) == 1
     assert of[0].uses[0].is_derived
     assert of[0].flops > 0
+
+
+def test_rows_of_objectives_of_the_whole_batch() -> None:
+    """The report names the passes, and no call of the model."""
+    of = report_on(call(lambda x, p: x * p.exp(), ())(), batch(4, 3), batch_dim=None).parameters
+    assert [use.function for use in of[0].uses] == ["an ordinary pass"]
 
 
 class Multiplied(nn.Module):

@@ -189,8 +189,9 @@ def test_cross_gramian_of_two_batches(
         losses = objectives.of(model(inputs))
         expected.append(reference_jacobian(losses, trainable(model)))
         found.append(engine.jacobian(losses))
-    assert_close_to_reference(found[0].cross_gramian(found[1]), expected[0] @ expected[1].T)
-    assert_close_to_reference(found[1].cross_gramian(found[0]), expected[1] @ expected[0].T)
+    for _ in range(2):  # rows may be kept from the second product on
+        assert_close_to_reference(found[0].cross_gramian(found[1]), expected[0] @ expected[1].T)
+        assert_close_to_reference(found[1].cross_gramian(found[0]), expected[1] @ expected[0].T)
 
 
 def test_cross_gramian_of_a_lookup_and_a_layer() -> None:

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from autogram import ChangedTensorError, Engine, InvalidOperandError, Jacobian, UnsupportedError
+from autogram import (
+    ChangedTensorError,
+    Engine,
+    InvalidOperandError,
+    Jacobian,
+    NonFiniteError,
+    UnsupportedError,
+)
 from autogram.testing import reference_jacobian
 from tests.unit.alive import live_tensors
 from tests.unit.checks import assert_close_to_reference, features
@@ -76,11 +83,18 @@ def test_weights_of_another_shape(model: nn.Module, shape: tuple[int, ...]) -> N
         jacobian.vjp(torch.ones(shape))
 
 
-@pytest.mark.parametrize("method", ["vjp", "accumulate_grad", "least_squares"])
-def test_weights_in_another_form(model: nn.Module, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("vjp", r"A dict was given\. Pass one tensor"),
+        ("accumulate_grad", r"it has `task`, .* for several tasks goes into one tensor"),
+        ("least_squares", r"A dict was given\. Pass one tensor"),
+    ],
+)
+def test_weights_in_another_form(model: nn.Module, method: str, message: str) -> None:
     """A Jacobian does not know what form the losses had."""
     jacobian, _ = make(model)
-    with pytest.raises(InvalidOperandError, match=r"A dict was given\. Pass one tensor"):
+    with pytest.raises(InvalidOperandError, match=message):
         getattr(jacobian, method)({"task": torch.ones(4)})
 
 
@@ -185,6 +199,63 @@ def test_groups_of_one_name(model: nn.Module) -> None:
     groups = [{"params": [first], "name": "1"}, {"params": others}]
     with pytest.raises(InvalidOperandError, match=r"are called `1`.*another name"):
         jacobian.block_gramians(torch.optim.SGD(groups, lr=1.0).param_groups)
+
+
+def test_weights_by_group_of_an_optimizer(model: nn.Module) -> None:
+    """What is in no group of the optimizer stays as it is."""
+    jacobian, expected = make(model)
+    groups = [{"params": [model[0].weight], "name": "first"}, {"params": [model[2].bias]}]
+    by = torch.optim.SGD(groups, lr=1.0).param_groups
+    norms = jacobian.row_norms(by)
+    assert list(norms) == ["first", "1"]
+    jacobian.accumulate_grad({"1": torch.ones(4), "first": 1 / norms["first"]}, by)
+    rows = expected[:, :15]
+    unit = (rows / rows.norm(dim=1, keepdim=True)).sum(0)
+    assert_close_to_reference(model[0].weight.grad.flatten(), unit)
+    assert_close_to_reference(model[2].bias.grad, expected[:, 30:].sum(0))
+    assert model[0].bias.grad is None
+    assert model[2].weight.grad is None
+
+
+def test_weights_by_parameter(model: nn.Module) -> None:
+    """Without a grouping, each parameter is a group."""
+    jacobian, expected = make(model)
+    weights = {name: torch.full((4,), float(i)) for i, name in enumerate(jacobian.names)}
+    jacobian.accumulate_grad(weights)
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    factors = torch.tensor([0.0, 1, 2, 3]).repeat_interleave(torch.tensor([15, 5, 10, 2]))
+    assert_close_to_reference(found, factors * expected.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (
+            {"0": torch.ones(4)},
+            r"The dict of weights does not fit .*: it lacks `2`\. Pass an entry",
+        ),
+        (dict.fromkeys(["0", "2", "1", "3"], torch.ones(4)), r"groups .*: it has `1`, `3`\. "),
+        ({"0": torch.ones(4), "x": torch.ones(4)}, r"it has `x`, and it lacks `2`\..*`by`"),
+        ({"0": torch.ones(4), "2": torch.ones(3)}, r"A vector of shape \(3,\) was given"),
+        ({"0": torch.ones(4), "2": 1.0}, r"A float was given"),
+        (torch.ones(4), r"one tensor of weights\. Pass a dict .*, or leave out `by`"),
+    ],
+    ids=["lacks", "has", "both", "shape", "number", "tensor"],
+)
+def test_weights_that_do_not_fit_the_groups(model: nn.Module, weights, message: str) -> None:
+    jacobian, _ = make(model)
+    with pytest.raises(InvalidOperandError, match=message):
+        jacobian.accumulate_grad(weights, lambda name: name.split(".")[0])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_weights_by_group_that_are_not_finite(model: nn.Module) -> None:
+    jacobian, _ = make(model)
+    weights = {name: torch.ones(4) for name in jacobian.names}
+    weights["2.bias"] = torch.tensor([1.0, torch.inf, 1.0, torch.nan])
+    with pytest.raises(NonFiniteError, match=r"weights that are infinite .* the objectives 1, 3"):
+        jacobian.accumulate_grad(weights)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -298,8 +369,12 @@ METHODS: dict[str, Callable[[Jacobian], object]] = {
     "gramian": lambda jacobian: jacobian.gramian(),
     "block_gramians": lambda jacobian: jacobian.block_gramians(),
     "row_norms": lambda jacobian: jacobian.row_norms(),
+    "row_norms by group": lambda jacobian: jacobian.row_norms(lambda _: "all"),
     "vjp": lambda jacobian: jacobian.vjp(torch.ones(4)),
     "accumulate_grad": lambda jacobian: jacobian.accumulate_grad(torch.ones(4)),
+    "accumulate_grad by group": lambda jacobian: jacobian.accumulate_grad(
+        {name: torch.ones(4) for name in jacobian.names}
+    ),
     "jvp": lambda jacobian: jacobian.jvp({"2.weight": torch.ones(2, 5)}),
     "least_squares": lambda jacobian: jacobian.least_squares(torch.ones(4)),
     "cross_gramian": lambda jacobian: jacobian.cross_gramian(jacobian),

@@ -286,12 +286,25 @@ def test_one_warning_names_what_is_not_seen(name: str, batch_dim: int | None) ->
     model = Model()
     engine = Engine(model, batch_dim=batch_dim)
     with pytest.warns(UnseenUseWarning, match=f"5 vector-Jacobian products.*{text}") as found:
-        engine.compute_gramian(of(model, torch.randn(5, 3)))
+        engine.jacobian(of(model, torch.randn(5, 3)), keep="factors")
     assert len(found) == 1
     assert found[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.compute_gramian(of(model, torch.randn(5, 3)))
+        engine.jacobian(of(model, torch.randn(5, 3)), keep="factors")
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_nothing_is_told_where_all_parameters_have_rows(name: str) -> None:
+    """By a pass for each objective of the whole batch, where being unseen costs nothing."""
+    of, _ = UNSEEN[name]
+    model = Model()
+    engine = Engine(model, batch_dim=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses = of(model, torch.randn(5, 3))
+        jacobian = reference_jacobian(losses, model.parameters())
+        assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
 
 
 @pytest.mark.parametrize("name", UNSEEN)

@@ -11,7 +11,6 @@ from torchjd.aggregation import ConFIG, TrimmedMean
 from autogram import Engine
 from autogram.testing import reference_jacobian
 from examples.__main__ import NAMES
-from examples.clipping import accumulate_clipped
 from examples.influence import find_wrong_labels, share_found, values
 from examples.kernel import accuracy, kernels
 from examples.physics import Network, gauss_newton, solution
@@ -59,15 +58,6 @@ def problem() -> tuple[Engine, torch.nn.Module, Tensor, Tensor]:
     engine = Engine(model)
     losses = draw(7).losses(model)
     return engine, model, losses, reference_jacobian(losses, model.parameters())
-
-
-def test_clipped_gradients_are_those_of_plain_autograd(problem) -> None:
-    engine, model, losses, jacobian = problem
-    norms = jacobian.norm(dim=1)
-    bound = float(norms.median())
-    assert_close_to_reference(accumulate_clipped(engine, losses, bound), norms)
-    clipped = sum(row * min(1, bound / row.norm()) for row in jacobian)
-    assert_close_to_reference(torch.cat([p.grad.flatten() for p in model.parameters()]), clipped)
 
 
 def test_products_of_two_batches() -> None:

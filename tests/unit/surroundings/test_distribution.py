@@ -153,6 +153,8 @@ def gradients(wrap: Wrap, place: Place, rank: int) -> None:
         losses = per_sample(wrapped(inputs(rank, step)))
         with refused(r"`engine\.backward` writes gradients of this process alone"):
             engine.backward(losses, weighting)
+        with refused(r"`engine\.clip` writes gradients of this process alone"):
+            engine.clip(losses, 1.0)
         jacobian = engine.jacobian(losses)
         with refused("`accumulate_grad` writes gradients of this process alone"):
             jacobian.accumulate_grad(torch.ones(4))

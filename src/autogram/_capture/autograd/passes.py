@@ -102,39 +102,61 @@ class Pass:
         retain_graph: bool = True,
     ) -> tuple[Tensor | None, ...]:
         """Runs the pass, once. Gives ``None`` for inputs that the output does not depend on."""
-        if isinstance(output, Tensor):
-            with torch.enable_grad():
-                output = output.view_as(output)  # with a new node, where no other pass comes along
+        found: list[tuple[Tensor | None, ...]] = []
+        self.differentiate_each([(output, cotangent, retain_graph)], inputs, found.append)
+        return found[0]
+
+    def differentiate_each(
+        self,
+        outputs: Sequence[tuple[Tensor | GradientEdge, Tensor, bool]],
+        inputs: Sequence[Tensor] | Sequence[GradientEdge],
+        take: Callable[[tuple[Tensor | None, ...]], object],
+    ) -> None:
+        """Runs the pass once for each output, with its cotangent, and whether to keep its graph.
+
+        The gradients of each are taken before the next run.
+        """
         if self.channel.before_pass is not None and not (self.is_along or running_pass()):
             self.channel.before_pass()
         if self.receiver is not None:
-            devices = {cotangent.device}
+            devices = {cotangent.device for _, cotangent, _ in outputs}
             for recording in self.channel.recordings:
                 devices.update([parameter.device for parameter in recording.names])
             if devices != {_CPU}:
                 self._streams = Streams(devices)
-        node = output.grad_fn if isinstance(output, Tensor) else output.node
-        assert node is not None
         kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
         self._retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
         with undone(self._undo):
-            watch(self)
-            self._handle = node.register_prehook(self._begin)
-            with explaining_freed_graphs(output):
-                found: tuple[Tensor | None, ...] = torch.autograd.grad(
-                    output, inputs, cotangent, retain_graph=retain_graph, allow_unused=True
-                )
+            for output, cotangent, must_retain in outputs:
+                if isinstance(output, Tensor):
+                    with torch.enable_grad():
+                        output = output.view_as(output)  # with a node where no other pass comes
+                node = output.grad_fn if isinstance(output, Tensor) else output.node
+                assert node is not None
+                if self._handle is not None:
+                    self._end()
+                watch(self)
+                self._handle = node.register_prehook(self._begin)
+                with explaining_freed_graphs(output):
+                    gradients = torch.autograd.grad(
+                        output, inputs, cotangent, retain_graph=must_retain, allow_unused=True
+                    )
+                take(gradients)
             self._finish()
         if self._kept and self.hidden is None:  # else they are shown behind the batched pass
             self.show_kept()
-        return found
 
-    def _undo(self) -> None:
-        """Leaves everything as it was before the pass."""
+    def _end(self) -> None:
+        """Forgets the pass that was made for one output."""
         if self._handle is not None:
             self._handle.remove()
         if self._number is not None:
             SILENT_PASSES.pop(self._number, None)
+            self._number = None
+
+    def _undo(self) -> None:
+        """Leaves everything as it was before the pass."""
+        self._end()
         unwatch(self)
         self._error = None  # its traceback leads back to here
         self._put_back()

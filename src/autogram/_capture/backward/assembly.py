@@ -22,13 +22,12 @@ from autogram._blocks import (
 from autogram._capture.alone import Conditions, columns_of, contract_alone
 from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.accounts import Account, Accounts
-from autogram._capture.backward.run import Run
+from autogram._capture.backward.run import Run, refuse_unconnected
 from autogram._capture.backward.unseen import use_in_tail
 from autogram._capture.derived import pull_back_factors
 from autogram._capture.limit import retried
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Contribution, RuleUse, Use, pull_back
-from autogram._errors import NotConnectedError
 
 # Small parts of the Gramian are added up together, and larger ones as they come.
 _MOST_IN_PARTS = 2**17
@@ -62,10 +61,10 @@ class Assembly:
     are dropped, or where they are kept.
     """
 
-    def __init__(self, run: Run, *, is_by_use: bool = True) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._search = run, run.search
         self.limit, self.form = run.devices.limit, run.form
-        self._accounts = Accounts(run, run.survey.uses if is_by_use else ())
+        self._accounts = Accounts(run, run.survey.uses)
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
         self._taken = 0  # elements of rows that are larger than factors
         self._rooms: dict[torch.device, int] = {}  # for such rows, when the pass began to keep any
@@ -84,8 +83,7 @@ class Assembly:
         memory = None if run.arena is None else run.arena.take
         options = run.form, memory is None, settings_now()
         self._conditions = Conditions(run.devices, run.form, memory, options)
-        has_tail = is_by_use and run.survey.leaves_of_tail
-        tail = use_in_tail(run.survey) if has_tail else None
+        tail = use_in_tail(run.survey) if run.survey.leaves_of_tail else None
         self._has_arrivals = tail is not None
         if tail is not None:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())
@@ -159,19 +157,10 @@ class Assembly:
         assert columns is not None
         columns.add(region, block, subset)
 
-    def finish(self, parameter: Tensor) -> None:
-        """Takes the columns of a parameter to which nothing else will be added."""
-        self._take(self._finish(self._accounts[parameter]))
-
     def complete(self) -> None:
         """Takes columns that wait for other uses or for a bundle, and gives the run its results."""
         if not self._has_arrivals:
-            raise NotConnectedError(
-                "The losses do not depend on any parameter of the engine's modules that requires a "
-                "gradient. Compute them from an output of these modules, with gradients enabled. A "
-                "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
-                "`use_reentrant=False`."
-            )
+            refuse_unconnected()
         # Derived tensors come first: to be pulled back, they may need accounts of parameters.
         for kind in (Tracked, Tensor):
             for account in [x for x in self._accounts.values() if isinstance(x.owner, kind)]:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autogram._blocks import Devices
+from autogram._blocks import Devices, Keep
 from autogram._capture.autograd.exact import exact
 from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
-from autogram._capture.backward.ordinary import are_rows_cheaper, assemble_rows
+from autogram._capture.backward.rows import are_rows_cheaper, assemble_rows, few_others
 from autogram._capture.backward.run import Run, Summary, fill_with_nan
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
@@ -93,7 +93,9 @@ class Driver:
             run = self._begin(losses, **asked)
             # A search or a check needs the graph again, and so do leaves that are no part of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
-            run.retain_graph = run.retain_graph or needs_graph or bool(run.survey.outside)
+            if not (run.retain_graph or needs_graph):
+                needs_graph = bool(run.survey.outside) and not run.others
+            run.retain_graph = run.retain_graph or needs_graph
             try:
                 self._make_passes(run)
             except NonFiniteError:
@@ -116,11 +118,19 @@ class Driver:
         run.gramian = losses.new_zeros(0, 0, dtype=dtype)
         return run
 
-    def _begin(self, losses: Tensor, *, must_verify: bool = False, **asked: Any) -> Run:
+    def _begin(
+        self, losses: Tensor, *, must_verify: bool = False, has_others: bool = False, **asked: Any
+    ) -> Run:
         """Begins a call: its survey, its objectives, and its check if one is due."""
-        with explaining_freed_graphs(losses):
-            survey = Survey(self._channel, losses)
         batch_dim = 0 if self._batch_dim == "auto" else self._batch_dim
+        if not losses.dim():
+            batch_dim = None
+        may_be_rows = batch_dim is None or asked.get("are_single", False)
+        with explaining_freed_graphs(losses):
+            survey = Survey(self._channel, losses, is_bare=may_be_rows and self._takes_rows)
+            if survey.is_bare and not self._are_rows_cheaper(survey, asked.get("form")):
+                survey = Survey(self._channel, losses)
+        batch_dim = None if survey.is_bare else batch_dim
         replays = self._replays if is_captured(losses.device) else None
         check = None
         if replays is not None:
@@ -135,7 +145,7 @@ class Driver:
         if (listener := self._channel.listener) is not None:
             listener.begin(survey.key, losses.device)
             asked.setdefault("sinks", [listener])
-        objectives, search = Objectives(losses, batch_dim if losses.dim() else None), None
+        objectives, search = Objectives(losses, batch_dim), None
         if objectives.samples != 1:
             search = Search(self._remembered, objectives, survey, replays)
         return Run(
@@ -145,6 +155,7 @@ class Driver:
             objectives,
             check,
             search,
+            others=few_others(survey, self._devices) if survey.is_bare and has_others else [],
             summary=None if survey.key_of_report in self._summaries else Summary(self.limit),
             must_verify=must_verify,
             **asked,
@@ -176,9 +187,7 @@ class Driver:
 
     def _assemble_one_sample(self, run: Run) -> None:
         """Makes the passes of a run whose batch is one sample."""
-        known = self._summaries.get(run.survey.key_of_report)
-        is_by_use = self._on_unseen == "error" or self._is_short_of_memory
-        if is_by_use or not are_rows_cheaper(run, known):
+        if not (run.survey.is_bare or self._are_rows_cheaper(run.survey, run.form, run.is_misled)):
             with showing(run.survey.tail):
                 assemble(run)
             return
@@ -187,6 +196,17 @@ class Driver:
         except RuntimeError as error:
             self._is_short_of_memory |= is_out_of_memory(error)
             raise
+
+    @property
+    def _takes_rows(self) -> bool:
+        """Whether passes for single objectives may be made: unseen uses are not told of then."""
+        return self._on_unseen != "error" and not self._is_short_of_memory
+
+    def _are_rows_cheaper(self, survey: Survey, form: Keep | None, is_misled: bool = False) -> bool:
+        """Whether to make a pass for each objective of a batch that is one sample."""
+        known = None if survey.is_bare else self._summaries.get(survey.key_of_report)
+        is_cheaper = partial(are_rows_cheaper, survey, self._devices, form, known)
+        return self._takes_rows and is_cheaper(is_misled=is_misled)
 
     def _collect_per_sample(self, run: Run, search: Search) -> bool:
         """Makes the passes, and returns whether the losses have turned out to be per-sample."""

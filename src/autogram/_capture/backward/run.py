@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import ascii_uppercase
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.search import Search
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Contribution, RuleUse, Use
+from autogram._errors import NotConnectedError
 
 
 @dataclass(frozen=True)
@@ -147,14 +148,20 @@ class Run:
     """Whether the graph is needed after the pass."""
     is_step: bool = False
     """Whether the pass stands for the user's own backward pass."""
+    others: Sequence[Tensor] = ()
+    """Leaves that are no part of J, whose gradients are taken, too."""
+    are_single: bool = False
+    """Whether the losses came one by one, each of the whole batch."""
     is_misled: bool = False
     """Whether the batch is one sample because of a wrong guess, which later calls do not make."""
     witness: Witness | None = None
     """What later products are compared with, if this call was verified."""
     unseen: list[Use] = field(default_factory=list)
     """Uses that the recorder did not see, and the graph has shown."""
-    columns: dict[Tensor, Columns] = field(default_factory=dict)
+    columns: Mapping[Tensor, Columns] = field(default_factory=dict)
     """The columns of each parameter that the losses reach, if they are kept."""
+    rest: list[dict[Tensor, Tensor]] = field(default_factory=list)
+    """By objective: the gradients of the ``others`` that it reaches."""
     gramian: Tensor = field(default_factory=lambda: torch.empty(0, 0, device="cpu"))
     """``(m, m)``, in the row-major order of the losses; empty if it is not added up."""
 
@@ -194,6 +201,16 @@ def _columns(parameter: Tensor, m: int, devices: Devices) -> Columns:
     dims = ascii_uppercase[: len(shape)]
     columns.add(columns.parameter, Block(f"kbt,t{dims}->kb{dims}", (nans, ones)))
     return columns
+
+
+def refuse_unconnected() -> NoReturn:
+    """Refuses losses that reach no parameter."""
+    raise NotConnectedError(
+        "The losses do not depend on any parameter of the engine's modules that requires a "
+        "gradient. Compute them from an output of these modules, with gradients enabled. A "
+        "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
+        "`use_reentrant=False`."
+    )
 
 
 def rule_name(use: Use) -> str | None:

@@ -93,16 +93,56 @@ class Witness:
             image: Computes J Jᵀ u, ``(m,)``, by the engine. It is called if no Gramian is known.
         """
         if self._image is None:
-            self._image = own = image()
-            square, size = self._norm**2, _dot(self._vector.abs(), own.abs())
-            error = self._rounding * self._norm
-            self._compare("J Jᵀ u", _dot(self._vector, own), square, size + square, error)
+            self._image = image()
+            self._check_image(self._image, self.gradients)
         if weights.dim() == 2:
             w = weights.to(self._image)
             expected, most = w @ self._image, w.abs() @ self._image.abs()
         else:
             expected = self._image[weights.to(self._image.device)]
             most = expected.abs()
+        self._check_sums(product, sums, expected, most)
+
+    def check_sums_by_group(
+        self,
+        product: str,
+        sums: Mapping[Tensor, Tensor | None],
+        groups: Sequence[tuple[Mapping[Tensor, str], Tensor]],
+        image: Callable[[Mapping[Tensor, Tensor]], Tensor],
+    ) -> None:
+        """Raises if Jᵀ w is wrong, where groups of parameters have weights each.
+
+        Args:
+            product: The name of what is compared.
+            sums: The weighted sum of each parameter.
+            groups: Parameters, and their weights ``(m,)``.
+            image: Computes J v, ``(m,)``, by the engine, for parts v of Jᵀ u.
+        """
+        # As if each objective was one objective for each group.
+        totals: list[tuple[Tensor, Tensor]] = []
+        for parameters, weights in groups:
+            gradients = {p: x for p, x in self.gradients.items() if p in parameters}
+            of_group = image(gradients)
+            self._check_image(of_group, gradients)
+            w = weights.to(of_group)
+            totals.append((w @ of_group, w.abs() @ of_group.abs()))
+        if totals:
+            expected, most = [
+                torch.stack(x).sum(0, keepdim=True) for x in zip(*totals, strict=True)
+            ]
+            self._check_sums(product, sums, expected, most)
+
+    def _check_image(self, image: Tensor, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Raises if J v, ``(m,)``, is wrong, where v is Jᵀ u or a part of it."""
+        length = hypot(*[norm(gradient) for gradient in gradients.values()])
+        square, size = length**2, _dot(self._vector.abs(), image.abs())
+        error = self._rounding * length
+        self._compare("J Jᵀ u", _dot(self._vector, image), square, size + square, error)
+
+    def _check_sums(
+        self, product: str, sums: Mapping[Tensor, Tensor | None], expected: Tensor, most: Tensor
+    ) -> None:
+        """Raises if the inner products of sums, ``(s, ...)``, with Jᵀ u are not as expected."""
         found, squares = torch.zeros_like(expected), torch.zeros_like(expected)
         for parameter, total in sums.items():
             if total is None or not len(expected):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import marshal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate
@@ -40,10 +40,13 @@ _Edges = tuple[tuple[Any, int], ...]
 
 
 class Survey:
-    """The autograd graph behind some losses, for the taps of a channel. It lives for one call."""
+    """The autograd graph behind some losses, for the taps of a channel. It lives for one call.
 
-    def __init__(self, channel: Channel, losses: Tensor) -> None:
-        self.losses, self.channel = losses, channel
+    One that ``is_bare`` has no keys and no uses in the tail, and does not read what nodes saved.
+    """
+
+    def __init__(self, channel: Channel, losses: Tensor, *, is_bare: bool = False) -> None:
+        self.losses, self.channel, self.is_bare = losses, channel, is_bare
         self.nodes: list[Any] = []  # all, in the order of the walk
         self.numbers: dict[Any, int] = {None: -1}  # an input that needs no gradient has no node
         self.uses: dict[Use, int] = {}  # with the number of their tap among the nodes
@@ -74,7 +77,15 @@ class Survey:
                 self._refuse_missed(recording, others)
         if channel.before_pass is not None or not all(x.requires_grad for x in self.leaves):
             channel.refuse_frozen({x: self.names[x] for x in self.inside})
-        self.tail = self._find_tail() if self.leaves_of_tail else []
+        self.tail: list[TailUse] = []
+        self.structure = self.key = b""
+        self.key_of_report: tuple[Hashable, ...]
+        if is_bare:
+            inside = [(self.names[x], x.shape, x.dtype) for x in self.inside]
+            self.key_of_report = (losses.shape, *inside, *self.left_out.values())
+            return
+        if self.leaves_of_tail:
+            self.tail = self._find_tail()
         # Digests of all that decides where the samples lie, except values of tensors.
         self.structure = _digest(self._structure)  # also except sizes
         self.key = _digest([self.structure, self._sizes, self._inside])
@@ -217,6 +228,10 @@ class Survey:
                     behind_taps.append(following)
                     continue
                 pending.append(following)
+                if operation == CHANGE:
+                    self.may_hide_taps |= any(x == self._anchor for x, _ in following)
+                if self.is_bare:
+                    continue
                 for argument in arguments:
                     read = argument(node)
                     # A float (a slope, a temperature) may change at each step of a training: only
@@ -230,8 +245,6 @@ class Survey:
                         sizes += found
                     else:
                         sizes.append(found)
-                if operation == CHANGE:
-                    self.may_hide_taps |= any(x == self._anchor for x, _ in following)
         return leaves
 
     def _is_tap(self, node: Any) -> bool:

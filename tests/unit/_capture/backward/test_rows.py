@@ -1,7 +1,4 @@
-"""Objectives of the whole batch: rows by an ordinary backward pass for each, where they are rows.
-
-The first step of a graph goes through its uses, and tells what the next steps are to do.
-"""
+"""Objectives of the whole batch: rows by an ordinary backward pass for each, where they are few."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +12,16 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from autogram import CoupledObjectivesWarning, Engine, UnseenUseError
-from autogram._blocks import rows_block
-from autogram._capture.backward import driver, ordinary
+from autogram import (
+    CoupledObjectivesWarning,
+    Engine,
+    FreedGraphError,
+    UnseenUseError,
+    VerificationError,
+)
+from autogram._blocks import Rows
+from autogram._capture.backward import driver
 from autogram.testing import reference_jacobian
-from tests.unit.alive import live_bytes
 from tests.unit.checks import assert_close_to_reference, trainable
 from tests.unit.engines import assert_exact, batch, counted_passes
 
@@ -74,7 +76,7 @@ def test_series_of_steps(verify: Any) -> None:
     with ordinary_steps() as runs:
         for n, size in ((4, 8), (4, 8), (5, 8), (5, 7), (5, 8), (4, 8)):
             assert_exact(engine, tasks(model(images(n, size))), model)
-    assert len(runs) == 3
+    assert len(runs) == 6
     model.first.weight.requires_grad_(requires_grad=False)
     with ordinary_steps() as runs:
         for _ in range(3):
@@ -83,10 +85,9 @@ def test_series_of_steps(verify: Any) -> None:
         model.second[2].weight = model.second[1].weight
         for _ in range(3):
             assert_exact(engine, tasks(model(images())), model)
-    assert len(runs) == 4
+    assert len(runs) == 6
 
 
-@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
 def test_parameters_outside_of_modules() -> None:
     """In a penalty, and where a layer is differentiated again."""
     model = Trunk()
@@ -101,7 +102,7 @@ def test_parameters_outside_of_modules() -> None:
     with ordinary_steps() as runs:
         for _ in range(3):
             assert_exact(engine, losses(), model)
-    assert len(runs) == 2
+    assert len(runs) == 3
 
 
 def test_a_step_that_must_not_see_parameters_elsewhere() -> None:
@@ -133,16 +134,16 @@ def test_the_other_ways_to_call_an_engine() -> None:
             gradient = torch.cat([p.grad.flatten() for p in trainable(model) if p.grad is not None])
             assert_close_to_reference(gradient, weights @ jacobian)
             model.zero_grad()
-    assert len(runs) == 3
+    assert len(runs) == 4
 
 
 def test_layers_without_rows() -> None:
     """Few vectors in wide layers: inner products of factors are cheaper than any row."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(768, 768), nn.Tanh(), nn.Linear(768, 768))
     engine = Engine(model, batch_dim=None)
     with ordinary_steps() as runs:
         for _ in range(3):
-            output = model(batch(2, 64))
+            output = model(batch(2, 768))
             assert_exact(engine, torch.stack([output.sum(), output.square().sum()]), model)
     assert not runs
 
@@ -167,24 +168,6 @@ def test_the_graph_is_freed() -> None:
         losses.sum().backward()
 
 
-def test_rows_are_dropped_parameter_by_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter's rows are contracted before those of the next are put together."""
-    convolutions = [nn.Conv2d(n, 32, 3, bias=False) for n in (2, 32, 32, 32, 32)]
-    model = nn.Sequential(*convolutions)
-    engine = Engine(model, batch_dim=None, verify="never")
-    alive: list[int] = []
-
-    def look(rows: Tensor) -> Any:
-        alive.append(live_bytes())
-        return rows_block(rows)
-
-    monkeypatch.setattr(ordinary, "rows_block", look)
-    for _ in range(2):
-        engine.compute_gramian(model(images(2, 20)).square().mean((0, 2, 3))[:TASKS])
-    assert len(alive) == len(convolutions)
-    assert alive == [alive[0], *sorted(alive[1:], reverse=True)]
-
-
 def test_nothing_else_notices() -> None:
     """No `.grad` is added to, and no hook on a parameter runs."""
     model = Trunk()
@@ -197,7 +180,7 @@ def test_nothing_else_notices() -> None:
             engine.compute_gramian(losses)
             assert not calls
             assert all(p.grad is None for p in model.parameters())
-    assert len(runs) == 2
+    assert len(runs) == 3
 
 
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm])
@@ -218,7 +201,7 @@ def test_checkpoints() -> None:
     with ordinary_steps() as runs:
         for _ in range(3):
             assert_exact(engine, tasks(model(images())), model)
-    assert len(runs) == 2
+    assert len(runs) == 3
 
 
 def test_tensors_in_the_place_of_parameters() -> None:
@@ -276,3 +259,162 @@ def test_rows_that_are_too_large() -> None:
         for _ in range(3):
             assert_exact(engine, model(batch(2, 8)).sum(1), model)
     assert not runs
+
+
+class Several(nn.Module):
+    """A trunk with kinds of parameters that differ, and heads that are no part of J."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.Tanh())
+        self.trunk.append(nn.Linear(4, 4))
+        self.trunk[3].weight = self.trunk[1].weight
+        self.trunk.register_parameter("scale", nn.Parameter(torch.randn(())))
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(TASKS))
+        self.shift = nn.Embedding(5, 1, sparse=True)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """A loss of the whole batch for each head; the last does not depend on the trunk."""
+        hidden = self.trunk(x) * self.trunk.scale
+        found = [(head(hidden).sin() + self.shift(x)).square().mean() for head in self.heads]
+        return [*found, self.shift.weight.square().sum()]
+
+
+def _steps_of_several(engine: Engine, model: Several, keys: Any) -> None:
+    """Steps whose weights and gradients are those of plain autograd."""
+    inside, outside = [*model.trunk.parameters()], [*model.heads.parameters(), model.shift.weight]
+    for n in (3, 5, 3, 4):
+        x = torch.randint(5, (n,))
+        losses = model(x)
+        both = reference_jacobian(torch.stack(losses), [*inside, *outside])
+        rows = both[:, : sum(p.numel() for p in inside)]
+        weights = torch.linspace(0.5, 2.0, len(losses), dtype=rows.dtype)
+        given = losses if keys is None else dict(zip(keys, losses, strict=True))
+        _, gramian = engine.backward(given, lambda _, w=weights: w, return_gramian=True)
+        assert_close_to_reference(gramian, rows @ rows.T)
+        gradients = [p.grad for p in (*inside, *outside)]
+        flat = torch.cat([x.to_dense().flatten() for x in gradients if x is not None])
+        assert_close_to_reference(flat, weights @ both)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("batch_dim", [None, "auto"])
+@pytest.mark.parametrize("keys", [None, "abcd"])
+def test_numbers_one_by_one(batch_dim: Any, keys: Any) -> None:
+    """Sparse, tied and single parameters, and leaves that are no part of J."""
+    model = Several()
+    with ordinary_steps() as runs:
+        _steps_of_several(Engine(model.trunk, batch_dim=batch_dim), model, keys)
+    assert len(runs) == 4
+
+
+def test_numbers_that_are_scaled() -> None:
+    """A gradient scaler multiplies them together."""
+    model = Several(torch.float32)
+    engine, x = Engine(model.trunk), torch.randint(5, (4,))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain = engine.compute_gramian(model(x))
+    weights = torch.ones(4)
+    found = engine.backward(model(x), lambda _: weights, scaler=scaler, return_gramian=True)
+    torch.testing.assert_close(found[1], plain)
+    head = model.heads[0].weight
+    (expected,) = torch.autograd.grad(sum(model(x)), [head])
+    torch.testing.assert_close(head.grad, 8 * expected)
+
+
+def test_a_step_of_numbers_makes_a_pass_for_each() -> None:
+    """No pass goes through the head of another loss, nor another pass for the heads."""
+    model = Several()
+    engine = Engine(model.trunk, verify="never")
+    losses = model(torch.randint(5, (4,)))[:TASKS]
+    seen: list[int] = []
+    for number, loss in enumerate(losses):
+        loss.register_hook(lambda _, number=number: seen.append(number))
+    engine.backward(losses, lambda gramian: gramian.new_ones(len(gramian)))
+    assert seen == [0, 1, 2]
+
+
+def test_gradients_of_other_leaves_stay_sparse() -> None:
+    model = Several()
+    engine = Engine(model.trunk)
+    engine.backward(model(torch.randint(5, (4,)))[:2], lambda gramian: gramian[0])
+    assert model.shift.weight.grad is not None
+    assert model.shift.weight.grad.is_sparse
+    assert model.trunk[0].weight.grad is not None
+    assert not model.trunk[0].weight.grad.is_sparse
+
+
+def test_hooks_on_leaves_run_once_in_a_step() -> None:
+    model = Several()
+    engine = Engine(model.trunk, verify="never")
+    calls: list[int] = []
+    for number, leaf in enumerate((model.trunk[1].bias, model.heads[0].weight)):
+        leaf.register_hook(lambda _, number=number: calls.append(number))
+    engine.backward(model(torch.randint(5, (4,))), lambda gramian: gramian.new_ones(4))
+    assert sorted(calls) == [0, 1]
+
+
+def test_the_graph_of_numbers_is_freed_or_kept() -> None:
+    model = Several()
+    engine = Engine(model.trunk, verify="never")
+    losses = model(torch.randint(5, (4,)))[:TASKS]
+    for _ in range(2):
+        engine.backward(losses, lambda gramian: gramian[0], retain_graph=True)
+    engine.backward(losses, lambda gramian: gramian[0])
+    with pytest.raises(
+        FreedGraphError, match=r"An earlier call of `engine\.backward` has freed it"
+    ):
+        engine.backward(losses, lambda gramian: gramian[0])
+
+
+def test_a_jacobian_of_rows_has_all_products() -> None:
+    model = Several()
+    engine = Engine(model.trunk)
+    parameters = [*model.trunk.parameters()]
+    losses = model(torch.randint(5, (4,)))
+    rows = reference_jacobian(torch.stack(losses), parameters)
+    jacobian = engine.jacobian(losses)
+    assert_close_to_reference(jacobian.gramian(), rows @ rows.T)
+    stack = torch.randn(2, 4, dtype=rows.dtype)
+    found = [x.reshape(2, -1) for x in jacobian.vjp(stack).values()]
+    assert_close_to_reference(torch.cat(found, 1), stack @ rows)
+    assert_close_to_reference(jacobian.dense(), rows)
+
+
+class Added(nn.Module):
+    """Leaves outside of J whose gradients autograd gives as one tensor, or as one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3)
+        self.one, self.other = (nn.Parameter(batch(4, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.trunk(x) + self.one + self.other
+        return [hidden.sum(), hidden.square().sum()]
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("memory_limit_bytes", [64, 2**29])
+def test_gradients_of_other_leaves_share_no_memory(verify: Any, memory_limit_bytes: int) -> None:
+    """With rows that fit and with rows that do not."""
+    model = Added()
+    engine = Engine(model.trunk, verify=verify, memory_limit_bytes=memory_limit_bytes)
+    engine.backward(model(batch(4, 3)), lambda gramian: gramian.new_tensor([1.0, 0.0]))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 4
+    assert len({x.untyped_storage().data_ptr() for x in gradients}) == 4
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert gradient.stride() == parameter.stride()
+
+
+def test_a_check_finds_a_wrong_product_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Trunk()
+    engine = Engine(model, batch_dim=None)
+    monkeypatch.setattr(Rows, "gramian", lambda rows: 1.001 * gramian(rows))
+    with pytest.raises(VerificationError, match="Gramian"):
+        engine.compute_gramian(tasks(model(images())))
+
+
+gramian = Rows.gramian

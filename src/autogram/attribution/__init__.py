@@ -1,0 +1,5 @@
+"""What samples do to a model, from the Gramian of their gradients."""
+
+from autogram.attribution._self_influence import self_influence
+
+__all__ = ["self_influence"]
