@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
-from typing import Literal, overload
 
 from torch import Tensor
 from torch.amp import GradScaler
@@ -14,17 +12,16 @@ from autogram._blocks import Keep
 from autogram._capture.distribution import is_exchanged
 from autogram._capture.samples.objectives import Objectives
 from autogram._distributed import Wrappers, together
-from autogram._engine.accumulation import Accumulation
 from autogram._engine.clipping import Clipping
 from autogram._engine.scale import Scale
-from autogram._engine.steps import Step
+from autogram._engine.training import Training
 from autogram._jacobian import Jacobian, JacobianPart, Sketch, Sketching
 from autogram._losses import L, Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
 from autogram._weights import Weighting, weights_of
 
 
-class Engine(Clipping):
+class Engine(Training, Clipping):
     """Computes products with the Jacobian of a vector of losses, without forming it.
 
     J is the Jacobian of m objectives with respect to the n trainable parameters of some modules.
@@ -149,135 +146,6 @@ class Engine(Clipping):
         exchanged, names = is_exchanged(self._channel, run.survey.losses), run.names
         part = JacobianPart.of(run, names)
         return Jacobian([part], names, self._limit, self._finite, is_exchanged=exchanged)
-
-    @overload
-    def backward(
-        self,
-        losses: L,
-        weighting: Weighting,
-        *,
-        scaler: GradScaler | None = ...,
-        retain_graph: bool = ...,
-        return_gramian: Literal[False] = ...,
-    ) -> L: ...
-
-    @overload
-    def backward(
-        self,
-        losses: L,
-        weighting: Weighting,
-        *,
-        scaler: GradScaler | None = ...,
-        retain_graph: bool = ...,
-        return_gramian: Literal[True],
-    ) -> tuple[L, Tensor]: ...
-
-    @undoing
-    def backward(
-        self,
-        losses: Losses,
-        weighting: Weighting,
-        *,
-        scaler: GradScaler | None = None,
-        retain_graph: bool = False,
-        return_gramian: bool = False,
-    ) -> Losses | tuple[Losses, Tensor]:
-        """A step's whole backward pass: Gramian, weights, and Jᵀ w added into ``.grad``.
-
-        The result is that of ``losses.backward(weighting(self.compute_gramian(losses)))``, to
-        rounding, with one pass through the activations instead of two: the gradients of the
-        engine's parameters come from the factors of the Gramian. Other leaves that require a
-        gradient get it by an ordinary backward pass between them and the losses. Gradients are
-        dense, and hooks on parameters run. Activations that retain their gradient get none.
-
-        Args:
-            losses: As for :meth:`compute_gramian`.
-            weighting: Maps the Gramian ``(m, m)`` to weights, of shape ``(m,)`` or that of the
-                losses: any function, or a weighting of torchjd. It is called outside of autocast.
-            scaler: A `torch.amp.GradScaler`, which is given the losses without its scale. The
-                gradients have it, as ``scaler.step`` expects. Where something overflows, weights
-                and gradients are not a number, so that the scaler skips the step, on all ranks; the
-                weighting is not called. Reading whether it did waits for the device.
-            retain_graph: Whether to keep the graph. If not, the pass frees it, or, where another
-                pass might be needed, it goes when the losses go.
-            return_gramian: Whether to return the Gramian as well.
-
-        Returns:
-            The weights in the losses' shape, or a list or a dict of them as the losses are, and the
-            Gramian ``(m, m)`` if asked for; detached, in at least float32.
-
-            Cost: that of :meth:`compute_gramian`, and the weights' gradients. RAM: the cotangents
-            of all activations until the weights are known, and rows as with ``keep="rows"``, whose
-            RAM the engine keeps on a CPU.
-
-        Raises:
-            InvalidOperandError: The weights have another shape, or the weighting is no function of
-                a Gramian: it is an aggregator, a weighting of rows, or a tensor.
-            InvalidOptionError: ``scaler`` is none.
-            NonFiniteError: The weights are not finite. Nothing is added to ``.grad`` then. On a
-                GPU, which is not waited for, zeros are added, and a later call raises the error.
-            UnsupportedError: Without ``distributed``, gradients would be exchanged.
-            MemoryLimitError: Memory ran out twice, or once after a part of the graph was freed.
-            AutogramError: As for :meth:`compute_gramian`.
-
-        References:
-            Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038: gradients from kept cotangents.
-        """
-        scale = Scale(weighting, scaler)
-        memory = self._devices.step() if self._ranks is None else nullcontext()
-        with (
-            memory as arena,
-            Accumulation(Step(self, "rows", scale, is_only=True, arena=arena)) as step,
-        ):
-            step.add(losses, retain_graph=retain_graph)
-            # The rows are gone before another step may write where they are.
-        (weights,) = step.weights
-        return (weights, step.gramian) if return_gramian else weights
-
-    def accumulate(
-        self, weighting: Weighting, *, keep: Keep = "auto", scaler: GradScaler | None = None
-    ) -> Accumulation:
-        """A block that takes in the losses of several micro-batches as those of one step.
-
-        At its end, all objectives have one Gramian and one set of weights, and Jᵀ w is added into
-        ``.grad``, as :meth:`backward` would do for all losses at once. If the block is left by an
-        error, nothing is written.
-
-        Args:
-            weighting: As for :meth:`backward`: maps the Gramian of all objectives, in the order in
-                which they were added, to their weights.
-            keep: As for :meth:`jacobian`: what to keep between micro-batches.
-            scaler: As for :meth:`backward`. An overflow in one micro-batch skips the step.
-
-        Returns:
-            A context manager with a method ``add(losses)``, and behind the block with ``gramian``
-            and ``weights``, for each call of ``add`` in the form of its losses.
-
-            Cost: for each micro-batch, a backward pass through the activations; at the end, one
-            product for all samples, whose cost grows with the square of their number, and the
-            weights' gradients. RAM: factors or rows of all micro-batches, whichever are smaller.
-
-        Raises:
-            InvalidOperandError: The weighting is no function of a Gramian.
-            InvalidOptionError: ``keep`` or ``scaler`` is none.
-            AutogramError: As for :meth:`backward`.
-
-        Example:
-            >>> import torch
-            >>> from torch import nn
-            >>> from autogram import Engine
-            >>> model = nn.Linear(3, 1)
-            >>> engine = Engine(model)
-            >>> with engine.accumulate(lambda gramian: gramian.diagonal().rsqrt()) as batch:
-            ...     for x in torch.randn(6, 3).split(2):
-            ...         batch.add(model(x).square().squeeze(1))
-            >>> batch.gramian.shape
-            torch.Size([6, 6])
-        """
-        check_keep(keep)
-        scale = Scale(weighting, scaler)
-        scale.check()
-        return Accumulation(Step(self, keep, scale))
 
     @undoing
     def weights(self, losses: L, weighting: Weighting, *, scaler: GradScaler | None = None) -> L:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,9 +27,23 @@ from autogram._distributed import (
 )
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
+from autogram._errors import InvalidOptionError
 from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
+
+GradientsOutside = Literal["sum", "weighted"]
+"""Which gradient leaves get that are no part of J: of the sum of losses, or of weighted ones."""
+
+
+def check_outside(gradients_outside: object) -> None:
+    """Refuses what is no choice of the gradients of leaves that are no part of J."""
+    if gradients_outside not in get_args(GradientsOutside):
+        raise InvalidOptionError(
+            f"`gradients_outside` is {gradients_outside!r}. Pass "
+            '"sum", so that parameters outside of J get the gradient of the sum of the losses, or '
+            '"weighted", for that of the weighted losses.'
+        )
 
 
 @dataclass(eq=False)
@@ -39,6 +53,7 @@ class Step:
     engine: Hooked
     keep: Keep
     scale: Scale
+    gradients_outside: GradientsOutside  # of leaves that are no part of J
     is_only: bool = False  # whether losses are added once: the Gramian is added up on the way
     arena: Arena | None = None  # where to put rows then
 
@@ -52,6 +67,7 @@ class Step:
         self._gramian: Tensor | None = None  # of the scaled losses, if it was added up
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
         """By part: losses, leaves that are not of J, and whether to keep the graph."""
+        self._has_rest = False  # ever
         self._few: list[dict[Tensor, Tensor]] = []
         """By objective: gradients of leaves that are not of J, if the pass has given them."""
         self._has_begun = False  # for other ranks
@@ -117,6 +133,7 @@ class Step:
         outside, names = run.survey.outside if losses.numel() else [], run.names
         if self._wrappers is not None:
             self._wrappers.check_outside(outside)
+        self._has_rest |= bool(outside)
         self._few = run.rest if run.others else []
         if outside and not run.others:
             self._rest[len(self._parts)] = losses, outside, retain_graph
@@ -173,7 +190,7 @@ class Step:
         # All are computed before any is added: memory may run out, and a hook on a parameter may
         # take a step of it, which neither factors nor graph would bear.
         gradients = jacobian._gradients_of(usable)
-        _accumulate_rest(self._gradients_of_rest(usable))
+        _accumulate_rest(self._gradients_of_rest(self._outside_of(weights, usable)))
         jacobian._add(gradients)
         return gramian, weights
 
@@ -196,11 +213,11 @@ class Step:
 
         def differentiate() -> tuple[dict[Tensor, Tensor], dict[str, Tensor]]:
             self._check_rest()
-            return self._wrapped_rest(usable, wrappers), gradients_of(found[0], usable)
+            return self._wrapped_rest(outside, wrappers), gradients_of(found[0], usable)
 
         def end() -> None:
             with together(ranks, self._last):
-                others = self._gradients_of_rest(usable)
+                others = self._gradients_of_rest(outside)
                 finish()
             _accumulate_rest(others)
 
@@ -211,7 +228,8 @@ class Step:
                 None, jacobian, self.scale.weights, self.scale.number, wrappers.wrapped
             )
             own = ranks.own(weights)
-            usable = ranks.own(self.scale.usable(weights, gramian, self.engine._finite))
+            every = self.scale.usable(weights, gramian, self.engine._finite)
+            usable, outside = ranks.own(every), ranks.own(self._outside_of(weights, every))
             gradients, error = attempted(differentiate)
             may_fail = bool(self._rest) or any(map(has_hooks, channel.parameters_now()))
             must_wait = ranks.agreement.is_ready(error, may_fail)
@@ -223,6 +241,16 @@ class Step:
             elif error is not None:
                 raise error
         return gramian, own
+
+    def _outside_of(self, weights: Tensor, usable: Tensor) -> Tensor:
+        """The weights of the losses for leaves that are not of J.
+
+        Ones for their sum, unless the ``weights`` are not finite: then leaves get what parameters
+        of J get by those that are ``usable``, zeros or what is not a number.
+        """
+        if self.gradients_outside == "weighted" or not self._has_rest:
+            return usable
+        return torch.where(weights.isfinite().all(), torch.ones_like(usable), usable)
 
     def _gradients_of_rest(self, weights: Tensor) -> dict[Tensor, Tensor]:
         """Lets go of rows, and gives the gradients of leaves that are not of J and not wrapped."""

@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 
 from autogram import Engine
 from autogram._engine.accumulation import Accumulation
+from autogram._engine.steps import GradientsOutside, check_outside
 from autogram._losses import Losses
 from autogram._weights import Weighting, check_weighting
 
@@ -18,12 +19,16 @@ class MicroBatches:
     Args:
         engine: On the model.
         weighting: Of the Gramian of all objectives of a step.
+        gradients_outside: As for :meth:`autogram.Engine.backward`.
     """
 
-    def __init__(self, engine: Engine, weighting: Weighting) -> None:
+    def __init__(
+        self, engine: Engine, weighting: Weighting, gradients_outside: GradientsOutside
+    ) -> None:
         check_weighting(weighting)
+        check_outside(gradients_outside)
         self.engine = engine
-        self._weighting = weighting
+        self._weighting, self._outside = weighting, gradients_outside
         self._open: Accumulation | None = None
 
     def add(self, losses: Losses, *, is_last: bool, scaler: GradScaler | None) -> list[Any] | None:
@@ -35,8 +40,13 @@ class MicroBatches:
         """
         if self._open is None:
             if is_last:  # in one piece, which needs no factors to be kept
-                return [self.engine.backward(losses, self._weighting, scaler=scaler)]
-            self._open = self.engine.accumulate(self._weighting, scaler=scaler).__enter__()
+                weights = self.engine.backward(
+                    losses, self._weighting, scaler=scaler, gradients_outside=self._outside
+                )
+                return [weights]
+            self._open = self.engine.accumulate(
+                self._weighting, scaler=scaler, gradients_outside=self._outside
+            ).__enter__()
         batch, self._open = self._open, None  # an error ends the step
         batch.add(losses)
         if not is_last:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from autogram import Engine, UnsupportedError
+from autogram._engine.steps import GradientsOutside
 from autogram._extras import extra
 from autogram._losses import Losses
 from autogram._weights import Weighting
@@ -31,18 +32,27 @@ class Accelerated:
         engine: On the model, before or behind ``accelerator.prepare``.
         weighting: As for :meth:`autogram.Engine.backward`.
         accelerator: The one that has prepared the optimizer.
+        gradients_outside: As for :meth:`autogram.Engine.backward`.
 
     Raises:
         InvalidOperandError: The weighting is no function of a Gramian.
+        InvalidOptionError: ``gradients_outside`` is neither of its values.
         UnsupportedError: The accelerator leaves backward passes to DeepSpeed or Megatron-LM.
 
     Example:
         `docs/trainers.md` has one that trains.
     """
 
-    def __init__(self, engine: Engine, weighting: Weighting, accelerator: Accelerator) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        weighting: Weighting,
+        accelerator: Accelerator,
+        *,
+        gradients_outside: GradientsOutside = "sum",
+    ) -> None:
         refuse_other_engines(accelerator)
-        self._micro_batches = MicroBatches(engine, weighting)
+        self._micro_batches = MicroBatches(engine, weighting, gradients_outside)
         self._accelerator = accelerator
 
     def backward(self, losses: Losses) -> list[Any] | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autogram import Engine, InvalidOptionError, UnsupportedError
+from autogram._engine.steps import GradientsOutside
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
 from autogram.integrations._micro_batches import MicroBatches
@@ -34,6 +35,7 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
 
     Attributes:
         weighting: Maps the Gramian of all objectives of a step to their weights.
+        gradients_outside: As for :meth:`autogram.Engine.backward`.
         objective_weights: The weights of each batch of the step, in the form of its losses, after
             the backward pass of the last batch; ``None`` after that of another one.
 
@@ -42,6 +44,7 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
     """
 
     weighting: Weighting
+    gradients_outside: GradientsOutside = "sum"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses modules whose own methods would be called in place of those of the mixin."""
@@ -92,7 +95,8 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         """
         if self._micro_batches is None:
             weighting = self._checked_weighting()
-            self._micro_batches = MicroBatches(self.make_engine(), weighting)
+            outside = self.gradients_outside
+            self._micro_batches = MicroBatches(self.make_engine(), weighting, outside)
         losses = self._objectives = self.training_losses(batch, batch_idx)
         return torch.cat([part.float().flatten() for part in parts_of(losses)]).mean()
 

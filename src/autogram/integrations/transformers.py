@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram import Engine, InvalidLossesError, UnsupportedError
+from autogram._engine.steps import GradientsOutside
 from autogram._extras import extra
 from autogram._losses import Losses, parts_of
 from autogram._weights import Weighting
@@ -39,6 +40,7 @@ class JacobianTrainer(Trainer):
         args: As for the base.
         weighting: As for :meth:`autogram.Engine.backward`. If it is a
             :class:`autogram.monitor.ConflictMonitor`, its numbers are logged with each loss.
+        gradients_outside: As for :meth:`autogram.Engine.backward`.
         kwargs: As for the base.
 
     Raises:
@@ -50,14 +52,20 @@ class JacobianTrainer(Trainer):
 
     loss_is_scaled_for_ga = False  # the base divides the mean of a batch for its log
 
-    def __init__(self, *args: Any, weighting: Weighting, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        weighting: Weighting,
+        gradients_outside: GradientsOutside = "sum",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
                 "`nn.DataParallel` copies the model in each step, which an engine does not follow. "
                 "Use one process for each GPU (`torchrun`), or set CUDA_VISIBLE_DEVICES to one."
             )
-        self._weighting = weighting
+        self._weighting, self._outside = weighting, gradients_outside
         self._steps: Accelerated | None = None
         self._engine: Engine | None = None
         self._objectives: Losses | None = None  # from `compute_loss` to the backward pass
@@ -131,7 +139,12 @@ class JacobianTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._steps is None:
             self._engine = self.make_engine(self.accelerator.unwrap_model(model))
-            self._steps = Accelerated(self._engine, self._weighting, self.accelerator)
+            self._steps = Accelerated(
+                self._engine,
+                self._weighting,
+                self.accelerator,
+                gradients_outside=self._outside,
+            )
         try:
             losses = self.compute_losses(model, inputs)
             parts = parts_of(losses)

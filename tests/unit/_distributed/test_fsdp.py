@@ -239,9 +239,9 @@ def inputs_with_gradients(rank: int) -> None:
             model.zero_grad()
             losses = world.losses(model(x))
             if step == 0:
-                weights = engine.backward(losses, weighting)
+                weights = engine.backward(losses, weighting, gradients_outside="weighted")
             else:
-                with engine.accumulate(weighting) as batches:
+                with engine.accumulate(weighting, gradients_outside="weighted") as batches:
                     batches.add(losses)
                 (weights,) = batches.weights
             expected = jacobian.T @ weighting(jacobian @ jacobian.T)

@@ -96,7 +96,7 @@ def test_modules_that_came_later_are_as_their_container() -> None:
 
 
 def test_the_step_gives_gradients_to_what_is_left_out() -> None:
-    """As to any other leaf: a step is that of the losses with the weights."""
+    """As to any other leaf: of the sum of the losses, or of the losses with the weights."""
     model = Model()
     engine = Engine(model)
     engine.hooks.deactivate(module=model.encoder)
@@ -105,7 +105,7 @@ def test_the_step_gives_gradients_to_what_is_left_out() -> None:
         weights = torch.rand(size)
         expected = torch.autograd.grad(losses @ weights, [*model.parameters()], retain_graph=True)
         model.zero_grad()
-        engine.backward(losses, lambda _, weights=weights: weights)
+        engine.backward(losses, lambda _, weights=weights: weights, gradients_outside="weighted")
         assert_close([p.grad for p in model.parameters()], [*expected])
 
 

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from autogram import Engine, InvalidLossesError, InvalidOperandError, UnsupportedError
+from autogram import (
+    Engine,
+    InvalidLossesError,
+    InvalidOperandError,
+    InvalidOptionError,
+    UnsupportedError,
+)
 from autogram.integrations.accelerate import Accelerated
 from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference
 from tests.unit.engines import batch, mlp
 from tests.unit.integrations.weightings import mean, weighting
 
@@ -131,7 +138,27 @@ def test_an_error_begins_a_step_anew() -> None:
     assert [len(x) for x in weights] == [4]
 
 
+@pytest.mark.parametrize("which", ["sum", "weighted"])
+@pytest.mark.parametrize("each", [1, 2])
+def test_parameters_outside_of_the_engine(each: int, which: Any) -> None:
+    model = mlp(4, 3)
+    twin = copy.deepcopy(model)
+    accelerator = Accelerator(cpu=True)
+    steps = Accelerated(Engine(model[0]), weighting, accelerator, gradients_outside=which)
+    batches = data()[:each]
+    for number, (x, y) in enumerate(batches, 1):
+        accelerator.gradient_state._set_sync_gradients(number == each)
+        weights = steps.backward(losses_of(model, x, y))
+    losses = torch.cat([losses_of(twin, x, y) for x, y in batches])
+    assert weights is not None
+    (losses.sum() if which == "sum" else losses @ torch.cat(weights)).backward()
+    for p, q in zip(model[2].parameters(), twin[2].parameters(), strict=True):
+        assert_close_to_reference(p.grad, q.grad)
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidOptionError, match="`gradients_outside` is 'mean'"):
+        Accelerated(Engine(mlp()), mean, Accelerator(cpu=True), gradients_outside="mean")
     accelerator = Accelerator(cpu=True)
     model: Any = mlp()
     with pytest.raises(InvalidOperandError, match="weighting is a Tensor"):

@@ -189,9 +189,11 @@ class Tasks(Net):
         return Engine(self.layers[0], batch_dim=None)
 
 
-def test_tasks(tmp_path: Path) -> None:
-    """The head gets its gradient by the same weights, which have the form of the losses."""
+@pytest.mark.parametrize("which", ["sum", "weighted"])
+def test_tasks(tmp_path: Path, which: Any) -> None:
+    """The head gets the gradient of the sum of the losses, or by weights of the losses' form."""
     model, batches = Tasks(UPGrad()), data(5)
+    model.gradients_outside = which
     recorder = Recorder()
     twin = copy.deepcopy(model)
     trainer(tmp_path, callbacks=[recorder], max_epochs=1).fit(model, loader(batches))
@@ -199,7 +201,11 @@ def test_tasks(tmp_path: Path) -> None:
     rows = reference_jacobian(torch.stack(losses), twin.layers[0].parameters())
     weights = recorder.weights[0][0]
     assert_close_to_reference(torch.stack(list(weights.values())), UPGrad()(rows @ rows.T))
-    torch.autograd.backward(losses, list(weights.values()))
+    torch.autograd.backward(losses, list(weights.values()), retain_graph=True)
+    if which == "sum":
+        head = twin.layers[1:]
+        head.zero_grad()
+        sum(losses).backward(inputs=[*head.parameters()])
     twin.configure_optimizers().step()
     assert_same_parameters(model, twin)
     (shown,) = recorder.losses

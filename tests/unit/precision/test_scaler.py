@@ -312,7 +312,7 @@ def test_accumulation(overflows: set[int], several: bool) -> None:
         batches = [3 * i + j for j in range(3)]
         twin, twin_head = copy.deepcopy(model), copy.deepcopy(head)
         rows = []
-        with engine.accumulate(weighting, scaler=scaler) as batch:
+        with engine.accumulate(weighting, scaler=scaler, gradients_outside="weighted") as batch:
             for number in batches:
                 x = batch_of(number)
                 output = head(model(x)).square()

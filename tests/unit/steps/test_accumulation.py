@@ -72,7 +72,7 @@ def test_leaves_that_are_no_part_of_j() -> None:
     twin, other = copy.deepcopy(model), copy.deepcopy(temperature)
     engine = Engine(model)
     batches = [torch.randn(n, 4) for n in (3, 2)]
-    with engine.accumulate(weigh) as batch:
+    with engine.accumulate(weigh, gradients_outside="weighted") as batch:
         batch.add(losses_of(model, batches[0]) * temperature)
         batch.add(losses_of(model, batches[1]))
     losses = [losses_of(twin, batches[0]) * other, losses_of(twin, batches[1])]

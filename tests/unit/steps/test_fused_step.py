@@ -107,7 +107,11 @@ def test_leaves_outside_of_the_engine(objectives: Objectives, retain_graph: bool
     for _ in range(3):
         losses = objectives.of(model(x)) * model.temperature
         weights, gramian = engine.backward(
-            losses, weighting, retain_graph=retain_graph, return_gramian=True
+            losses,
+            weighting,
+            gradients_outside="weighted",
+            retain_graph=retain_graph,
+            return_gramian=True,
         )
         assert weights.shape == losses.shape
         assert_close_to_reference(weights.flatten(), weighting(gramian))
@@ -361,7 +365,8 @@ def test_optimizers_in_the_backward_pass() -> None:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(take_step)
     for _ in range(3):
-        engine.backward(PER_SAMPLE.of(model(x)), lambda _: weights)
+        losses = PER_SAMPLE.of(model(x))
+        engine.backward(losses, lambda _: weights, gradients_outside="weighted")
         PER_SAMPLE.of(twin(x)).backward(weights)
         for parameter in twin.parameters():
             if parameter.grad is not None:

@@ -291,7 +291,12 @@ def _steps_of_several(engine: Engine, model: Several, keys: Any) -> None:
         rows = both[:, : sum(p.numel() for p in inside)]
         weights = torch.linspace(0.5, 2.0, len(losses), dtype=rows.dtype)
         given = losses if keys is None else dict(zip(keys, losses, strict=True))
-        _, gramian = engine.backward(given, lambda _, w=weights: w, return_gramian=True)
+        _, gramian = engine.backward(
+            given,
+            lambda _, w=weights: w,
+            gradients_outside="weighted",
+            return_gramian=True,
+        )
         assert_close_to_reference(gramian, rows @ rows.T)
         gradients = [p.grad for p in (*inside, *outside)]
         flat = torch.cat([x.to_dense().flatten() for x in gradients if x is not None])
