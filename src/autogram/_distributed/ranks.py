@@ -237,4 +237,4 @@ def _go_along(channel: Channel, losses: Losses) -> None:
     """Makes a pass for the sake of other ranks, which gathers what theirs gathers."""
     total = torch.cat([x.reshape(-1) for x in parts_of(losses)]).sum()
     ones = torch.ones_like(total)
-    Pass(channel, is_along=True).differentiate(total, [channel.anchor], ones)
+    Pass(channel, is_alone=True).differentiate(total, [channel.anchor], ones)

@@ -49,6 +49,25 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layers, torch.tanh(self.first(x)), use_reentrant=False)
 
 
+class Pair(nn.Module):
+    """A part that is given two activations, of different shapes."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(6, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.wide(x) * self.narrow(y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.inner = nn.Linear(6, 6), nn.Linear(6, 3), self.Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.first(x), self.second(x))
+
+
 class Shardable(Tied):
     """`fully_shard` takes no parameters without dimensions."""
 
@@ -95,6 +114,7 @@ WORLDS = {
     "products": World(Products),
     "products, two losses each": World(Products, losses=two_of_each),
     "changed slices": World(Slices),
+    "two inputs": World(Pair),
     "a wrong guess on one rank": World(Members),
 }
 WRAPS: dict[str, Callable[..., nn.Module]] = {
@@ -376,6 +396,10 @@ def samples_are_not_looked_for_again(rank: int) -> None:
     for step in range(STEPS):
         engine.backward(world.losses(model(world.batch(rank, step))), weighting)
         assert engine._drivers.last.summary.found == "inferred"
+    model = nested(Pair())
+    engine = Engine(model, distributed=True, verify="never")
+    engine.backward(world.losses(model(world.batch(rank, 0))), weighting)
+    assert engine._drivers.last.summary.found == "inferred"
 
 
 def hooks_are_taken_off(rank: int) -> None:

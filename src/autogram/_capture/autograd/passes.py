@@ -83,8 +83,8 @@ class Pass:
     is_step: bool = False
     """Whether the pass stands for the user's backward pass, in which inner passes would add to
     `.grad` of tensors that are not the engine's."""
-    is_along: bool = False
-    """Whether the pass is made only because other processes make theirs."""
+    is_alone: bool = False
+    """Whether the pass is made without a vote of the processes that make passes together."""
     _number: int | None = None
     _handle: RemovableHandle | None = None
     _error: BaseException | None = None
@@ -110,7 +110,8 @@ class Pass:
     ) -> tuple[Tensor | None, ...]:
         """Runs the pass, once. Gives ``None`` for inputs that the output does not depend on.
 
-        The output may be several results of one node, with a cotangent for each.
+        The output may be several results of one node, with a cotangent for each. Without inputs,
+        the pass goes to all leaves, and adds to their gradients.
         """
         found: list[tuple[Tensor | None, ...]] = []
         self.differentiate_each([(output, cotangent, retain_graph)], inputs, found.append)
@@ -126,7 +127,7 @@ class Pass:
 
         The gradients of each are taken before the next run.
         """
-        if self.channel.before_pass is not None and not (self.is_along or running_pass()):
+        if self.channel.before_pass is not None and not (self.is_alone or running_pass()):
             self.channel.before_pass()
         if self.receiver is not None:
             given = [x for _, x, _ in outputs]
@@ -152,9 +153,13 @@ class Pass:
                 watch(self)
                 self._handle = node.register_prehook(self._begin)
                 with explaining_freed_graphs(start):
-                    gradients = torch.autograd.grad(
-                        output, inputs, cotangent, retain_graph=must_retain, allow_unused=True
-                    )
+                    if inputs:
+                        gradients = torch.autograd.grad(
+                            output, inputs, cotangent, retain_graph=must_retain, allow_unused=True
+                        )
+                    else:
+                        torch.autograd.backward(output, cotangent, retain_graph=must_retain)
+                        gradients = ()
                 take(gradients)
             self._finish()
         if self._kept and self.hidden is None:  # else they are shown behind the batched pass

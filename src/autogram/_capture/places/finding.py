@@ -107,7 +107,7 @@ def infer(
     start: Places,
     nodes: Sequence[Any],
     edges: Sequence[Edge],
-    prober: Prober | None = None,
+    prober: Prober,
     inside: Mapping[Any, Teller] = MappingProxyType({}),
 ) -> tuple[Finding, PlacesInGraph]:
     """The finding on the first road on which no samples meet at a use, and the places.
@@ -122,7 +122,6 @@ def infer(
     """
     order = in_order(root.node, nodes, [*[edge.node for edge in edges], *inside])
     wanted = {*order}
-    prober = Prober() if prober is None else prober
     for road in Road:
         reader = _Reader(nodes)
         inference = Inference(road, reader.read, prober, inside)

@@ -46,7 +46,7 @@ class Inference:
 
     road: Road
     read: Read
-    prober: Prober = field(default_factory=Prober)
+    prober: Prober
     inside: Mapping[Any, Teller] = field(default_factory=dict)
     """The nodes that have uses inside of them, and what tells the places there."""
     parts: defaultdict[Edge, list[Arrival]] = field(default_factory=lambda: defaultdict(list))

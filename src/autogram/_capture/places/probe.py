@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from autogram._capture.autograd.graph import in_dense, kind_of_node
@@ -62,11 +63,15 @@ class Probe(NamedTuple):
 class Prober:
     """Carries nodes out, and sees the uses inside of them.
 
+    Nodes of PyTorch are called in a pass that reaches no other node. No hook of the user's or of
+    ``fully_shard`` is called there, which may wait for other processes. Functions in Python run in
+    a pass of PyTorch's alone: it ends behind them.
+
     Args:
-        channel: Of the uses that are shown; ``None`` to show none.
+        channel: Of the uses that are shown.
     """
 
-    channel: Channel | None = None
+    channel: Channel
     shown: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
 
     def __call__(self, use: Any, saved: Sequence[Tensor], cotangent: Tensor) -> None:
@@ -81,40 +86,60 @@ class Prober:
 
         ``None`` if the node refuses the cotangents of its results.
         """
-        given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
-        found: list[Sequence[Tensor | None]] = []
-
-        def take(gradients: Sequence[Tensor | None], _: object) -> None:
-            current = running_pass()
-            if self.channel is None or (current is not None and current.receiver is self):
-                found.append(gradients)
-                raise _CarriedOutError  # so that the pass goes no further
-
         self.shown.clear()
-        handle = node.register_hook(take)
+        carry_out = self._in_pass if isinstance(node, BackwardCFunction) else self._called
         try:
-            with suppress(_CarriedOutError):
-                self._differentiate([edge for edge, _ in given], [x for _, x in given])
-            (gradients,) = found
+            gradients = carry_out(node, cotangents)
             return {**dict(enumerate(gradients)), **dict(self.shown)}
         except AutogramError:
             raise
-        except Exception as error:  # a Function in Python may refuse cotangents that no pass has
+        except Exception as error:  # a node may refuse cotangents that no pass has
             if is_out_of_memory(error):
                 raise
             return None
         finally:
-            handle.remove()
             self.shown.clear()
 
-    def _differentiate(self, edges: list[GradientEdge], cotangents: list[Tensor]) -> None:
-        """Runs a pass from results of a node, towards its inputs."""
-        following = edges[0].node.next_functions
-        inputs = [GradientEdge(node, number) for node, number in following if node is not None]
-        if self.channel is None:
-            torch.autograd.grad(edges, inputs, cotangents, retain_graph=True, allow_unused=True)
-        else:
-            Pass(self.channel, self).differentiate(edges, inputs, cotangents)
+    def _called(self, node: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What a node gives that is called in a pass.
+
+        The pass asks for no inputs: PyTorch would let the node compute only what leads to them.
+        """
+        found: list[Any] = []
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        with torch.enable_grad():
+            root = leaf.view_as(leaf)
+        root.grad_fn.register_hook(lambda *_: found.append(node(*cotangents)))  # type: ignore[union-attr]  # a view has a node
+        self._pass().differentiate(root, [], torch.ones_like(leaf))
+        (gradients,) = found
+        return gradients if isinstance(gradients, tuple) else (gradients,)
+
+    def _in_pass(self, node: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What a node gives in a pass through its results."""
+        found: list[Sequence[Tensor | None]] = []
+
+        def take(gradients: Sequence[Tensor | None], _: object) -> None:
+            current = running_pass()
+            if current is not None and current.receiver is self:
+                found.append(gradients)
+                raise _CarriedOutError  # so that the pass goes no further
+
+        given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
+        following = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
+        handle = node.register_hook(take)
+        try:
+            with suppress(_CarriedOutError):
+                self._pass().differentiate(
+                    [edge for edge, _ in given], following, [x for _, x in given]
+                )
+        finally:
+            handle.remove()
+        (gradients,) = found
+        return gradients
+
+    def _pass(self) -> Pass:
+        """A pass that other processes do not make."""
+        return Pass(self.channel, self, is_alone=True)
 
     def probe(
         self, node: Any, results: Sequence[Places | None], earlier: Probe | None = None

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from autogram._blocks import Folded, Placement
-from autogram._capture.autograd.graph import calls_of, use_of
+from autogram._capture.autograd.graph import calls_of
 from autogram._capture.places.finding import Finding, PlacesInGraph, infer
 from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
 from autogram._capture.places.probe import Edge, Prober
+from autogram._capture.places.transfers.table import transfer_of
 from autogram._capture.samples.layouts import (
     layouts_of_places,
     mixed_samples,
@@ -114,11 +115,14 @@ class Inferred:
 
 
 def _can_carry_out(survey: Survey) -> bool:
-    """Whether nodes may be carried out alone: not where all processes have to do it together."""
+    """Whether all nodes that are not known may be carried out alone.
+
+    Where processes make passes together, a Function in Python may be one that waits for others.
+    """
     if survey.channel.before_pass is None:
         return True
     functions = [node for node in survey.nodes if isinstance(node, BackwardCFunction)]
-    return all(use_of(node) is not None for node in functions)
+    return all(transfer_of(node) is not None for node in functions)
 
 
 def _tells(survey: Survey, samples: int) -> dict[Any, Teller]:

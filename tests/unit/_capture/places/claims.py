@@ -15,6 +15,7 @@ from autogram._capture.places.places import EMPTY, SEVERAL, Places
 from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.places.transfers.step import Road, Unreadable
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
+from autogram._capture.recording import Channel
 from tests.hunt.samples import OpInfo, samples_of
 
 LARGEST = 1000  # elements of a result that is looked at
@@ -60,7 +61,8 @@ def judged(node: Any, number: int, places: Places, road: Road) -> Iterator[str]:
 
     Nothing where the node cannot be carried out, or where its values are not finite.
     """
-    inference = Inference(road, read)
+    prober = Prober(Channel())
+    inference = Inference(road, read, prober)
     results: list[Places | None] = [None] * len(node._input_metadata)
     results[number] = places
     edges = [(i, Edge(*edge)) for i, edge in enumerate(node.next_functions) if edge[0] is not None]
@@ -69,7 +71,6 @@ def judged(node: Any, number: int, places: Places, road: Road) -> Iterator[str]:
         None if x is None else torch.ones(tuple(of.shape), dtype=of.dtype)
         for x, of in zip(results, node._input_metadata, strict=True)
     ]
-    prober = Prober()
     gradients = prober.gradients(node, ones)
     if gradients is None:
         return  # the node refuses such a cotangent

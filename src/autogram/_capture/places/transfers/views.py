@@ -18,7 +18,6 @@ from autogram._capture.places.transfers.step import (
     by_input,
     signed,
     table,
-    unchanged,
 )
 
 # Samples up to this number have squares that are exact in float64, also added up.
@@ -110,6 +109,11 @@ def _joined(step: NodeStep, places: Places) -> Places:
     return picked(places, [dim], dim, part.movedim(dim, 0).reshape(given[dim], -1)[:, 0])
 
 
+def _handed_on(step: NodeStep, places: Places) -> Places:
+    """Each result is the input of the same number."""
+    return places if step.position == step.number else Places.nowhere(step.given)
+
+
 def from_pieces(node: Any, results: Sequence[Places | None], shapes: Sequence[Shape]) -> Places:
     """For results that are all pieces of the input along a dimension, or all its positions.
 
@@ -188,7 +192,7 @@ OF_VIEWS = table(
     (by_input(written, by_copies), "DiagonalScatter MaskedScatter"),
     (by_input(written, by_element), "CopyBackwards Fill Zero"),
     (by_input(written), "IndexFill"),
-    (unchanged, "HandOn"),
+    (_handed_on, "HandOn"),
     (
         by_copies,
         """
