@@ -18,25 +18,13 @@ from autogram._capture.places.inference import (
     in_order,
 )
 from autogram._capture.places.places import Places
-from autogram._capture.places.probe import Edge, Probe, Prober, has_unpack_hook
-from autogram._capture.places.transfers.step import Road, Unreadable
+from autogram._capture.places.probe import Edge, Probe, Prober
+from autogram._capture.places.reading import DecidingValue, reading
+from autogram._capture.places.transfers.step import Road
+from autogram._capture.recording import Channel
 
 # A result of a node, which is known by its number in the order of a walk.
 _NumberedEdge = tuple[int, int]
-
-
-class DecidingValue(NamedTuple):
-    """A tensor that a node saved, or one of several, and whose values have decided."""
-
-    node: int
-    field: str
-    entry: int | None
-
-    def value(self, nodes: Sequence[Any]) -> Tensor:
-        """The tensor in some graph, on its device."""
-        saved = _saved(nodes[self.node], self.field)
-        tensor: Tensor = saved if self.entry is None else saved[self.entry]
-        return tensor
 
 
 class PlacesInGraph(NamedTuple):
@@ -75,9 +63,10 @@ class Finding:
     mixing: int
     """The first node from the losses on that mixes samples on the way to a wanted edge, if any."""
 
-    def changes(self, nodes: Sequence[Any]) -> list[Tensor]:
+    def changes(self, nodes: Sequence[Any], channel: Channel) -> list[Tensor]:
         """Whether each constant has other values in another graph, as tensors on its device."""
-        return [_differ(x.value(nodes), old) for x, old in self.constants.items()]
+        with reading(nodes, channel) as reader:
+            return [_differ(reader.value(x), old) for x, old in self.constants.items()]
 
     def infer_again(
         self, nodes: Sequence[Any], prober: Prober, inside: Mapping[Any, Teller]
@@ -87,19 +76,20 @@ class Finding:
         Returns:
             The finding with the constants of that graph, and the places that may be others now.
         """
-        reader = _Reader(nodes)
-        inference = Inference(self.road, reader.read, prober, inside)
-        for (node, number), parts in self.parts.items():
-            inference.parts[Edge(nodes[node], number)] += parts
-        inference.probes.update({nodes[number]: probe for number, probe in self.probes.items()})
-        wanted = {nodes[number] for number in self.again}
-        for number in self.again:
-            inference.visit(nodes[number], wanted)
+        with reading(nodes, prober.channel) as reader:
+            inference = Inference(self.road, reader.read, prober, inside)
+            for (node, number), parts in self.parts.items():
+                inference.parts[Edge(nodes[node], number)] += parts
+            inference.probes.update({nodes[number]: probe for number, probe in self.probes.items()})
+            wanted = {nodes[number] for number in self.again}
+            for number in self.again:
+                inference.visit(nodes[number], wanted)
+            constants = reader.constants()
         edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
         places = {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
         probes = {reader.numbers[node]: probe for node, probe in inference.probes.items()}
         found = PlacesInGraph(places, inference.uses)
-        return replace(self, constants=reader.constants(), probes=probes), found
+        return replace(self, constants=constants, probes=probes), found
 
 
 def infer(
@@ -122,17 +112,18 @@ def infer(
     """
     order = in_order(root.node, nodes, [*[edge.node for edge in edges], *inside])
     wanted = {*order}
-    for road in Road:
-        reader = _Reader(nodes)
-        inference = Inference(road, reader.read, prober, inside)
-        inference.parts[root] = [Arrival(None, start)]
-        for node in order:
-            inference.visit(node, wanted)
-        places = {i: inference.at(edge) for i, edge in enumerate(edges)}
-        found = PlacesInGraph(places, inference.uses)
-        if not found.is_mixed:
-            break
-    numbers = reader.numbers
+    with reading(nodes, prober.channel) as reader:
+        for road in Road:
+            inference = Inference(road, reader.read, prober, inside)
+            inference.parts[root] = [Arrival(None, start)]
+            for node in order:
+                inference.visit(node, wanted)
+            places = {i: inference.at(edge) for i, edge in enumerate(edges)}
+            found = PlacesInGraph(places, inference.uses)
+            if not found.is_mixed:
+                break
+        mixing = _mixing(inference, root, nodes, edges) if found.is_mixed else root.node
+        constants, numbers = reader.constants(), reader.numbers
     again: dict[Any, None] = {}
     for node in order:
         if node in inference.by_value or node in again:
@@ -150,11 +141,11 @@ def infer(
         [(numbers[edge.node], edge.number) for edge in edges],
         [numbers[node] for node in order if node in again],
         parts,
-        reader.constants(),
+        constants,
         {numbers[node]: probe for node, probe in inference.probes.items()},
         bool(inference.untold),
         frozenset(numbers[node] for node in inference.unknown),
-        numbers[_mixing(inference, root, nodes, edges)] if found.is_mixed else 0,
+        numbers[mixing],
     )
     return finding, found
 
@@ -179,48 +170,6 @@ def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Seque
         if are_mixed(carried) or node in inside:
             return node
     return root.node
-
-
-class _Reader:
-    """Reads what nodes of one graph saved, once, and notes it."""
-
-    def __init__(self, nodes: Sequence[Any]) -> None:
-        self.numbers = {node: number for number, node in enumerate(nodes)}
-        self._found: dict[tuple[Any, str], Any] = {}
-
-    def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
-        """The tensors in a field of a node: see :class:`.step.Read`."""
-        key = node, field
-        if key not in self._found:
-            saved = _saved(node, field)
-            if is_constant and (saved is None or saved.requires_grad):
-                return None
-            self._found[key] = saved
-        found = self._found[key]
-        if isinstance(found, Tensor):
-            return found.detach().cpu()
-        return [None if x is None else x.detach().cpu() for x in found]
-
-    def constants(self) -> dict[DecidingValue, Tensor]:
-        """Copies of all that was read."""
-        constants = {}
-        for (node, field), found in self._found.items():
-            several = [(None, found)] if isinstance(found, Tensor) else enumerate(found)
-            for entry, x in several:
-                if x is not None:
-                    constants[DecidingValue(self.numbers[node], field, entry)] = x.detach().clone()
-        return constants
-
-
-def _saved(node: Any, field: str) -> Any:
-    """What a node saved in a field, if it can be read without computing anything."""
-    raw = getattr(node, f"_raw_saved_{field}", None)
-    if raw is None or has_unpack_hook(raw):
-        raise Unreadable(field)
-    try:
-        return getattr(node, f"_saved_{field}")
-    except RuntimeError as error:  # it was changed in place, or freed
-        raise Unreadable(field) from error
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autogram._capture.places.places import Places, Shape
-from autogram._capture.places.probe import Edge, Probe, Prober, can_probe
+from autogram._capture.places.probe import Edge, Probe, Prober
 from autogram._capture.places.transfers.step import NodeStep, Read, Road, Unreadable, all_together
 from autogram._capture.places.transfers.table import joins_pieces, transfer_of
 from autogram._capture.places.transfers.views import from_pieces
@@ -114,7 +114,16 @@ class Inference:
             given = self.shapes(edge.node)[edge.number]
             total: Places | None = None
             for number, places in arrived:
-                step = NodeStep(node, position, given, number, shapes[number], self.road, self.read)
+                step = NodeStep(
+                    node,
+                    position,
+                    given,
+                    number,
+                    shapes[number],
+                    self.road,
+                    self.read,
+                    self.prober.gradients,
+                )
                 try:
                     part = transfer(step, places)
                 except Unreadable:
@@ -137,7 +146,7 @@ class Inference:
         self.by_value.add(node)
         self.untold.add(node)
         earlier = self.probes.pop(node, None)
-        found = self.prober.probe(node, results, earlier) if can_probe(node) else None
+        found = self.prober.probe(node, results, earlier)
         if found is not None:
             self.probes[node], uses = found
             self.uses.update(zip(uses, self.probes[node].inside, strict=True))

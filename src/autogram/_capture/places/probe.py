@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from autogram._capture.autograd.graph import in_dense, kind_of_node
+from autogram._capture.autograd.graph import in_dense
 from autogram._capture.autograd.nested import running_pass
 from autogram._capture.autograd.passes import Pass
+from autogram._capture.autograd.recomputing import Recomputing, parts_of
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape, are_equal
 from autogram._capture.recording import Channel
 from autogram._errors import AutogramError
+from autogram._undo import undone
 
 # By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
 # powers of two of their own.
@@ -86,6 +88,8 @@ class Prober:
 
         ``None`` if the node refuses the cotangents of its results.
         """
+        if self.channel.before_pass is not None and may_wait(node):
+            return None
         self.shown.clear()
         carry_out = self._in_pass if isinstance(node, BackwardCFunction) else self._called
         try:
@@ -101,17 +105,10 @@ class Prober:
             self.shown.clear()
 
     def _called(self, node: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """What a node gives that is called in a pass.
-
-        The pass asks for no inputs: PyTorch would let the node compute only what leads to them.
-        """
-        found: list[Any] = []
-        leaf = torch.zeros((), device="cpu", requires_grad=True)
-        with torch.enable_grad():
-            root = leaf.view_as(leaf)
-        root.grad_fn.register_hook(lambda *_: found.append(node(*cotangents)))  # type: ignore[union-attr]  # a view has a node
-        self._pass().differentiate(root, [], torch.ones_like(leaf))
-        (gradients,) = found
+        """What a node gives that is called."""
+        parts = Recomputing()
+        with undone(parts.release):
+            gradients = parts.call(self._pass(), node, lambda: node(*cotangents))
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
     def _in_pass(self, node: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -234,19 +231,12 @@ def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tenso
     return torch.where(is_of_one, powers, 1).to(like.device, like.real.dtype)
 
 
-def can_probe(node: Any) -> bool:
-    """Whether a node may be carried out outside of a backward pass.
+def may_wait(node: Any) -> bool:
+    """Whether a node that is carried out may wait for other processes, if these work together.
 
-    What a checkpoint has packed would be computed again.
+    So may a Function in Python, and a part of a checkpoint, which may gather parameters again.
     """
-    fields = "_raw_saved_tensors", *[f"_raw{field}" for field in kind_of_node(type(node)).tensors]
-    return not any(map(has_unpack_hook, [getattr(node, field, None) for field in fields]))
-
-
-def has_unpack_hook(saved: Any) -> bool:
-    """Whether reading a raw field runs a hook, which may compute a part of the model again."""
-    entries = saved if isinstance(saved, (tuple, list)) else (saved,)
-    return any(getattr(entry, "unpack_hook", None) is not None for entry in entries)
+    return isinstance(node, BackwardCFunction) or bool(parts_of([node]))
 
 
 def _digits(results: Sequence[Places | None]) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import calls_of
@@ -17,7 +16,6 @@ from autogram._capture.places.finding import Finding, PlacesInGraph, infer
 from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
 from autogram._capture.places.probe import Edge, Prober
-from autogram._capture.places.transfers.table import transfer_of
 from autogram._capture.samples.layouts import (
     layouts_of_places,
     mixed_samples,
@@ -48,7 +46,7 @@ class Inferred:
             MixedSamplesError: Samples meet before they reach a use.
         """
         layout, losses, nodes = objectives.layout, survey.losses, survey.nodes
-        if layout is None or not _can_carry_out(survey):
+        if layout is None:
             return None
         results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
         if any(of.is_nested_tensor for of in results):
@@ -81,7 +79,9 @@ class Inferred:
 
         ``None`` where there are others that decide.
         """
-        return None if self.finding.has_untold else self.finding.changes(survey.nodes)
+        return (
+            None if self.finding.has_untold else self.finding.changes(survey.nodes, survey.channel)
+        )
 
     def look_again(self, survey: Survey, samples: int) -> Layouts | None:
         """By the values that decide in a graph of this key; ``None`` if that does not tell all."""
@@ -112,17 +112,6 @@ class Inferred:
         self.layouts = [layouts[use] for use in survey.uses]
         self.finding = finding
         return layouts
-
-
-def _can_carry_out(survey: Survey) -> bool:
-    """Whether all nodes that are not known may be carried out alone.
-
-    Where processes make passes together, a Function in Python may be one that waits for others.
-    """
-    if survey.channel.before_pass is None:
-        return True
-    functions = [node for node in survey.nodes if isinstance(node, BackwardCFunction)]
-    return all(transfer_of(node) is not None for node in functions)
 
 
 def _tells(survey: Survey, samples: int) -> dict[Any, Teller]:

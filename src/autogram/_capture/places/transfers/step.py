@@ -7,7 +7,7 @@ that a node does not reach may be given to any sample, as their cotangent is zer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from autogram._capture.places.places import Places, Shape, plain, unanimous
-from autogram._capture.places.probe import can_probe
 
 
 class Unreadable(Exception):
@@ -44,6 +43,15 @@ class Read(Protocol):
         """The tensors; if it ``is_constant``, ``None`` for one that requires a gradient."""
 
 
+class CarryOut(Protocol):
+    """Gives what a node makes of cotangents, by its inputs' positions, if it can be called."""
+
+    def __call__(
+        self, node: Any, cotangents: Sequence[Tensor | None], /
+    ) -> Mapping[Any, Tensor | None] | None:
+        """The gradients."""
+
+
 @dataclass(slots=True)
 class NodeStep:
     """The way through a node from one of its results to one of its inputs."""
@@ -59,6 +67,7 @@ class NodeStep:
     """The shape of the result."""
     road: Road
     read: Read
+    carry_out: CarryOut
     has_read: bool = field(default=False, init=False)
     """Whether values of saved tensors have decided."""
     is_hidden: bool = field(default=False, init=False)
@@ -142,11 +151,11 @@ def by_element(step: NodeStep, places: Places) -> Places:
     Where the result is a sum of all elements, as of a loss, all depend on the sum.
     """
     is_tap = isinstance(step.node, BackwardCFunction)
-    if step.road == Road.DERIVATIVES and not is_tap and can_probe(step.node):
+    if step.road == Road.DERIVATIVES and not is_tap:
         of = step.node._input_metadata[step.number]
         ones = torch.ones(step.result, dtype=of.dtype, device=of.device)
-        found = step.node(*[None] * step.number, ones)
-        derivative = found[step.position] if isinstance(found, tuple) else found
+        found = step.carry_out(step.node, [None] * step.number + [ones])
+        derivative = None if found is None else found.get(step.position)
         if derivative is not None and tuple(derivative.shape) == step.result:
             step.is_hidden = True
             places = places.emptied((derivative == 0).cpu())

@@ -1,0 +1,76 @@
+"""What one node computes or has saved, where a checkpoint may run a part of the model again for it.
+
+A checkpoint computes what a part has saved once for each backward pass, or for each group of
+passes, and keeps what nobody asks for as long as the graph is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.checkpoint import GraphExecGroup
+
+from autogram._capture.autograd.graph import kind_of_node
+from autogram._capture.autograd.passes import Pass
+
+T = TypeVar("T")
+
+
+def parts_of(nodes: Iterable[Any]) -> dict[Any, None]:
+    """The parts of checkpoints that run again where some nodes are carried out, each once."""
+    saved = [
+        getattr(node, field, None)
+        for node in nodes
+        for field in ("_raw_saved_tensors", *_raw_fields(node))
+    ]
+    entries = [x for of in saved for x in (of if isinstance(of, tuple | list) else (of,))]
+    parts = [_part(getattr(entry, "unpack_hook", None)) for entry in entries]
+    return {part: None for part in parts if part is not None}
+
+
+def _raw_fields(node: Any) -> list[str]:
+    """The names of a node's fields that have what it saved, as it is packed."""
+    return [f"_raw{field}" for field in kind_of_node(type(node)).tensors]
+
+
+def _part(unpack: Any) -> Any:
+    """What PyTorch keeps of the part that runs again where a tensor is unpacked, or ``None``."""
+    if "checkpoint" not in getattr(unpack, "__module__", ""):
+        return None
+    names, cells = unpack.__code__.co_freevars, unpack.__closure__ or ()
+    return dict(zip(names, [cell.cell_contents for cell in cells], strict=True)).get("frame")
+
+
+class Recomputing:
+    """Lets parts of checkpoints run again once, for all calls until it is released."""
+
+    def __init__(self) -> None:
+        self._group = GraphExecGroup()
+        self._parts: dict[Any, None] = {}
+
+    def call(self, current: Pass, node: Any, function: Callable[[], T]) -> T:
+        """Calls a function that reads what a node has saved, in a pass that reaches no other node.
+
+        The pass asks for no inputs: PyTorch would let nodes compute only what leads to these.
+        """
+        found: list[T] = []
+        self._parts.update(parts_of([node]))
+
+        def call(*_: object) -> None:
+            with self._group:
+                found.append(function())
+
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        with torch.enable_grad():
+            root = leaf.view_as(leaf)
+        assert root.grad_fn is not None
+        root.grad_fn.register_hook(call)
+        current.differentiate(root, [], torch.ones_like(leaf))
+        return found[0]
+
+    def release(self) -> None:
+        """Frees what the parts have computed."""
+        for part in self._parts:
+            part.recomputed.pop(self._group, None)

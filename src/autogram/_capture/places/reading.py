@@ -1,0 +1,99 @@
+"""What nodes of one graph saved, whose values decide where samples are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from autogram._capture.autograd.passes import Pass
+from autogram._capture.autograd.recomputing import Recomputing, parts_of
+from autogram._capture.places.transfers.step import Unreadable
+from autogram._capture.recording import Channel
+from autogram._undo import undone
+
+
+class DecidingValue(NamedTuple):
+    """A tensor that a node saved, or one of several, and whose values have decided."""
+
+    node: int
+    field: str
+    entry: int | None
+
+
+class Reader:
+    """Reads what nodes saved, once, and notes it.
+
+    Args:
+        nodes: All nodes of the graph, in the order of a walk.
+        channel: Of the uses of the graph: a part of a checkpoint runs again where it is read.
+    """
+
+    def __init__(self, nodes: Sequence[Any], channel: Channel) -> None:
+        self.numbers = {node: number for number, node in enumerate(nodes)}
+        self._nodes = nodes
+        self._channel = channel
+        self._parts = Recomputing()
+        self._found: dict[tuple[Any, str], Any] = {}
+
+    def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
+        """The tensors in a field of a node: see :class:`.step.Read`."""
+        key = node, field
+        if key not in self._found:
+            saved = self._saved(node, field, is_constant)
+            if is_constant and (saved is None or saved.requires_grad):
+                return None
+            self._found[key] = saved
+        found = self._found[key]
+        if isinstance(found, Tensor):
+            return found.detach().cpu()
+        return [None if x is None else x.detach().cpu() for x in found]
+
+    def value(self, of: DecidingValue) -> Tensor:
+        """A tensor that has decided in an earlier graph, in this one, on its device."""
+        key = self._nodes[of.node], of.field
+        if key not in self._found:
+            self._found[key] = self._saved(*key)
+        found: Tensor = self._found[key] if of.entry is None else self._found[key][of.entry]
+        return found
+
+    def constants(self) -> dict[DecidingValue, Tensor]:
+        """Copies of all that was read."""
+        constants = {}
+        for (node, field), found in self._found.items():
+            several = [(None, found)] if isinstance(found, Tensor) else enumerate(found)
+            for entry, x in several:
+                if x is not None:
+                    constants[DecidingValue(self.numbers[node], field, entry)] = x.detach().clone()
+        return constants
+
+    def release(self) -> None:
+        """Frees what parts of checkpoints have computed to be read."""
+        self._found.clear()
+        self._parts.release()
+
+    def _saved(self, node: Any, field: str, is_constant: bool = False) -> Any:
+        """What a node saved in a field."""
+        if not hasattr(node, f"_raw_saved_{field}"):
+            raise Unreadable(field)
+        try:
+            if not parts_of([node]):
+                return getattr(node, f"_saved_{field}")
+        except RuntimeError as error:  # it was changed in place, or freed
+            raise Unreadable(field) from error
+        if is_constant and sum(child is not None for child, _ in node.next_functions) > 1:
+            return None  # what is computed again does not tell that it requires a gradient
+        if self._channel.before_pass is not None:
+            raise Unreadable(field)  # the part may wait for other processes
+        current = Pass(self._channel, is_alone=True)
+        return self._parts.call(current, node, lambda: getattr(node, f"_saved_{field}"))
+
+
+@contextmanager
+def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[Reader]:
+    """A block in which what nodes of a graph saved is read."""
+    reader = Reader(nodes, channel)
+    with undone(reader.release):
+        yield reader
