@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
 from tests.unit.engines import assert_exact
-from tests.unit.samples.parts import Doubled, Kept
+from tests.unit.samples.parts import Kept, Squared
 
 
 def _routed(layer: nn.Module, x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _masked(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _of_function(layer: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = Doubled.apply(layer(x))  # type: ignore[no-untyped-call]  # as typed in torch
+    result: Tensor = Squared.apply(layer(x))  # type: ignore[no-untyped-call]  # as typed in torch
     return result
 
 

@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 def parts_of(nodes: Iterable[Any]) -> dict[Any, None]:
-    """The parts of checkpoints that run again where some nodes are carried out, each once."""
+    """The parts of checkpoints, each once, that run again where some nodes' saved tensors are read.
+
+    Not those of a call whose result was a slice that was changed in place: its node hides them.
+    """
     saved = [
         getattr(node, field, None)
         for node in nodes
@@ -44,22 +47,26 @@ def _part(unpack: Any) -> Any:
 
 
 class Recomputing:
-    """Lets parts of checkpoints run again once, for all calls until it is released."""
+    """Lets parts of checkpoints run again once, for all calls until it is released.
 
-    def __init__(self) -> None:
-        self._group = GraphExecGroup()
-        self._parts: dict[Any, None] = {}
+    Args:
+        parts: All parts that may run.
+    """
 
-    def call(self, current: Pass, node: Any, function: Callable[[], T]) -> T:
-        """Calls a function that reads what a node has saved, in a pass that reaches no other node.
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self._parts = parts
+        self.group = GraphExecGroup()
+        """To be entered where saved tensors are read."""
+
+    def call(self, current: Pass, function: Callable[[], T]) -> T:
+        """Calls a function that reads what nodes have saved, in a pass that reaches no node.
 
         The pass asks for no inputs: PyTorch would let nodes compute only what leads to these.
         """
         found: list[T] = []
-        self._parts.update(parts_of([node]))
 
         def call(*_: object) -> None:
-            with self._group:
+            with self.group:
                 found.append(function())
 
         leaf = torch.zeros((), device="cpu", requires_grad=True)
@@ -73,4 +80,4 @@ class Recomputing:
     def release(self) -> None:
         """Frees what the parts have computed."""
         for part in self._parts:
-            part.recomputed.pop(self._group, None)
+            part.recomputed.pop(self.group, None)

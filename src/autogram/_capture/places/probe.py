@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -71,9 +72,11 @@ class Prober:
 
     Args:
         channel: Of the uses that are shown.
+        nodes: All nodes of the graph.
     """
 
     channel: Channel
+    nodes: Sequence[Any] = ()
     shown: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
 
     def __call__(self, use: Any, saved: Sequence[Tensor], cotangent: Tensor) -> None:
@@ -88,12 +91,15 @@ class Prober:
 
         ``None`` if the node refuses the cotangents of its results.
         """
-        if self.channel.before_pass is not None and may_wait(node):
-            return None
+        is_python = isinstance(node, BackwardCFunction)
+        if self.channel.before_pass is not None and (is_python or self._parts):
+            return None  # either may wait for other processes
         self.shown.clear()
-        carry_out = self._in_pass if isinstance(node, BackwardCFunction) else self._called
+        again = Recomputing(self._parts)
         try:
-            gradients = carry_out(node, cotangents)
+            with undone(again.release):
+                carry_out = self._in_pass if is_python else self._called
+                gradients = carry_out(again, node, cotangents)
             return {**dict(enumerate(gradients)), **dict(self.shown)}
         except AutogramError:
             raise
@@ -104,14 +110,21 @@ class Prober:
         finally:
             self.shown.clear()
 
-    def _called(self, node: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    @cached_property
+    def _parts(self) -> dict[Any, None]:
+        """The parts of checkpoints in the graph."""
+        return parts_of(self.nodes)
+
+    def _called(
+        self, again: Recomputing, node: Any, cotangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         """What a node gives that is called."""
-        parts = Recomputing()
-        with undone(parts.release):
-            gradients = parts.call(self._pass(), node, lambda: node(*cotangents))
+        gradients = again.call(self._pass(), lambda: node(*cotangents))
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
-    def _in_pass(self, node: Any, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def _in_pass(
+        self, again: Recomputing, node: Any, cotangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         """What a node gives in a pass through its results."""
         found: list[Sequence[Tensor | None]] = []
 
@@ -122,13 +135,12 @@ class Prober:
                 raise _CarriedOutError  # so that the pass goes no further
 
         given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
+        edges, present = [edge for edge, _ in given], [x for _, x in given]
         following = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
         handle = node.register_hook(take)
         try:
-            with suppress(_CarriedOutError):
-                self._pass().differentiate(
-                    [edge for edge, _ in given], following, [x for _, x in given]
-                )
+            with suppress(_CarriedOutError), again.group:
+                self._pass().differentiate(edges, following, present)
         finally:
             handle.remove()
         (gradients,) = found
@@ -229,14 +241,6 @@ def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tenso
     powers = exponents[grid.clamp(min=0) // unit % len(exponents)].double().exp2()
     is_of_one = (grid != EMPTY) & (grid != SEVERAL)
     return torch.where(is_of_one, powers, 1).to(like.device, like.real.dtype)
-
-
-def may_wait(node: Any) -> bool:
-    """Whether a node that is carried out may wait for other processes, if these work together.
-
-    So may a Function in Python, and a part of a checkpoint, which may gather parameters again.
-    """
-    return isinstance(node, BackwardCFunction) or bool(parts_of([node]))
 
 
 def _digits(results: Sequence[Places | None]) -> int:

@@ -35,7 +35,7 @@ class Reader:
         self.numbers = {node: number for number, node in enumerate(nodes)}
         self._nodes = nodes
         self._channel = channel
-        self._parts = Recomputing()
+        self._again: Recomputing | None = None
         self._found: dict[tuple[Any, str], Any] = {}
 
     def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
@@ -72,7 +72,8 @@ class Reader:
     def release(self) -> None:
         """Frees what parts of checkpoints have computed to be read."""
         self._found.clear()
-        self._parts.release()
+        if self._again is not None:
+            self._again.release()
 
     def _saved(self, node: Any, field: str, is_constant: bool = False) -> Any:
         """What a node saved in a field."""
@@ -87,8 +88,10 @@ class Reader:
             return None  # what is computed again does not tell that it requires a gradient
         if self._channel.before_pass is not None:
             raise Unreadable(field)  # the part may wait for other processes
+        if self._again is None:
+            self._again = Recomputing(parts_of(self._nodes))
         current = Pass(self._channel, is_alone=True)
-        return self._parts.call(current, node, lambda: getattr(node, f"_saved_{field}"))
+        return self._again.call(current, lambda: getattr(node, f"_saved_{field}"))
 
 
 @contextmanager

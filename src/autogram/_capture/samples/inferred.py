@@ -62,7 +62,7 @@ class Inferred:
         start = Places.along(losses.shape, layout.dim)
         inside = _tells(survey, objectives.samples)
         finding, found = infer(
-            root, start, nodes, [*edges.values()], Prober(survey.channel), inside
+            root, start, nodes, [*edges.values()], Prober(survey.channel, nodes), inside
         )
         inferred = cls(finding, [()] * len(survey.uses))
         layouts = inferred._take(finding, found, survey, objectives.samples)
@@ -86,7 +86,7 @@ class Inferred:
     def look_again(self, survey: Survey, samples: int) -> Layouts | None:
         """By the values that decide in a graph of this key; ``None`` if that does not tell all."""
         inside = _tells(survey, samples)
-        found = self.finding.infer_again(survey.nodes, Prober(survey.channel), inside)
+        found = self.finding.infer_again(survey.nodes, Prober(survey.channel, survey.nodes), inside)
         return self._take(*found, survey, samples)
 
     def found(self, survey: Survey) -> Layouts:

@@ -54,14 +54,22 @@ def test_is_seen_and_nothing_else_runs(function: Callable[[Tensor], Tensor]) -> 
     behind = Mock(return_value=None)
     hidden.register_hook(behind)
     y = function(hidden)
-    channel = Channel()
-    channel.before_pass = Mock()
-    found = Prober(channel).probe(y.grad_fn, [Places.along((4, 3), 0)])
+    found = Prober(Channel()).probe(y.grad_fn, [Places.along((4, 3), 0)])
     assert found is not None
     (places,) = {**found[0].inputs}.values()
     assert torch.equal(places.grid().expand(4, 3), torch.arange(4).view(4, 1).expand(4, 3))
     assert x.grad is None
     behind.assert_not_called()
+
+
+@pytest.mark.parametrize("function", [torch.tanh, changed, Doubled.apply])
+def test_no_other_process_is_waited_for(function: Callable[[Tensor], Tensor]) -> None:
+    """Functions in Python are not carried out, which may do so."""
+    y = function(torch.randn(4, 3, requires_grad=True))
+    channel = Channel()
+    channel.before_pass = Mock()
+    found = Prober(channel).probe(y.grad_fn, [Places.along((4, 3), 0)])
+    assert (found is None) == (function == Doubled.apply)
     channel.before_pass.assert_not_called()
 
 
