@@ -15,14 +15,12 @@ from autogram._blocks.columns import Columns, Keep, Room
 from autogram._blocks.kernels import Arena, Devices, Kernels, Limit, Memory
 from autogram._blocks.layout import (
     Folded,
-    Hidden,
     Layout,
     Partial,
     Placement,
     Routed,
     Scattered,
     Subset,
-    agree,
     candidates,
     pieces,
 )

@@ -232,33 +232,10 @@ class Scattered:
         return f"single elements ({self.batch} samples, scattered)"
 
 
-@dataclass(frozen=True, eq=False)
-class Hidden:
-    """Places that each belong to one of several samples, where nothing tells which.
-
-    Their cotangents are not finite. Each of these samples gets NaN in all hidden places, so that no
-    row of theirs seems right.
-    """
-
-    samples: tuple[int, ...]
-    """Those that a hidden place may be of."""
-    is_hidden: Tensor
-    """Whether a place is hidden, of a shape that broadcasts. On the CPU."""
-    rest: Routed
-    """The sample of each other place. What a call saved of hidden places is left out."""
-
-    def owners(self, like: Tensor) -> Tensor:
-        is_hidden = self.is_hidden.to(like.device)
-        return torch.where(is_hidden, self.samples[0], self.rest.owners(like))
-
-    def __str__(self) -> str:
-        return f"{self.rest}, and hidden places of one of {len(self.samples)} samples"
-
-
 Layout = Folded | Routed
 """Which sample each place along a dimension of a use's output, or several, belongs to."""
 
-Placement = Folded | Routed | Partial | Scattered | Hidden
+Placement = Folded | Routed | Partial | Scattered
 """Which sample each place of a use's output belongs to."""
 
 
@@ -282,28 +259,8 @@ def pieces(
             # A selection and not a product, which would spread infinities to other samples.
             own = torch.where(numbers == number, cotangent, 0)
             yield part.subset, part.layout, own
-    elif isinstance(layout, Hidden):
-        is_hidden = layout.is_hidden.to(cotangent.device)
-        yield None, layout.rest, torch.where(is_hidden, 0, cotangent)
-        lost = torch.where(is_hidden, torch.nan, torch.zeros_like(cotangent))
-        for sample in layout.samples:
-            yield Subset((sample,), layout.rest.batch), None, lost
     else:
         yield None, layout, cotangent
-
-
-def agree(layouts: Sequence[Placement], cotangent: Tensor) -> bool:
-    """Whether layouts give the same sample to each place with a cotangent, ``(k, *output)``."""
-    if not cotangent.numel():
-        return True
-    owners = torch.broadcast_tensors(*[layout.owners(cotangent[0]) for layout in layouts])
-    front = max([dim + 1 for dim, size in enumerate(owners[0].shape) if size > 1], default=0)
-    behind = owners[0].dim() - front  # dimensions along which nothing is decided
-    values = cotangent.flatten(cotangent.dim() - behind) if behind else cotangent.unsqueeze(-1)
-    has = values.abs().amax((0, -1)) != 0
-    first, *others = [x.view(x.shape[:front]) for x in owners]
-    is_without = bool((has & (first < 0)).any())
-    return not is_without and not any(bool((has & (first != x)).any()) for x in others)
 
 
 def candidates(shape: tuple[int, ...], dims: tuple[int, ...], batch: int) -> list[Folded]:

@@ -154,7 +154,7 @@ class Clipping(Hooked):
 
 def _check_run(run: Run) -> None:
     """Refuses samples that meet, and gradients that would not be clipped."""
-    are_apart = run.search is not None or run.is_misled  # the next call tells in that case
+    are_apart = run.layouts is not None or run.is_misled  # the next call tells in that case
     if not are_apart and run.survey.losses.numel() > 1:
         raise MixedSamplesError(
             "The samples meet, as in BatchNorm in training mode: each loss depends on several "

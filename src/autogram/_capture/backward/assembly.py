@@ -38,13 +38,12 @@ Complete = list[tuple[Tensor, Columns]]
 
 def assemble(run: Run) -> None:
     """Makes one pass past the taps, which gives a run the columns of all parameters."""
-    search = run.search
     assembly = visit(
         run.channel,
         run.objectives.losses,
         run.objectives.cotangents(),
         lambda: Assembly(run),
-        retain_graph=run.retain_graph or not (search is None or search.knows_all),
+        retain_graph=run.retain_graph or not (run.layouts is None or run.layouts.is_certain),
         is_step=run.is_step,
     )
     assembly.complete()
@@ -62,7 +61,7 @@ class Assembly:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._search = run, run.search
+        self._run, self._layouts = run, run.layouts
         self.limit, self.form = run.devices.limit, run.form
         self._accounts = Accounts(run, run.survey.uses)
         self._columns: dict[Tensor, Columns] = {}  # those that are kept
@@ -73,7 +72,7 @@ class Assembly:
         self._is_complete = not run.survey.may_hide_taps
         # Whether nothing but the Gramian and what a fused step keeps is asked for.
         is_bare = run.is_summed and run.summary is None and not run.sinks
-        self._is_bare = is_bare and self._is_complete and run.search is not None
+        self._is_bare = is_bare and self._is_complete and run.layouts is not None
         run.unseen.clear()
         for each in (run.check, run.summary, *run.sinks):
             if each is not None:
@@ -92,10 +91,10 @@ class Assembly:
         """Takes in one use."""
         self._has_arrivals = True
         if cotangent.numel():  # else it is of no sample, or of no position
-            layout = self._search.layout(use, cotangent) if self._search else None
+            layout = self._layouts.layout(use, cotangent) if self._layouts else None
             if isinstance(layout, Folded) and self._contract_alone(use, layout, saved, cotangent):
                 return
-            if layout is not None or self._search is None:
+            if layout is not None or self._layouts is None:
                 self._add(use, layout, saved, cotangent)
                 if not self._is_complete and self._run.channel.before_pass is not None:
                     self._pull_back_now(use)
@@ -107,9 +106,9 @@ class Assembly:
         A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
         other uses of what they read are among them.
         """
-        if self._search is None or not self._is_bare or self._run.objectives.per_sample > 1:
+        if self._layouts is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
-        layouts = {use: known for use in uses if (known := self._search.regular(use)) is not None}
+        layouts = {use: known for use in uses if (known := self._layouts.regular(use)) is not None}
         return {use: layouts[use] for use in self._accounts.closed(layouts)}
 
     def has_room(self, device: torch.device, elements: int) -> bool:

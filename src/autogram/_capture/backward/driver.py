@@ -22,10 +22,9 @@ from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_
 from autogram._capture.backward.verification import Check, Schedule, Verify
 from autogram._capture.limit import is_out_of_memory, retried
 from autogram._capture.recording import Channel
+from autogram._capture.samples.call import CallLayouts, Remembered
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.remembered import Remembered
 from autogram._capture.samples.replays import Replays, is_captured
-from autogram._capture.samples.search import Search, UnknownLayoutError
 from autogram._capture.samples.survey import Survey
 from autogram._capture.samples.tail import showing
 from autogram._containers import Latest
@@ -91,7 +90,7 @@ class Driver:
             if not losses.numel():
                 return self._without_pass(losses)
             run = self._begin(losses, **asked)
-            # A search or a check needs the graph again, and so do leaves that are no part of J.
+            # A check needs the graph again, and so do leaves that are no part of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
             if not (run.retain_graph or needs_graph):
                 needs_graph = bool(run.survey.outside) and not run.others
@@ -107,7 +106,7 @@ class Driver:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a call equal to the last one needs no search, and some result was confirmed."""
+        """Whether a call equal to the last one looks at no graph, and some result was confirmed."""
         return self._is_repeatable and self._schedule.is_confirmed
 
     def _without_pass(self, losses: Tensor) -> Run:
@@ -145,16 +144,16 @@ class Driver:
         if (listener := self._channel.listener) is not None:
             listener.begin(survey.key, losses.device)
             asked.setdefault("sinks", [listener])
-        objectives, search = Objectives(losses, batch_dim), None
+        objectives, layouts = Objectives(losses, batch_dim), None
         if objectives.samples != 1:
-            search = Search(self._remembered, objectives, survey, replays)
+            layouts = CallLayouts(self._remembered, objectives, survey, replays)
         return Run(
             self._channel,
             self._devices,
             survey,
             objectives,
             check,
-            search,
+            layouts,
             others=few_others(survey, self._devices) if survey.is_bare and has_others else [],
             summary=None if survey.key_of_report in self._summaries else Summary(self.limit),
             must_verify=must_verify,
@@ -166,8 +165,8 @@ class Driver:
         self._is_repeatable = True
         if run.check is not None:
             run.check.begin()
-        if run.search is None or not self._collect_per_sample(run, run.search):
-            run.objectives, run.search = Objectives(run.survey.losses, None), None
+        if run.layouts is None or not self._collect_per_sample(run, run.layouts):
+            run.objectives, run.layouts = Objectives(run.survey.losses, None), None
             self._assemble_one_sample(run)
             if run.check is not None:
                 self._confirm(run, run.check)
@@ -181,7 +180,7 @@ class Driver:
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
             tell_of_compiled(self._channel, run.survey, self._on_unseen)
-        self.summary.found = "one sample" if run.search is None else run.search.how
+        self.summary.found = "one sample" if run.layouts is None else "inferred"
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 
@@ -208,10 +207,10 @@ class Driver:
         is_cheaper = partial(are_rows_cheaper, survey, self._devices, form, known)
         return self._takes_rows and is_cheaper(is_misled=is_misled)
 
-    def _collect_per_sample(self, run: Run, search: Search) -> bool:
+    def _collect_per_sample(self, run: Run, layouts: CallLayouts) -> bool:
         """Makes the passes, and returns whether the losses have turned out to be per-sample."""
         try:
-            self._search(run, search)
+            self._make_certain(run, layouts)
         except (MixedSamplesError, VerificationError) as error:
             is_certain = isinstance(error, MixedSamplesError) or (
                 error.is_of_samples and not error.is_late
@@ -221,13 +220,12 @@ class Driver:
                 return False
             if self._batch_dim != "auto" or not is_certain:
                 raise
-            search.graph.refuse(str(error))
+            layouts.refuse(str(error))
             tell_of_coupling(self._channel, run.objectives.samples, error)
             return False
         learn, recordings = self._channel.counting.learn, run.survey.recordings
         is_another = learn(recordings, run.objectives.samples, are_apart=True)
-        is_remembered = search.is_known or not run.survey.uses
-        self._is_repeatable = is_remembered and not is_another
+        self._is_repeatable = not is_another
         return True
 
     def _takes_back(self, run: Run) -> bool:
@@ -249,35 +247,29 @@ class Driver:
         self._is_repeatable = not (guesses or is_guess or has_learnt)
         return bool(guesses) or is_guess or (has_learnt and self._batch_dim == "auto")
 
-    def _search(self, run: Run, search: Search) -> None:
-        """Makes passes until every layout was known in one of them, and verifies that pass.
+    def _make_certain(self, run: Run, layouts: CallLayouts) -> None:
+        """Makes a pass with the right layouts, and verifies it.
 
-        A check verifies the step with the layouts that are remembered. Only the next call searches
-        for the samples again.
+        A GPU compares the values that decide while the pass is made, which is made again if these
+        are others.
         """
         with showing(run.survey.tail) if run.survey.tail else nullcontext():
-            search.begin()
-            while True:
-                try:
-                    with search.watched():
-                        assemble(run)
-                    search.finish()
-                    break
-                except UnknownLayoutError as unknown:
-                    search.run(unknown.use)
+            layouts.begin()
+            assemble(run)
+            if not layouts.holds():
+                layouts.look_again()
+                assemble(run)
         if run.check is None:
             return
         try:
             self._confirm(run, run.check)
         except VerificationError as error:
-            search.graph.forget_layouts()
-            search.graph.forget_inferred(for_good=True)
-            if not search.is_remembered:
+            if error.is_of_samples:
+                layouts.refuse(str(error))
+            if not layouts.is_remembered:
                 raise
             doubted = self._schedule.confirmed + 1, self._schedule.calls
             raise error.since(doubted) from None
-        if search.is_remembered:
-            search.graph.doubt()
 
     def _confirm(self, run: Run, check: Check) -> None:
         """Raises if the check of a run shows that its result is wrong."""

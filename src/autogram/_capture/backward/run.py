@@ -25,8 +25,8 @@ from autogram._blocks import (
 from autogram._capture.backward.verification import Check
 from autogram._capture.backward.witness import Witness
 from autogram._capture.recording import Channel
+from autogram._capture.samples.call import CallLayouts
 from autogram._capture.samples.objectives import Objectives
-from autogram._capture.samples.search import Search
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Contribution, RuleUse, Use
 from autogram._errors import NotConnectedError
@@ -129,8 +129,8 @@ class Run:
     objectives: Objectives
     check: Check | None
     """The verification of this call, if one is due."""
-    search: Search | None = None
-    """The search for the samples, or ``None`` where the batch is one sample."""
+    layouts: CallLayouts | None = None
+    """Where the samples are, or ``None`` where the batch is one sample."""
     form: Keep | None = None
     """Whether to keep factors or rows, or ``None`` to keep nothing."""
     arena: Arena | None = None

@@ -17,17 +17,17 @@ from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
 from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.samples.layouts import (
-    layouts_of_places,
+    layout_of_places,
     mixed_samples,
     regular_layout_of_places,
 )
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
-from autogram._containers import Latest
-from autogram._errors import MixedSamplesError, listed
+from autogram._errors import MixedSamplesError, UnsupportedError, listed
 
-Layouts = dict[Use, tuple[Placement, ...]]
+Layouts = dict[Use, Placement | None]
+"""By use; ``None`` where no cotangent arrives."""
 
 
 @dataclass(eq=False)
@@ -35,22 +35,21 @@ class Inferred:
     """The layouts of all uses in graphs of one key."""
 
     finding: Finding
-    layouts: list[tuple[Placement, ...]]
+    layouts: list[Placement | None]
     """Those of the last graph, in the order of the survey's uses."""
 
     @classmethod
-    def of(cls, survey: Survey, objectives: Objectives) -> tuple[Inferred, Layouts] | None:
-        """By a look at the whole graph; ``None`` if that does not tell them.
+    def of(cls, survey: Survey, objectives: Objectives) -> tuple[Inferred, Layouts]:
+        """By a look at the whole graph, with the layouts there.
 
         Raises:
-            MixedSamplesError: Samples meet before they reach a use.
+            MixedSamplesError: Samples meet before they reach a use, or it is not known whether they
+                do.
+            UnsupportedError: There is a nested tensor.
         """
         layout, losses, nodes = objectives.layout, survey.losses, survey.nodes
-        if layout is None:
-            return None
-        results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
-        if any(of.is_nested_tensor for of in results):
-            return None  # their shapes tell nothing
+        assert layout is not None
+        _refuse_nested(nodes)
         edges = {
             use: Edge(use.edge.node, use.edge.output_nr)
             if use in survey.tail
@@ -64,15 +63,13 @@ class Inferred:
         finding, found = infer(
             root, start, nodes, [*edges.values()], Prober(survey.channel, nodes), inside
         )
-        inferred = cls(finding, [()] * len(survey.uses))
+        inferred = cls(finding, [None] * len(survey.uses))
         layouts = inferred._take(finding, found, survey, objectives.samples)
         if layouts is not None:
             return inferred, layouts
-        if finding.unknown:
-            return None
         by_use = {**found.uses, **{use: found.edges[i] for i, use in enumerate(edges)}}
         mixed = next(use for use, places in by_use.items() if are_mixed([places]))
-        raise _mixed(finding.mixing, mixed, survey)
+        raise _mixed(finding, mixed, survey)
 
     def changes(self, survey: Survey) -> list[Tensor] | None:
         """Whether each value that decides is another one in a graph of this key, on its device.
@@ -101,12 +98,12 @@ class Inferred:
             return None
         by_edge = [use for use, number in survey.uses.items() if number not in survey.enclosing]
         places = {**found.uses, **{by_edge[i]: of_edge for i, of_edge in found.edges.items()}}
-        known: dict[object, tuple[Placement, ...]] = {}  # uses of equal places share a layout
+        known: dict[object, Placement | None] = {}  # uses of equal places share a layout
         layouts = self.found(survey)
         for use, of_use in places.items():
             key = id(of_use), use.shape, use.dims, use.depth
             if key not in known:
-                known[key] = layouts_of_places(use, of_use, samples)
+                known[key] = layout_of_places(use, of_use, samples)
             layouts[use] = known[key]
         # The finding last: if memory has run out before, its constants differ in the next attempt.
         self.layouts = [layouts[use] for use in survey.uses]
@@ -143,16 +140,28 @@ def _places(shape: Shape, layout: Folded) -> Places:
     return Places.of(shape, layout.owners(torch.zeros((), device="cpu").expand(shape)))
 
 
-def _mixed(number: int, use: Use, survey: Survey) -> MixedSamplesError:
-    """The error for a use that names the node which mixes its samples, by its number."""
-    node = survey.nodes[number]
+def _mixed(finding: Finding, use: Use, survey: Survey) -> MixedSamplesError:
+    """The error for a use that names the node which mixes its samples, or which is not known."""
+    node = survey.nodes[finding.mixing]
     leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
     names = [f"`{name}`" for p, name in survey.names.items() if any(p is leaf for leaf in leaves)]
     reads = f", which reads {listed(names)}," if names else ""
     shape = tuple(node._input_metadata[0].shape)
-    cause = f"`{node.name()}`, of a result of shape {shape}{reads} is where they meet first. "
-    return mixed_samples(use, cause)
+    name = f"`{node.name()}`, of a result of shape {shape}{reads}"
+    if finding.mixing not in finding.unknown:
+        return mixed_samples(use, f"{name} is where they meet first. ")
+    if survey.channel.before_pass is None:
+        return mixed_samples(use, f"{name} cannot be carried out alone to see what it does. ")
+    reason = "as it may wait for other processes. "
+    return mixed_samples(use, f"{name} is not carried out alone to see what it does, {reason}")
 
 
-InferredByKey = Latest[bytes, Inferred | None]
-"""By a survey's key; ``None`` where inference does not tell enough."""
+def _refuse_nested(nodes: Sequence[Any]) -> None:
+    """Refuses nested tensors, whose shapes tell nothing."""
+    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
+    if any(of.is_nested_tensor for of in results):
+        raise UnsupportedError(
+            "There is a nested tensor between the losses and a parameter, and no node of the "
+            "graph shows where the samples are in it. Pad the samples to one size, or pass "
+            "`batch_dim=None` to `Engine` (exact, slower)."
+        )

@@ -103,15 +103,3 @@ class Flag:
         for event in self._events:
             event.synchronize()
         return any(bool(value) for value in self._values)
-
-
-def copied_to_cpu(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Copies of some tensors, by the tensor. From each device there is one copy to wait for."""
-    by_device: dict[torch.device, dict[Tensor, None]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, {})[tensor] = None
-    found: dict[Tensor, Tensor] = {}
-    for own in by_device.values():
-        copies = torch.cat([x.view(-1) for x in own]).cpu().split([x.numel() for x in own])
-        found |= {x: copy.view(x.shape) for x, copy in zip(own, copies, strict=True)}
-    return found

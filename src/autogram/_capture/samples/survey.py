@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import marshal
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from functools import cached_property, partial
 from hashlib import blake2b
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autogram._capture.autograd.graph import (
-    VIEWS,
     calls_of,
     is_tap_of,
     kind_of_node,
@@ -118,38 +115,6 @@ class Survey:
         """The leaves that are part of J."""
         outside = set(self.outside)
         return [x for x in self.leaves if x not in outside]
-
-    def key_without(self, free: bytes) -> bytes:
-        """The key without the sizes of nodes that are ``free``, and of the uses that they show.
-
-        The sizes of all other results are in it, as these may follow from nothing else.
-        """
-        sizes: list[Any] = [tuple(self.losses.shape)]
-        for node, freedom in zip(self.nodes, free, strict=True):
-            if freedom < 1:
-                sizes += [size(node) for size in kind_of_node(node.__class__).sizes]
-            if freedom < 2:
-                sizes += [tuple(result.shape) for result in node._input_metadata]
-        sizes += [use.shape for use, number in self.uses.items() if free[number] < 2]
-        return _digest([self.structure, free, sizes, self._inside])
-
-    def pattern(self, samples: int) -> bytes:
-        """A digest of the dimensions of the nodes' results along which the samples could lie.
-
-        And of how views put dimensions together.
-        """
-        inside = [node for node in self.nodes if kind_of_node(node.__class__).operation != _LEAF]
-        results = [metadata for node in inside for metadata in node._input_metadata]
-        if any(metadata.is_nested_tensor for metadata in results):
-            raise UnsupportedError(
-                "There is a nested tensor between the losses and a parameter, and no node of the "
-                "graph shows where the samples are in it. Pad the samples to one size, or pass "
-                "`batch_dim=None` to `Engine` (exact, slower)."
-            )
-        rooms = [[_room(size, samples) for size in metadata.shape] for metadata in results]
-        views = [node for node in inside if kind_of_node(node.__class__).operation in VIEWS]
-        groups = [_groups(x._input_metadata[0].shape, x._saved_self_sym_sizes) for x in views]
-        return _digest([rooms, groups, self._inside])
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
@@ -265,17 +230,6 @@ class Survey:
                 self._structure.append(each.function)
                 self._sizes.append(each.shape)
         return is_tap
-
-
-def _room(size: int, samples: int) -> int:
-    """A number for a size, equal for sizes along which samples can lie in the same ways."""
-    return size // samples if size in (0, samples) else 2 + (size % samples == 0) + 2 * (size == 1)
-
-
-def _groups(one: Sequence[int], other: Sequence[int]) -> list[tuple[int, int]]:
-    """The dimensions of two shapes of a view that end at the same element, by number."""
-    ends, others = (list(accumulate(shape, mul)) for shape in (one, other))
-    return [(d, others.index(end)) for d, end in enumerate(ends) if end in others]
 
 
 def _digest(values: list[Any]) -> bytes:

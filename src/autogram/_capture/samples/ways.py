@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.graph import VIEWS, kind_of_node
-from autogram._capture.samples.proofs.carrying import is_elementwise
+from autogram._capture.places.transfers.table import is_elementwise
 
 _PRODUCT = "MmBackward0"  # C = A B, with dB = A^T dC
 _LAYER_NORM, _WEIGHT = "NativeLayerNormBackward", 4  # which input is its weight

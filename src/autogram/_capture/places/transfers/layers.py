@@ -44,6 +44,9 @@ def _masked(step: NodeStep, places: Places) -> Places:
     return by_element(step, places)
 
 
+ELEMENTWISE = by_element, _multiplied, _chosen, _masked
+
+
 def _layer_normalized(step: NodeStep, places: Places) -> Places:
     """The dimensions in front of those that are normalised; a weight for each place."""
     if step.position:

@@ -9,7 +9,7 @@ from typing import Any
 from autogram._capture.autograd.graph import kind_of_node, use_of
 from autogram._capture.autograd.slices import is_pointwise
 from autogram._capture.places.transfers.indexing import OF_INDICES
-from autogram._capture.places.transfers.layers import FAMILIES_OF_LAYERS, OF_LAYERS
+from autogram._capture.places.transfers.layers import ELEMENTWISE, FAMILIES_OF_LAYERS, OF_LAYERS
 from autogram._capture.places.transfers.products import FAMILIES_OF_PRODUCTS, OF_PRODUCTS
 from autogram._capture.places.transfers.step import Transfer, by_element
 from autogram._capture.places.transfers.views import OF_VIEWS, PIECES
@@ -23,6 +23,11 @@ def transfer_of(node: Any) -> Transfer | None:
     if use_of(node) is not None:
         return by_element
     return _find(kind_of_node(type(node)).operation)
+
+
+def is_elementwise(node: Any) -> bool:
+    """Whether a node gives inputs of its result's shape multiples of the cotangent in its place."""
+    return transfer_of(node) in ELEMENTWISE
 
 
 def joins_pieces(node: Any) -> bool:

@@ -1,1 +1,0 @@
-"""Proofs: what the places of samples depend on, beside the graph."""
