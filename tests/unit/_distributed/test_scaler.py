@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autogram import Engine, NonFiniteError
-from autogram._capture.samples.search import Search
+from autogram._capture.samples.call import CallLayouts
 from tests.unit._distributed.test_ddp import Wrap
 from tests.unit._distributed.test_fsdp import Shardable, inner, nested
 from tests.unit._distributed.worlds import (
@@ -294,7 +294,7 @@ def rows_that_have_left_before_an_overflow(rank: int) -> None:
         losses = world.losses(model(world.batch(rank, 0))) * (factor if rank else 1.0)
         with pytest.MonkeyPatch.context() as patch:
             if rank and step:
-                patch.setattr(Search, "finish", fail)
+                patch.setattr(CallLayouts, "holds", fail)
             weights = engine.backward(losses, weighting, scaler=scaler_of())
         assert weights.isnan().all()
         assert not any(is_finite_here(p.grad) for p in model.parameters())

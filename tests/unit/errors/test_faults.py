@@ -179,7 +179,7 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("when", [1, 2, 7])
     def test_in_the_engines_backward_pass(self, losses: str, when: int) -> None:
-        """Where it assembles, where it searches for the samples, and afterwards."""
+        """Where it finds the samples, where it assembles, and afterwards."""
         model, of = mlp(), LOSSES[losses]
         engine = Engine(model, batch_dim=0)
         Interrupting.left = when
@@ -192,7 +192,7 @@ class TestInterrupted:
         assert_exact(engine, kept, model)
 
     def test_in_a_product(self, losses: str) -> None:
-        """Anywhere: in the pass, in the search for samples, in the contraction."""
+        """Anywhere: where it finds the samples, in the pass, in the contraction."""
         of = LOSSES[losses]
 
         def prepare() -> tuple[nn.Module, Engine, Tensor]:

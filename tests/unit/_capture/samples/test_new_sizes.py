@@ -1,4 +1,4 @@
-"""Sequences of new lengths: the first one is searched by zeros, and further ones by one pass."""
+"""Sequences of new lengths: no call makes a further pass."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,7 @@ from torch.nn import functional as F
 
 from autogram import Engine
 from autogram._capture.autograd.graph import kind_of_node
-from autogram._capture.samples.search import Search
-from tests.unit.engines import assert_exact, batch, per_sample
-
-pytestmark = pytest.mark.usefixtures("searching")
+from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
 SAMPLES = 7
 # None of the sizes below is a multiple of the samples, which could lie there.
@@ -64,45 +61,34 @@ class Model(nn.Module):
         return self.second(self._part(self.first(x).tanh()).flatten(0, -2)).view(len(x), -1)
 
 
-@pytest.fixture
-def searches_by_zeros(monkeypatch: pytest.MonkeyPatch) -> list[Search]:
-    """The searches that had to make passes for some of the samples alone."""
-    search, found = Search._search_by_zeros, list[Search]()
-
-    def noted(self: Search, *rest: object) -> None:
-        found.append(self)
-        search(self, *rest)  # type: ignore[arg-type]  # a use, or none
-
-    monkeypatch.setattr(Search, "_search_by_zeros", noted)
-    return found
-
-
 @pytest.mark.parametrize("name", PARTS)
-def test_new_lengths_are_searched_by_one_pass(name: str, searches_by_zeros: list[Search]) -> None:
+def test_new_lengths_cost_no_pass(name: str) -> None:
     model = Model(PARTS[name])
     with torch.no_grad():
         model(batch(SAMPLES, LENGTHS[0], 3))
     engine = Engine(model, verify="never")
     for length in LENGTHS:
-        assert_exact(engine, per_sample(model(batch(SAMPLES, length, 3))), model)
-    assert len(searches_by_zeros) == 1
+        losses = per_sample(model(batch(SAMPLES, length, 3)))
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+        assert len(passes) == 1
+        assert_exact(engine, losses, model)
 
 
-def test_lengths_of_transcripts_are_data(searches_by_zeros: list[Search]) -> None:
-    """Of a loss by connectionist temporal classification: only the first call looks at samples."""
+def test_lengths_of_transcripts_are_data() -> None:
+    """Of a loss by connectionist temporal classification: no value decides."""
     model = nn.Linear(3, 6)
     engine = Engine(model, verify="never")
-    sought = []
     for _ in range(4):
         scores = model(batch(SAMPLES, 9, 3)).log_softmax(-1).transpose(0, 1)
         targets = torch.randint(1, 6, (SAMPLES, 4))
         inside = torch.randint(7, 10, (SAMPLES,))
         lengths = torch.randint(1, 4, (SAMPLES,))
         losses = F.ctc_loss(scores, targets, inside, lengths, reduction="none")
+        with counted_passes(losses) as passes:
+            engine.compute_gramian(losses)
+        assert len(passes) == 1
         assert_exact(engine, losses, model)
-        sought.append(engine._drivers.last.summary.found == "search")
-    assert sought == [True, False, False, False]
-    assert len(searches_by_zeros) == 1
 
 
 def test_sizes_that_attention_saves_on_a_gpu() -> None:

@@ -1,6 +1,5 @@
-"""When samples are searched for, and when their places are remembered."""
+"""Samples that stay or move from step to step, and what it costs."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autogram import Engine, MixedSamplesError, NonFiniteError
-from autogram._capture.samples.search import Search
-from tests.unit.engines import assert_exact, batch, per_sample
+from autogram import Engine, MixedSamplesError
+from autogram.testing import reference_jacobian
+from tests.unit.checks import assert_close_to_reference
+from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
-pytestmark = pytest.mark.usefixtures("searching")
-
-# At the second call, an engine looks at the samples again in any case.
 ORDERS = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0])
 
 
-@pytest.fixture
-def calls_that_sought(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the searches, of which each call has one, that had to search for samples."""
-    begin, count, sought = Search.begin, itertools.count(), list[int]()
-
-    def noted(self: Search) -> None:
-        number = next(count)
-        begin(self)
-        if self.has_searched:
-            sought.append(number)
-
-    monkeypatch.setattr(Search, "begin", noted)
-    return sought
+def assert_one_pass(engine: Engine, losses: Tensor, model: nn.Module) -> None:
+    """The result is exact, and no pass finds where the samples are."""
+    with counted_passes(losses) as passes:
+        engine.compute_gramian(losses)
+    assert len(passes) == 1
+    assert_exact(engine, losses, model)
 
 
 class Rows(nn.Module):
@@ -79,9 +69,9 @@ def test_rows_in_an_order_that_changes(name: str, is_inside: bool) -> None:
     ],
 )
 def test_new_tokens_move_no_samples(
-    table: Callable[[Tensor, Tensor], Tensor], calls_that_sought: list[int]
+    table: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Tokens of a table of parameters: the samples are searched for at the first call alone."""
+    """Tokens of a table of parameters."""
 
     class Tokens(nn.Module):
         def __init__(self) -> None:
@@ -94,8 +84,7 @@ def test_new_tokens_move_no_samples(
     model = Tokens()
     engine = Engine(model, verify="never")
     for _ in range(4):
-        assert_exact(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
-    assert calls_that_sought == [0]
+        assert_one_pass(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
 
 
 class Chunks(nn.Module):
@@ -113,15 +102,14 @@ class Chunks(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_overlapping_chunks_move_no_samples(seed: int, calls_that_sought: list[int]) -> None:
-    """The samples are searched for at the first call alone, whatever the values are."""
+def test_overlapping_chunks_move_no_samples(seed: int) -> None:
+    """Whatever the values are."""
     model = Chunks()
     engine = Engine(model, verify="never")
     torch.manual_seed(seed)
     for _ in range(4):
         x = torch.randn(5, 8, 3) * (torch.rand(5, 8, 1) < 0.5)
-        assert_exact(engine, per_sample(model(x, (32, 8, 4, 1))), model)
-    assert calls_that_sought == [0]
+        assert_one_pass(engine, per_sample(model(x, (32, 8, 4, 1))), model)
 
 
 @pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
@@ -138,24 +126,18 @@ def test_views_with_equal_strides_of_tensors_with_others(is_reversed: bool) -> N
 
 
 def test_new_constants_and_cotangents_that_are_not_finite() -> None:
-    """What was found with other constants does not tell where the samples are now."""
+    """Samples are where the constants say, whatever their cotangents are."""
     model = nn.Linear(3, 2, bias=False)
     engine = Engine(model, verify="never")
-    first, other = torch.tensor(ORDERS[0]), torch.tensor(ORDERS[2])
     x = batch(4, 3)
-    engine.compute_gramian(model(x).square().sum(1)[first].sqrt())
-    x[1] = 0.0  # a square root of zero, whose derivative is infinite
-    with pytest.raises(NonFiniteError):
-        engine.compute_gramian(model(x).square().sum(1)[other].sqrt())
-
-
-def test_the_call_behind_a_check_looks_again(calls_that_sought: list[int]) -> None:
-    """Calls 2, 4 and 8 are checked with the places that are remembered."""
-    model = Rows(None)
-    engine = Engine(model)
-    for _ in range(9):
-        assert_exact(engine, per_sample(model(batch(4, 3), torch.arange(4))), model)
-    assert calls_that_sought == [0, 2, 4, 8]
+    for step, order in enumerate([*ORDERS, *ORDERS]):
+        x[1] = 0.0 if step > 1 else 1.0  # a square root of zero, whose derivative is infinite
+        losses = model(x).square().sum(1)[torch.tensor(order)].sqrt()
+        gramian = engine.compute_gramian(losses)
+        finite = losses > 0
+        jacobian = reference_jacobian(losses[finite], model.parameters())
+        assert_close_to_reference(gramian[finite][:, finite], jacobian @ jacobian.T)
+        assert not gramian.diagonal()[~finite].isfinite().any()
 
 
 FIRST, ROLLED, SAME = [0, 0, 0, 0], [3, 0, 1, 2], [0, 1, 2, 3]
