@@ -26,8 +26,7 @@ class ParameterReport:
         name: The qualified name of the parameter.
         shape: The shape of the parameter.
         uses: The calls that read the parameter.
-        found: How layouts are known: ``"inferred"`` from the graph, by a ``"search"`` of this call,
-            ``"remembered"`` from an earlier search, or ``"one sample"``.
+        found: How layouts are known: ``"inferred"`` from the graph, or ``"one sample"``.
         plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions,
             joined by ``"+"``.
         costs: The cost of each plan in multiply-adds, with reads and writes of memory converted to

@@ -59,7 +59,7 @@ def profile_gramian(trainer: Trainer, calls: int = 5) -> list[Operation]:
     """The operations inside `compute_gramian`, the slowest first.
 
     Times are the shortest of several calls: what else runs on the machine only ever adds. What is
-    not in each of them belongs to a call that is verified, or that searches for the samples.
+    not in each of them belongs to a call that is verified, or that looks at a new graph.
     """
     fastest: dict[tuple[str, str], Operation] = {}
     seen: Counter[tuple[str, str]] = Counter()

@@ -17,7 +17,7 @@ from autogram._blocks import Block, Layout, Limit, Lookup, Region, as_real, join
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
-from autogram._errors import NonFiniteError, RuleError
+from autogram._errors import RuleError
 from autogram.rules import Formula
 
 Contribution = tuple[Tracked, Region, Block | Lookup]
@@ -211,12 +211,3 @@ def one_sample_each(
         own = chosen.view(-1, *(1,) * (cotangent.dim() - 1)) == owners
         # A selection and not a product, which would spread one sample's infinities to the others.
         yield torch.where(own, cotangent.unsqueeze(1), 0)
-
-
-def not_finite(use: Use) -> NonFiniteError:
-    """The error for a use whose cotangent does not show where the samples lie."""
-    return NonFiniteError(
-        f"The cotangent of {describe(use)} is infinite or not a number, so that it cannot be seen "
-        "where the samples lie. Look for a division by zero or an overflow behind this call; "
-        "`torch.autograd.detect_anomaly()` finds it."
-    )

@@ -96,7 +96,7 @@ def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
 
 
 def _check(subject: Subject, found: Found, tell: Tell) -> None:
-    """Report and two verifications: the first searches for the samples, the second knows them."""
+    """Report and two verifications: the first looks at the graph, the second knows it."""
     for i in range(2):
         tell("verifying", i / 2)
         losses = subject.losses()

@@ -93,18 +93,14 @@ class Engine(Training, Clipping):
             the losses, in the dtype of the parameters and at least float32, detached.
 
             Cost: a backward pass through the activations, and contractions that cost from a few
-            percent to the whole of a forward pass. To find the samples, the first call makes two
-            further passes for each binary digit of B; a call with new shapes, or in which samples
-            may have moved, makes one or two. Verification is an ordinary backward pass.
+            percent to the whole of a forward pass. The first call with a graph looks at all of its
+            nodes. Verification is an ordinary backward pass.
 
         Raises:
             InvalidLossesError: The losses are not floating-point, or have no graph.
             InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
             NotConnectedError: The losses do not depend on the engine's parameters.
             MixedSamplesError: ``batch_dim`` is an integer, and the losses are not per-sample.
-            NonFiniteError: The call searches for the samples, and no objective is finite, a
-                cotangent is not finite whose objective is, or a result has samples along no
-                dimension, some of which are not finite.
             VerificationError: The result was verified, and is wrong.
             UnseenUseError: ``unseen`` is ``"error"``, and a parameter is used unseen.
             FreedGraphError: An earlier backward pass has freed the graph.

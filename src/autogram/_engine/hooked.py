@@ -127,8 +127,7 @@ class Hooked:
 
         Call it behind eager steps that are those to be captured, on the stream of the capture. A
         replay gives what an eager step would give for the values in the same tensors, but for the
-        last bits where a kernel adds up in any order. Captured steps are not verified, and search
-        for no samples.
+        last bits where a kernel adds up in any order. Captured steps are not verified.
 
         Raises:
             UnsupportedError: It has to be found out in each step anew where the samples lie; or no

@@ -3,9 +3,10 @@
     dw = sum g x^        dc = sum g
 
 x^ is computed again from the saved input, because dividing the output by ``w`` fails at zero.
-Statistics that mix the samples (batch normalisation in training mode) are noticed in the search for
-the layouts of the uses before. A rule that fits ``F`` and ``torch`` is registered for both, because
-recording the calls inside of a Python function takes longer than recording the function.
+Statistics that mix the samples (batch normalisation in training mode) are noticed where the
+layouts of the uses before are inferred. A rule that fits ``F`` and ``torch`` is registered for
+both, because recording the calls inside of a Python function takes longer than recording the
+function.
 """
 
 from __future__ import annotations

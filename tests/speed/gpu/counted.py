@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from autogram import Engine, _arguments, _weights
 from autogram._blocks import Devices
 from autogram._blocks.kernels import cuda
-from autogram._capture.samples import search
+from autogram._capture.samples.call import CallLayouts
 from tests.speed.report import as_table
 from tests.speed.training import constant_weights
 from tests.speed.workloads import Workload
@@ -133,13 +133,13 @@ def _groups(function: Any, args: Sequence[Any]) -> int:
     return args[9] if function._overloadpacket is torch.ops.aten.convolution_backward else 1
 
 
-_infer = search.Search._infer
+_begin = CallLayouts.begin
 
 
-def _infer_apart(self: search.Search) -> bool:
+def _begin_apart(self: CallLayouts) -> None:
     """Infers samples by integers that have values, and that no GPU would see."""
     with _disable_current_modes():
-        return _infer(self)
+        _begin(self)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def without_data(counts: Counts) -> Iterator[FakeTensorMode]:
             (_arguments, "check_values", lambda _losses: None),
             (_weights, "check_numbers", lambda _weights: None),
             (_weights, "check_finite", lambda *_: None),
-            (search.Search, "_infer", _infer_apart),
+            (CallLayouts, "begin", _begin_apart),
             (config, "fake_tensor_cache_enabled", False),  # the cache keeps storages alive
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

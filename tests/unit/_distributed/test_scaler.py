@@ -14,8 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autogram import Engine, NonFiniteError
-from autogram._capture.samples.call import CallLayouts
+from autogram import Engine
 from tests.unit._distributed.test_ddp import Wrap
 from tests.unit._distributed.test_fsdp import Shardable, inner, nested
 from tests.unit._distributed.worlds import (
@@ -280,28 +279,6 @@ def nothing_is_agreed_on_twice(rank: int) -> None:
     assert plain._ranks.agreement.calls - before == calls[1]
 
 
-def rows_that_have_left_before_an_overflow(rank: int) -> None:
-    """They are finite, and nobody takes them for those of the step."""
-    world = World(sizes=[4])
-    model = world.model()
-    engine = Engine(model, distributed=True, verify="never")
-    engine._ranks.way = "rows"
-
-    def fail(*_: object) -> None:
-        raise NonFiniteError("behind the pass")
-
-    for step, factor in enumerate((torch.inf, 1.0)):
-        losses = world.losses(model(world.batch(rank, 0))) * (factor if rank else 1.0)
-        with pytest.MonkeyPatch.context() as patch:
-            if rank and step:
-                patch.setattr(CallLayouts, "holds", fail)
-            weights = engine.backward(losses, weighting, scaler=scaler_of())
-        assert weights.isnan().all()
-        assert not any(is_finite_here(p.grad) for p in model.parameters())
-        assert engine._ranks.repeated == step
-        model.zero_grad()
-
-
 def inputs(rank: int) -> None:
     """Leaves that are no part of J: their gradients are not a number on each rank."""
     world = World()
@@ -402,7 +379,6 @@ def scenarios() -> Mapping[str, Scenario]:
         ranks_without_micro_batches,
         gramians_and_forms,
         nothing_is_agreed_on_twice,
-        rows_that_have_left_before_an_overflow,
         inputs,
     ):
         found[alone.__name__] = alone

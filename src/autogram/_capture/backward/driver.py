@@ -17,7 +17,7 @@ from autogram._capture.autograd.graph import explaining_freed_graphs
 from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.diagnosis import confirm, tell_of_coupling
 from autogram._capture.backward.rows import are_rows_cheaper, assemble_rows, few_others
-from autogram._capture.backward.run import Run, Summary, fill_with_nan
+from autogram._capture.backward.run import Run, Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
 from autogram._capture.limit import is_out_of_memory, retried
@@ -95,13 +95,7 @@ class Driver:
             if not (run.retain_graph or needs_graph):
                 needs_graph = bool(run.survey.outside) and not run.others
             run.retain_graph = run.retain_graph or needs_graph
-            try:
-                self._make_passes(run)
-            except NonFiniteError:
-                if not _IS_OVERFLOW_EXPECTED.get():
-                    raise
-                self._is_repeatable = False
-                fill_with_nan(run)
+            self._make_passes(run)
             return run
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from string import ascii_uppercase
 from typing import NoReturn, Protocol
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from autogram._blocks import (
     Arena,
-    Block,
     Columns,
     Devices,
     Keep,
@@ -169,38 +167,6 @@ class Run:
     def names(self) -> dict[Tensor, str]:
         """The parameters that have columns, and all others that could have, with their names."""
         return self.channel.names(self.columns, self.survey.passes, self.survey.left_out)
-
-
-def fill_with_nan(run: Run) -> None:
-    """Gives a run results that are not a number, for each objective and whatever the losses reach.
-
-    These stand for what was not found because of an overflow, so that gradients and, with several
-    ranks, Gramians of all ranks are not a number either.
-    """
-    survey = run.survey
-    run.objectives = Objectives(survey.losses, None)
-    m = survey.losses.numel()
-    run.columns = {parameter: _columns(parameter, m, run.devices) for parameter in survey.inside}
-    for sink in run.sinks:  # what it has taken is not what there is
-        sink.restart(run.objectives)
-    if run.is_summed:
-        dtype = torch.promote_types(survey.losses.dtype, torch.float32)
-        run.gramian = survey.losses.new_full((m, m), torch.nan, dtype=dtype)
-
-
-def _columns(parameter: Tensor, m: int, devices: Devices) -> Columns:
-    """Rows of a parameter for m objectives, each of whose elements is not a number.
-
-    They are the product of two factors, one of which repeats one element.
-    """
-    dtype, device = parameter.dtype.to_real(), parameter.device
-    columns = Columns(Region.of_parameter(parameter), devices.on(device))
-    shape = columns.parameter.shape
-    nans = torch.full((m, 1, 1), torch.nan, dtype=dtype, device=device)  # (k, b, t)
-    ones = torch.ones((), dtype=dtype, device=device).expand(1, *shape)
-    dims = ascii_uppercase[: len(shape)]
-    columns.add(columns.parameter, Block(f"kbt,t{dims}->kb{dims}", (nans, ones)))
-    return columns
 
 
 def refuse_unconnected() -> NoReturn:

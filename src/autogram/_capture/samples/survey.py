@@ -2,8 +2,8 @@
 
 Autograd's graph determines a backward pass: its nodes, how they lead to one another, and what each
 of them saved. So two vectors of losses with equal surveys have their samples in the same places,
-unless the values of saved tensors move samples. A
-:mod:`proof <autogram._capture.samples.proofs.proof>` says which of these values decide.
+unless the values of saved tensors move samples: a
+:class:`.Finding` says which of these values decide.
 """
 
 from __future__ import annotations
