@@ -77,6 +77,7 @@ class Finding:
             The finding with the constants of that graph, and the places that may be others now.
         """
         with reading(nodes, prober.channel) as reader:
+            reader.fetch(self.constants)
             inference = Inference(self.road, reader.read, prober, inside)
             for (node, number), parts in self.parts.items():
                 inference.parts[Edge(nodes[node], number)] += parts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autogram._capture.autograd.passes import Pass
@@ -13,6 +14,8 @@ from autogram._capture.autograd.recomputing import Recomputing, parts_of
 from autogram._capture.places.transfers.step import Unreadable
 from autogram._capture.recording import Channel
 from autogram._undo import undone
+
+_Field = tuple[Any, str]  # of a node, by its name
 
 
 class DecidingValue(NamedTuple):
@@ -36,7 +39,8 @@ class Reader:
         self._nodes = nodes
         self._channel = channel
         self._again: Recomputing | None = None
-        self._found: dict[tuple[Any, str], Any] = {}
+        self._found: dict[_Field, Any] = {}
+        self._copies: dict[_Field, Any] = {}  # on the CPU
 
     def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
         """The tensors in a field of a node: see :class:`.step.Read`."""
@@ -46,10 +50,15 @@ class Reader:
             if is_constant and (saved is None or saved.requires_grad):
                 return None
             self._found[key] = saved
-        found = self._found[key]
-        if isinstance(found, Tensor):
-            return found.detach().cpu()
-        return [None if x is None else x.detach().cpu() for x in found]
+        if key not in self._copies:
+            self._copy([key])
+        return self._copies[key]
+
+    def fetch(self, values: Iterable[DecidingValue]) -> None:
+        """Copies what has decided in an earlier graph, and decides in this one, to the CPU."""
+        for of in values:
+            self.value(of)
+        self._copy([*self._found])
 
     def value(self, of: DecidingValue) -> Tensor:
         """A tensor that has decided in an earlier graph, in this one, on its device."""
@@ -72,8 +81,19 @@ class Reader:
     def release(self) -> None:
         """Frees what parts of checkpoints have computed to be read."""
         self._found.clear()
+        self._copies.clear()
         if self._again is not None:
             self._again.release()
+
+    def _copy(self, fields: Sequence[_Field]) -> None:
+        """Copies what some fields have, with one wait for each device."""
+        found = {key: self._found[key] for key in fields}
+        entries = [x for of in found.values() for x in (of if isinstance(of, tuple) else (of,))]
+        copies: dict[Any, Any] = {None: None}
+        copies.update(copied_to_cpu([x for x in entries if x is not None]))
+        for key, of in found.items():
+            is_several = isinstance(of, tuple)
+            self._copies[key] = [copies[x] for x in of] if is_several else copies[of]
 
     def _saved(self, node: Any, field: str, is_constant: bool = False) -> Any:
         """What a node saved in a field."""
@@ -100,3 +120,16 @@ def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[Reader]:
     reader = Reader(nodes, channel)
     with undone(reader.release):
         yield reader
+
+
+def copied_to_cpu(tensors: Sequence[Tensor], *, host: str = "cpu") -> dict[Tensor, Tensor]:
+    """Tensors of the host, and copies of others, by the tensor; from each device in one piece."""
+    found = {x: x.detach() for x in tensors if x.device.type == host}
+    others = sorted([x for x in tensors if x not in found], key=Tensor.element_size, reverse=True)
+    for device in {x.device for x in others}:
+        own = [x for x in others if x.device == device]  # larger elements first: all are aligned
+        parts = [x.detach().contiguous().view(-1).view(torch.uint8) for x in own]
+        copies = torch.cat(parts).cpu().split([part.numel() for part in parts])
+        for x, copy in zip(own, copies, strict=True):
+            found[x] = copy.view(x.dtype).view(x.shape)
+    return found
