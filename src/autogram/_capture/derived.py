@@ -270,7 +270,7 @@ def _of_ones(at: _Step) -> Tensor:
 def _transpose(at: _Step) -> Iterator[Block]:
     """Two dimensions change places: by ``t``, those that there are."""
     labels, saved = list(at.rows.parameter), (("_saved_dim0", 0), ("_saved_dim1", -1))
-    i, j = [signed(getattr(at.node, name, dim)) % len(at.given) for name, dim in saved]
+    i, j = [signed(getattr(at.node, name, dim)) % max(len(at.given), 1) for name, dim in saved]
     if labels:  # else the tensor is a number
         labels[i], labels[j] = labels[j], labels[i]
     yield _relabelled(at.rows, labels)
@@ -305,7 +305,7 @@ def _product(at: _Step) -> Iterator[Block]:
 def _weight_norm(at: _Step) -> Iterator[Block]:
     """W = g v / n, with n the norms of v: dg = (dW . v) / n, dv = (g dW - (dg g / n) v) / n."""
     g, v, norms = at.node._saved_g, at.node._saved_v, at.node._saved_result1
-    dim = signed(at.node._saved_dim) % v.dim()
+    dim = signed(at.node._saved_dim) % max(v.dim(), 1)
     labels = ["1" if i != dim else x for i, x in enumerate(at.rows.parameter)]
     of_g = _times(_summed(_relabelled(_times(at.rows, v), labels), at.kernels), 1 / norms)
     if at.position:

@@ -22,8 +22,8 @@ from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward import rounding, verification
 from autogram._capture.backward.assembly import Assembly
 from autogram._capture.backward.verification import Check
-from autogram._capture.samples import search
-from autogram._capture.samples.inferred import Inferred
+from autogram._capture.places.finding import PlacesInGraph
+from autogram._capture.samples import inferred
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
@@ -106,15 +106,14 @@ class Tokens(nn.Module):
 
 def test_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples before tokens, read as tokens before samples."""
-    layouts = search.fitting_layouts
+    find = inferred.layout_of_places
 
-    def turned(*arguments: Any) -> tuple[Folded, ...]:
-        (layout,) = layouts(*arguments)
+    def turned(*arguments: Any) -> Folded:
+        layout = find(*arguments)
         assert isinstance(layout, Folded)
-        return (Folded(layout.dim, layout.after, layout.batch, layout.before),)
+        return Folded(layout.dim, layout.after, layout.batch, layout.before)
 
-    monkeypatch.setattr(Inferred, "of", lambda *_: None)
-    monkeypatch.setattr(search, "fitting_layouts", turned)
+    monkeypatch.setattr(inferred, "layout_of_places", turned)
     model = Tokens()
     engine = Engine(model, batch_dim=0)
     losses = per_sample(model(batch(4, 7, 3)))
@@ -153,20 +152,19 @@ MIXED: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], set[
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No graph tells, and the search takes the first dimension for that of the samples."""
+    """The first dimension is taken for that of the samples, whatever the graph tells."""
 
-    def plain(use: Use, owners: object, is_finite: Tensor) -> tuple[Folded, ...]:
-        del owners
-        return tuple(candidates(use.shape, (0,), len(is_finite)))
+    def plain(use: Use, _: object, samples: int) -> Folded:
+        return next(iter(candidates(use.shape, (0,), samples)))
 
-    monkeypatch.setattr(Inferred, "of", lambda *_: None)
-    monkeypatch.setattr(search, "fitting_layouts", plain)
+    monkeypatch.setattr(PlacesInGraph, "is_mixed", False)
+    monkeypatch.setattr(inferred, "layout_of_places", plain)
 
 
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("samples", [6, 7])
 @pytest.mark.parametrize("name", MIXED)
-def test_mixed_samples_that_probes_do_not_see(name: str, samples: int) -> None:
+def test_mixed_samples_that_are_taken_for_others(name: str, samples: int) -> None:
     make_model, of, concerned = MIXED[name]
     model = make_model()
     engine = Engine(model, batch_dim=0)
@@ -180,7 +178,7 @@ def test_mixed_samples_that_probes_do_not_see(name: str, samples: int) -> None:
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("name", MIXED)
 def test_auto_is_exact_where_verification_finds_mixed_samples(name: str) -> None:
-    """With the warning that the search gives, and without another look at the next call."""
+    """With a warning, and without another look at the next call."""
     make_model, of, _ = MIXED[name]
     model = make_model()
     engine = Engine(model)

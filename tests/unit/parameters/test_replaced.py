@@ -196,7 +196,7 @@ def test_parameters_of_another_graph_that_is_alive(verify: Any) -> None:
         for leaf in leaves:
             leaf.grad = None
         assert_lists(engine, losses, dict(model.named_parameters()))
-        engine.backward(losses, lambda _: weights)
+        engine.backward(losses, lambda _: weights, gradients_outside="weighted")
         torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected))
     assert alive.requires_grad
 

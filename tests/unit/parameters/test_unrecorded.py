@@ -92,7 +92,9 @@ class TestNothingRecorded:
             w = batch(losses.numel())
             (of_input,) = torch.autograd.grad(losses, x, w.view_as(losses), retain_graph=True)
             before = joined(model)
-            _, gramian = engine.backward(losses, lambda _, w=w: w, return_gramian=True)
+            _, gramian = engine.backward(
+                losses, lambda _, w=w: w, return_gramian=True, gradients_outside="weighted"
+            )
             assert_close_to_reference(gramian, expected @ expected.T)
             assert_close_to_reference(joined(model) - before, w @ expected)
             assert x.grad is not None

@@ -18,7 +18,7 @@ from autogram._capture.autograd.passes import Pass
 T = TypeVar("T")
 
 
-def parts_of(nodes: Iterable[Any]) -> dict[Any, None]:
+def checkpointed_parts(nodes: Iterable[Any]) -> dict[Any, None]:
     """The parts of checkpoints, each once, that run again where some nodes' saved tensors are read.
 
     Not those of a call whose result was a slice that was changed in place: its node hides them.

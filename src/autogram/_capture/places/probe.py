@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from autogram._capture.autograd.graph import in_dense
 from autogram._capture.autograd.nested import running_pass
 from autogram._capture.autograd.passes import Pass
-from autogram._capture.autograd.recomputing import Recomputing, parts_of
+from autogram._capture.autograd.recomputing import Recomputing, checkpointed_parts
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape, are_equal
 from autogram._capture.recording import Channel
@@ -113,7 +113,7 @@ class Prober:
     @cached_property
     def _parts(self) -> dict[Any, None]:
         """The parts of checkpoints in the graph."""
-        return parts_of(self.nodes)
+        return checkpointed_parts(self.nodes)
 
     def _called(
         self, again: Recomputing, node: Any, cotangents: Sequence[Tensor | None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._capture.autograd.passes import Pass
-from autogram._capture.autograd.recomputing import Recomputing, parts_of
+from autogram._capture.autograd.recomputing import Recomputing, checkpointed_parts
 from autogram._capture.places.transfers.step import Unreadable
 from autogram._capture.recording import Channel
 from autogram._undo import undone
@@ -26,7 +26,7 @@ class DecidingValue(NamedTuple):
     entry: int | None
 
 
-class Reader:
+class ValueReader:
     """Reads what nodes saved, once, and notes it.
 
     Args:
@@ -100,7 +100,7 @@ class Reader:
         if not hasattr(node, f"_raw_saved_{field}"):
             raise Unreadable(field)
         try:
-            if not parts_of([node]):
+            if not checkpointed_parts([node]):
                 return getattr(node, f"_saved_{field}")
         except RuntimeError as error:  # it was changed in place, or freed
             raise Unreadable(field) from error
@@ -109,15 +109,15 @@ class Reader:
         if self._channel.before_pass is not None:
             raise Unreadable(field)  # the part may wait for other processes
         if self._again is None:
-            self._again = Recomputing(parts_of(self._nodes))
+            self._again = Recomputing(checkpointed_parts(self._nodes))
         current = Pass(self._channel, is_alone=True)
         return self._again.call(current, lambda: getattr(node, f"_saved_{field}"))
 
 
 @contextmanager
-def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[Reader]:
+def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[ValueReader]:
     """A block in which what nodes of a graph saved is read."""
-    reader = Reader(nodes, channel)
+    reader = ValueReader(nodes, channel)
     with undone(reader.release):
         yield reader
 

@@ -135,7 +135,8 @@ def test_new_constants_and_cotangents_that_are_not_finite() -> None:
         losses = model(x).square().sum(1)[torch.tensor(order)].sqrt()
         gramian = engine.compute_gramian(losses)
         finite = losses > 0
-        jacobian = reference_jacobian(losses[finite], model.parameters())
+        others = model(x[torch.tensor(order)][finite]).square().sum(1).sqrt()
+        jacobian = reference_jacobian(others, model.parameters())
         assert_close_to_reference(gramian[finite][:, finite], jacobian @ jacobian.T)
         assert not gramian.diagonal()[~finite].isfinite().any()
 
