@@ -164,12 +164,6 @@ class Partial:
     layout: Layout | None
     """Where these samples lie, by their number in the subset; ``None`` if there is one sample."""
 
-    def owners(self, like: Tensor) -> Tensor:
-        samples = torch.tensor((*self.subset.samples, -1), device=like.device)  # the last for none
-        if self.layout is None:
-            return samples[0]
-        return samples[self.layout.owners(like)]
-
     def __str__(self) -> str:
         count, batch = len(self.subset.samples), self.subset.batch
         return f"one of {batch} samples" if count == 1 else f"{count} of {batch} samples"
@@ -224,9 +218,6 @@ class Scattered:
             return Partial(subset, None)
         owners = torch.where(has.any(1), has.int().argmax(1), -1)
         return Partial(subset, Routed(dim, len(samples), owners))
-
-    def owners(self, like: Tensor) -> Tensor:
-        return self.samples.to(like.device)
 
     def __str__(self) -> str:
         return f"single elements ({self.batch} samples, scattered)"

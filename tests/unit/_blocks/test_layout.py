@@ -5,12 +5,9 @@ import torch
 
 from autogram._blocks import (
     Folded,
-    Hidden,
-    Partial,
     Routed,
     Scattered,
     Subset,
-    agree,
     candidates,
     pieces,
 )
@@ -88,32 +85,6 @@ def test_pieces_of_a_layout_of_all_samples() -> None:
         assert part is cotangent
 
 
-@pytest.mark.parametrize(
-    ("layout", "owners"),
-    [
-        pytest.param(Partial(Subset((4,), 6), None), [4, 4, 4, 4], id="one"),
-        pytest.param(
-            Partial(Subset((4,), 6), Routed(0, 1, torch.tensor([0, -1, 0, -1]))),
-            [4, -1, 4, -1],
-            id="one, with places of which nothing is known",
-        ),
-        pytest.param(Partial(Subset((1, 5), 6), Folded(0, 1, 2, 2)), [1, 1, 5, 5], id="folded"),
-        pytest.param(
-            Partial(Subset((1, 5), 6), Routed(0, 2, torch.tensor([1, -1, 0, 1]))),
-            [5, -1, 1, 5],
-            id="routed",
-        ),
-    ],
-)
-def test_owners_where_there_are_few_samples(layout: Partial, owners: list[int]) -> None:
-    like = torch.zeros(4, 3)
-    expected = torch.tensor(owners).unsqueeze(1).expand(4, 3)
-    assert torch.equal(layout.owners(like).expand(4, 3), expected)
-    seen = expected >= 0
-    assert agree([layout], torch.stack([seen, seen & False]).double())
-    assert agree([layout], torch.ones(1, 4, 3)) == bool(seen.all())
-
-
 def test_pieces_of_scattered_samples() -> None:
     """One for each sample that is there, with its own elements alone."""
     samples = torch.tensor([[0, 2], [2, -1]], device="cpu")
@@ -122,29 +93,6 @@ def test_pieces_of_scattered_samples() -> None:
     assert [subset for subset, *_ in found] == [Subset((0,), 4), Subset((2,), 4)]
     for (*_, own), sample in zip(found, (0, 2), strict=True):
         assert torch.equal(own, cotangent * (samples == sample).to(own.device))
-
-
-def test_pieces_of_hidden_places() -> None:
-    """Each sample that may have them gets all, and what they are is lost."""
-    is_hidden = torch.tensor([[False], [True], [False]], device="cpu")
-    layout = Hidden((1, 3), is_hidden, Routed(0, 4, torch.tensor([2, -1, 0])))
-    cotangent = torch.randn(2, 3, 2)
-    cotangent[0, 1, 1] = torch.nan
-    (subset, rest, known), *lost = pieces(layout, cotangent)
-    assert subset is None
-    assert rest is layout.rest
-    assert torch.equal(known[:, [0, 2]], cotangent[:, [0, 2]])
-    assert not known[:, 1].any()
-    assert [subset for subset, *_ in lost] == [Subset((1,), 4), Subset((3,), 4)]
-    for _, within, part in lost:
-        assert within is None
-        assert part[:, 1].isnan().all()
-        assert not part[:, [0, 2]].any()
-    assert layout.owners(cotangent[0]).flatten().tolist() == [2, 1, 0]
-    assert agree([layout], cotangent)
-    assert str(layout) == (
-        "dimension 0 (3 places of 4 samples, routed), and hidden places of one of 2 samples"
-    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +112,8 @@ def test_scattered_samples_that_are_apart_along_a_dimension(
     found = list(pieces(Scattered(4, owners, dims), torch.ones(1, *owners.shape)))
     assert [(x.samples, y and y.dim) for x, y, _ in found] == expected
     for subset, layout, own in found:
-        given = Partial(subset, layout).owners(own[0]).expand(owners.shape).cpu()
+        inside = torch.tensor(0) if layout is None else layout.owners(own[0]).cpu()
+        given = torch.tensor((*subset.samples, -1))[inside].expand(owners.shape)
         is_own = own[0].cpu() == 1
         assert torch.equal(given[is_own], owners[is_own])
     assert torch.equal(sum(own.cpu() for *_, own in found)[0] == 1, owners >= 0)
