@@ -3,7 +3,10 @@
 from autogram import _compiled as _compiled  # registers the backend
 from autogram._capture.backward.run import UseReport
 from autogram._engine import Engine
-from autogram._errors import (
+from autogram._jacobian import Jacobian, Sketch, concatenate
+from autogram._losses import gramians_by_task
+from autogram._report import ParameterReport, Report
+from autogram.errors import (
     AutogramError,
     ChangedTensorError,
     CompiledPartWarning,
@@ -31,9 +34,6 @@ from autogram._errors import (
     UnverifiedWarning,
     VerificationError,
 )
-from autogram._jacobian import Jacobian, Sketch, concatenate
-from autogram._losses import gramians_by_task
-from autogram._report import ParameterReport, Report
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,7 @@ from autogram._blocks import Keep
 from autogram._capture.backward.driver import BatchDim
 from autogram._capture.backward.unseen import Unseen
 from autogram._capture.backward.verification import Verify
-from autogram._errors import (
+from autogram.errors import (
     CoupledObjectivesWarning,
     InvalidBatchDimError,
     InvalidLossesError,

@@ -11,7 +11,7 @@ from torch import Tensor
 from autogram._arguments import check_values, is_integer
 from autogram._capture.backward.driver import BatchDim
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import InvalidBatchDimError, InvalidLossesError, InvalidOperandError
+from autogram.errors import InvalidBatchDimError, InvalidLossesError, InvalidOperandError
 
 Losses = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 L = TypeVar("L", Tensor, Sequence[Tensor], Mapping[str, Tensor])

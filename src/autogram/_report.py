@@ -15,7 +15,7 @@ import torch
 from autogram._blocks import Block, Columns, Devices, Lookup, Region, is_of_lookup, rows_block
 from autogram._blocks.kernels.paths import find_path
 from autogram._capture.backward.run import BlockSummary, Summary, UseReport
-from autogram._errors import in_columns
+from autogram.errors import in_columns
 
 
 @dataclass(frozen=True)

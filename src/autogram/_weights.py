@@ -15,7 +15,7 @@ from autogram._capture.autograd.exact import without_autocast
 from autogram._capture.autograd.grad import at_least_single
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.replays import Flag, Replays, is_captured
-from autogram._errors import InvalidOperandError, NonFiniteError, listed
+from autogram.errors import InvalidOperandError, NonFiniteError, listed
 
 Weighting = Callable[[Tensor], Tensor]
 

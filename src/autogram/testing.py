@@ -17,7 +17,7 @@ from autogram._capture.forward.tapping import Tapping
 from autogram._capture.recording import Channel
 from autogram._capture.uses import RuleUse, Use, one_sample_each
 from autogram._containers import map_tensors, tensors_in
-from autogram._errors import RuleCheckError
+from autogram.errors import RuleCheckError
 from autogram.rules import find_rule
 
 __all__ = ["check_rule", "reference_jacobian"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from autogram._blocks.kernels import Kernels
 from autogram._blocks.kernels.paths import OperandShapes, sizes_of, unused_labels
 from autogram._blocks.layout import Layout
-from autogram._errors import ChangedTensorError
+from autogram.errors import ChangedTensorError
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from autogram._capture.autograd.graph import (
     shown_by,
 )
 from autogram._capture.recording import Channel, Recording
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 
 _TWO_PASSES = (
     "`engine.compute_gramian(losses)`, and then an ordinary backward pass of the losses with the "

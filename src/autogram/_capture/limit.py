@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from autogram._blocks import Limit
-from autogram._errors import FreedGraphError, MemoryLimitError
 from autogram._undo import undoing
+from autogram.errors import FreedGraphError, MemoryLimitError
 
 ELEMENT_BYTES = 4  # most contractions run in float32
 _SMALLER = 8

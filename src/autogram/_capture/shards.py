@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autogram._capture.distribution import is_dtensor, is_unit
 from autogram._capture.forward.session import Session
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 
 _Owner = tuple[weakref.ref[nn.Module], str, str]
 

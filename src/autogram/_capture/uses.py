@@ -17,7 +17,7 @@ from autogram._blocks import Block, Layout, Limit, Lookup, Region, as_real, join
 from autogram._capture.autograd.cotangents import Inputs, many_vjps
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked
-from autogram._errors import RuleError
+from autogram.errors import RuleError
 from autogram.rules import Formula
 
 Contribution = tuple[Tracked, Region, Block | Lookup]

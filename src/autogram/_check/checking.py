@@ -13,9 +13,9 @@ import torch
 from autogram._capture.backward.driver import BatchDim
 from autogram._check.subject import Subject, find_function, is_of_passes, users_code
 from autogram._check.timing import Times, time_steps
-from autogram._errors import AutogramError, VerificationError
 from autogram._losses import parts_of
 from autogram._report import Report
+from autogram.errors import AutogramError, VerificationError
 
 Verdict = Literal["fine", "one objective", "wrong", "unsupported"]
 Tell = Callable[[str, float], None]

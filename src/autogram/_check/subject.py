@@ -17,8 +17,8 @@ from torch import nn
 
 from autogram._capture.backward.driver import BatchDim
 from autogram._engine import Engine
-from autogram._errors import AutogramError, InvalidLossesError
 from autogram._losses import Losses, parts_of
+from autogram.errors import AutogramError, InvalidLossesError
 
 _FORMS = (
     "Return `(model, losses)`, or `(model, function)` with a function that computes losses anew: "

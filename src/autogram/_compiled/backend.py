@@ -19,7 +19,7 @@ from autogram._compiled.private import missing
 from autogram._compiled.tracing.part import Part
 from autogram._compiled.tracing.recording import PartInputs
 from autogram._compiled.variants import Backward
-from autogram._errors import CompiledPartWarning, UnsupportedError, listed, warn_user
+from autogram.errors import CompiledPartWarning, UnsupportedError, listed, warn_user
 
 Options = Mapping[str, Any]
 

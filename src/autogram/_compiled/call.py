@@ -28,7 +28,7 @@ from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse, Use
 from autogram._compiled.placement import find_carried
 from autogram._compiled.tracing.part import Part, Source
 from autogram._compiled.tracing.sizes import OpenSizes
-from autogram._errors import ChangedTensorError, listed
+from autogram.errors import ChangedTensorError, listed
 
 
 class PartCall:

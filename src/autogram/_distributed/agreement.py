@@ -16,8 +16,8 @@ from autogram._containers import Latest
 from autogram._distributed.group import Group
 from autogram._distributed.share import Share
 from autogram._distributed.signals import held
-from autogram._errors import RankError, listed
 from autogram._undo import undone
+from autogram.errors import RankError, listed
 
 _DONE, _PASS = range(2)
 _NUMBERS = 2  # that ranks tell one another at a time

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from autogram._errors import InvalidOptionError
+from autogram.errors import InvalidOptionError
 
 # The square matrix, and the elements for each rank, by which a link is measured, and how often.
 _SIDE = 512

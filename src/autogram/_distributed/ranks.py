@@ -24,11 +24,11 @@ from autogram._distributed.plan import ExchangePlan, Way, make_plan
 from autogram._distributed.share import Data, Share, data_of
 from autogram._distributed.signals import held
 from autogram._distributed.wrapper import Wrappers
-from autogram._errors import InvalidOperandError, RankError
 from autogram._jacobian import Jacobian
 from autogram._losses import Losses, parts_of
 from autogram._undo import undone
 from autogram._weights import Weighting
+from autogram.errors import InvalidOperandError, RankError
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ from autogram._capture.autograd.graph import leaves_behind
 from autogram._capture.distribution import learns, mark_of, wrapper_now, wrappers_of
 from autogram._capture.recording import Channel
 from autogram._distributed.group import Group
-from autogram._errors import UnsupportedError, listed
 from autogram._undo import undone
+from autogram.errors import UnsupportedError, listed
 
 
 class Wrappers:

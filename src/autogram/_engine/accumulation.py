@@ -7,9 +7,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from autogram._engine.steps import Step
-from autogram._errors import InvalidOperandError
 from autogram._losses import Losses
 from autogram._undo import undoing
+from autogram.errors import InvalidOperandError
 
 
 class Accumulation:
@@ -20,8 +20,9 @@ class Accumulation:
     the last micro-batch does, for passes of other ranks.
 
     Factors are the inputs of layers and the cotangents of their outputs. So inputs must stay as
-    they are until then. Changes in place raise :class:`autogram.ChangedTensorError`, but for those
-    that PyTorch does not count: through ``.data``, or a NumPy array that shares the memory.
+    they are until then. Changes in place raise :class:`~autogram.errors.ChangedTensorError`, but
+    for those that PyTorch does not count: through ``.data``, or a NumPy array that shares the
+    memory.
     """
 
     def __init__(self, step: Step) -> None:

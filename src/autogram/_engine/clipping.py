@@ -12,7 +12,9 @@ from autogram._arguments import Grouping, is_number, is_retained
 from autogram._capture.backward.run import Run
 from autogram._capture.distribution import is_exchanged, refuse_gradients
 from autogram._engine.hooked import Hooked
-from autogram._errors import (
+from autogram._jacobian import Jacobian, JacobianPart, check_groups, groups_of
+from autogram._weights import check_norms
+from autogram.errors import (
     InvalidBatchDimError,
     InvalidLossesError,
     InvalidOperandError,
@@ -20,8 +22,6 @@ from autogram._errors import (
     UnsupportedError,
     listed,
 )
-from autogram._jacobian import Jacobian, JacobianPart, check_groups, groups_of
-from autogram._weights import check_norms
 
 
 class Clipping(Hooked):

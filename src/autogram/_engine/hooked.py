@@ -31,10 +31,10 @@ from autogram._capture.recording import Channel
 from autogram._capture.samples.replays import Replays
 from autogram._capture.shards import Shards
 from autogram._distributed import Ranks, together
-from autogram._errors import InvalidOperandError, RemovedEngineError, UnsupportedError
 from autogram._losses import Losses, are_single, as_one_tensor, weights_like
 from autogram._report import Report, make_report
 from autogram._weights import FiniteWeights
+from autogram.errors import InvalidOperandError, RemovedEngineError, UnsupportedError
 from autogram.hooks import HookManager
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from autogram._capture.backward.driver import expecting_overflow
-from autogram._errors import InvalidOperandError, InvalidOptionError
 from autogram._weights import (
     FiniteWeights,
     Weighting,
@@ -21,6 +20,7 @@ from autogram._weights import (
     check_weighting,
     weights_by,
 )
+from autogram.errors import InvalidOperandError, InvalidOptionError
 
 
 class Scale:

@@ -27,10 +27,10 @@ from autogram._distributed import (
 )
 from autogram._engine.hooked import Hooked
 from autogram._engine.scale import Scale
-from autogram._errors import InvalidOptionError
 from autogram._jacobian import Jacobian, JacobianPart
 from autogram._losses import Losses, are_single, shapes_of, weights_like
 from autogram._undo import undoing
+from autogram.errors import InvalidOptionError
 
 GradientsOutside = Literal["sum", "weighted"]
 """Which gradient leaves get that are no part of J: of the sum of losses, or of weighted ones."""

@@ -13,11 +13,11 @@ from autogram._capture.autograd.grad import add_to_grad, as_gradients, check_add
 from autogram._capture.autograd.nested import running_pass
 from autogram._capture.distribution import refuse_gradients
 from autogram._capture.limit import retried_with_less
-from autogram._errors import InvalidOperandError, UnsupportedError
 from autogram._jacobian.groups import check_groups, groups_of
 from autogram._jacobian.operator import MatrixForm
 from autogram._jacobian.parts import Parts
 from autogram._weights import FiniteWeights
+from autogram.errors import InvalidOperandError, UnsupportedError
 
 
 class Accumulating(MatrixForm):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autogram._arguments import check_related
-from autogram._errors import InvalidOperandError
 from autogram._jacobian.jacobian import Jacobian
 from autogram._jacobian.operator import check_jacobian
+from autogram.errors import InvalidOperandError
 
 
 def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from autogram._arguments import Grouping, Names, labels
-from autogram._errors import InvalidOperandError, listed
+from autogram.errors import InvalidOperandError, listed
 
 Groups = dict[str, dict[Tensor, str]]
 """The parameters of each group, with their names."""

@@ -20,7 +20,6 @@ from autogram._arguments import (
 from autogram._blocks import Limit, as_real
 from autogram._capture.autograd.exact import exact
 from autogram._capture.limit import retried_with_less
-from autogram._errors import UnsupportedError
 from autogram._jacobian.accumulating import Accumulating
 from autogram._jacobian.groups import groups_of
 from autogram._jacobian.moving import moved_parts
@@ -28,6 +27,7 @@ from autogram._jacobian.operator import check_jacobian
 from autogram._jacobian.parts import JacobianPart, Parts, dtype_for, zeros_for
 from autogram._jacobian.solve import check_damping, damped_solution
 from autogram._weights import FiniteWeights
+from autogram.errors import UnsupportedError
 
 
 class Jacobian(Accumulating):
@@ -49,9 +49,10 @@ class Jacobian(Accumulating):
     dtype of the parameters, at least float32. The columns of a parameter that no objective reaches
     are zero.
 
-    Every method raises :class:`autogram.ChangedTensorError` if a factor that it reads was changed
-    in place in the meantime, for instance by a step of the optimizer, and
-    :class:`autogram.MemoryLimitError` if memory ran out, and again with an eighth of the limit.
+    Every method raises :class:`~autogram.errors.ChangedTensorError` if a factor that it reads was
+    changed in place in the meantime, for instance by a step of the optimizer, and
+    :class:`~autogram.errors.MemoryLimitError` if memory ran out, and again with an eighth of the
+    limit.
 
     Example:
         >>> import torch

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autogram._arguments import Direction, check_selection
 from autogram._blocks import as_real, in_numbers_of
-from autogram._errors import InvalidOperandError
 from autogram._weights import check_numbers
+from autogram.errors import InvalidOperandError
 
 
 class Operator(ABC):

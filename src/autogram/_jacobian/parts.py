@@ -25,9 +25,9 @@ from autogram._blocks import (
 from autogram._capture.backward.run import Run
 from autogram._capture.backward.witness import Witness
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import InvalidOperandError
 from autogram._jacobian.crossings import Crossings, for_crossing
 from autogram._weights import weights_of
+from autogram.errors import InvalidOperandError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from autogram._blocks import Columns, Projection, projected
 from autogram._capture.autograd.exact import exact
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import InvalidOperandError, InvalidOptionError
+from autogram.errors import InvalidOperandError, InvalidOptionError
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import is_number
-from autogram._errors import InvalidOperandError, NonFiniteError
+from autogram.errors import InvalidOperandError, NonFiniteError
 
 
 def check_damping(damping: Any) -> None:

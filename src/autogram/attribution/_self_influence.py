@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import check_square
-from autogram._errors import NonFiniteError
 from autogram._jacobian.solve import check_damping, eigenvalues_above_rounding
+from autogram.errors import NonFiniteError
 
 
 def self_influence(gramian: Tensor, damping: float) -> Tensor:

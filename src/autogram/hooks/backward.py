@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from autogram._containers import map_leaves
-from autogram._errors import HookError, UnsupportedError
+from autogram.errors import HookError, UnsupportedError
 
 Gradients = tuple[Tensor | None, ...]
 

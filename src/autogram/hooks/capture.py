@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autogram._containers import map_leaves
-from autogram._errors import ChangedTensorError, HookError
+from autogram.errors import ChangedTensorError, HookError
 from autogram.hooks.backward import Gates, Gradients, Observer
 from autogram.hooks.registry import HookManager
 from autogram.hooks.selection import Where, select

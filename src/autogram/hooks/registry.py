@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from autogram._errors import HookError, in_columns, listed
+from autogram.errors import HookError, in_columns, listed
 from autogram.hooks.handle import Handle, HookKind
 from autogram.hooks.selection import (
     Modules,
@@ -164,9 +164,9 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> None:
-        """Lets hooks be called: all, or those that fit filters, which are as for :meth:`handles`.
+        """Lets hooks be called: all, or those that fit filters.
 
-        A module stands for all modules inside of it, too.
+        The filters are as for :meth:`handles`. A module stands for all modules inside of it, too.
 
         Raises:
             HookError: Filters fit no hook.

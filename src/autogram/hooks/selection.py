@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from autogram._errors import HookError, InvalidModulesError, listed
+from autogram.errors import HookError, InvalidModulesError, listed
 from autogram.hooks.backward import Gates
 from autogram.hooks.handle import HookKind
 

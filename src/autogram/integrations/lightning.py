@@ -87,7 +87,9 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         return Engine(self, distributed=self.trainer.world_size > 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The mean of the losses, which Lightning reports, scales and gives to :meth:`backward`.
+        """The mean of the losses, which Lightning reports.
+
+        Lightning scales it, and gives it to :meth:`JacobianDescent.backward`.
 
         Raises:
             InvalidOptionError: There is no weighting, or ``micro_batches`` of earlier versions.

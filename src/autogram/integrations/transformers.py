@@ -72,7 +72,7 @@ class JacobianTrainer(Trainer):
         self._is_compared = False  # losses of samples with the model's own loss
 
     def make_engine(self, model: nn.Module) -> Engine:
-        """Makes the engine, once for each call of :meth:`train`. Override it for other options.
+        """Makes the engine, once for each training. Override it for other options.
 
         With several processes, as by ``torchrun``, the objectives of all have one Gramian.
 

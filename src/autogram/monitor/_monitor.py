@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import check_square, count_of
-from autogram._errors import UnsupportedError
 from autogram._weights import Weighting, check_weighting
+from autogram.errors import UnsupportedError
 from autogram.monitor._numbers import Numbers, defined, entropy_of, numbers_of, ratio
 
 

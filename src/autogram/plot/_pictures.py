@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from autogram._arguments import check_square
-from autogram._errors import InvalidOperandError
+from autogram.errors import InvalidOperandError
 from autogram.monitor import ConflictMonitor, Numbers, cosines
 from autogram.monitor._numbers import NAMES
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Layout, Lookup, block_of_equation
-from autogram._errors import RuleError
+from autogram.errors import RuleError
 from autogram.rules._complex import in_real_numbers
 
 POSITIONS = "TSRUVWXYZABCDEFGHIJKLMNOPQ"

@@ -10,7 +10,7 @@ import torch
 from torch import overrides
 from torch.autograd import Function
 
-from autogram._errors import RuleError
+from autogram.errors import RuleError
 from autogram.rules._recipe import Recipe
 
 Rule = Callable[..., Sequence[Recipe] | None]

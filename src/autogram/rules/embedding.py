@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autogram._blocks import Layout, Lookup
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 from autogram.rules._recipe import Formula, Recipe, lookup, read_rows
 from autogram.rules._registry import register_rule, variants
 

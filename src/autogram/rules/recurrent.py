@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Layout, Routed, block_of_equation
-from autogram._errors import MixedSamplesError
+from autogram.errors import MixedSamplesError
 from autogram.rules import _recurrence as recurrence
 from autogram.rules import composed
 from autogram.rules._recipe import Formula, Recipe, promoted

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import check_square
-from autogram._errors import InvalidOperandError, NonFiniteError
+from autogram.errors import InvalidOperandError, NonFiniteError
 
 # A Gramian is taken for symmetric if it differs from its transpose by this part of its trace.
 _ASYMMETRY = 1e-3

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import check_square, count_of, refuse_options
-from autogram._errors import InvalidOperandError, InvalidOptionError
 from autogram._weights import check_numbers
+from autogram.errors import InvalidOperandError, InvalidOptionError
 from autogram.weightings.certificate import Certificate
 from autogram.weightings.projection import Projector
 from autogram.weightings.scale import WeightScale, check_scale, scaled

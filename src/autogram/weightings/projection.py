@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import check_square, count_of, is_number, not_negative
-from autogram._errors import (
+from autogram.errors import (
     InexactWeightsWarning,
     InvalidOperandError,
     InvalidOptionError,

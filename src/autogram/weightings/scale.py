@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from autogram._errors import InvalidOptionError
+from autogram.errors import InvalidOptionError
 
 WeightScale = Literal["method", "mean"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._arguments import is_number, not_negative
-from autogram._errors import InvalidOptionError
+from autogram.errors import InvalidOptionError
 from autogram.weightings.checks import check_gramian
 from autogram.weightings.scale import WeightScale, check_scale, scaled
 

@@ -21,7 +21,7 @@ from autogram._blocks import (
 )
 from autogram._blocks.kernels import CudaKernels
 from autogram._blocks.programs import Program, known
-from autogram._errors import ChangedTensorError
+from autogram.errors import ChangedTensorError
 from tests.unit._blocks.blocks import Operators, kernels
 from tests.unit.checks import assert_close_to_reference
 

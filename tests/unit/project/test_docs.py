@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import autogram
+
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
@@ -82,5 +84,29 @@ def test_api_reference_has_every_public_name() -> None:
         for name in getattr(module, "__all__", ()):
             found = getattr(module, name)
             own = isinstance(found, type) or (callable(found) and hasattr(found, "__name__"))
-            if not (own and found.__doc__) and name != "__version__":
-                assert f"py:data:: {name}\n   :module: {package}\n" in page, f"{package}.{name}"
+            if name == "__version__" or (package == "autogram" and is_error(found)):
+                continue  # errors have pages in `autogram.errors`
+            listed = section_of(page, package)
+            if own and found.__doc__:
+                assert f"\n   {name}\n" in listed, f"{package}.{name}"
+            else:
+                assert f"py:data:: {name}\n   :module: {package}\n" in listed, f"{package}.{name}"
+
+
+def is_error(found: object) -> bool:
+    """Whether a public name is an error or a warning."""
+    return isinstance(found, type) and issubclass(found, Exception)
+
+
+def section_of(page: str, package: str) -> str:
+    """What the API reference lists of a package."""
+    return page.split(f"## {package}\n")[1].split("\n## ")[0]
+
+
+def test_errors_come_last_in_the_api_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    assert page.rindex("\n## ") == page.index("\n## autogram.errors\n")
+    listed = set(re.findall(r"^   (\w+)$", section_of(page, "autogram.errors"), re.MULTILINE))
+    errors = importlib.import_module("autogram.errors")
+    assert listed == {name for name in autogram.__all__ if is_error(getattr(autogram, name))}
+    assert listed == set(errors.__all__)

@@ -15,7 +15,7 @@ SOURCE = Path(autogram.__file__).parent
 TESTS = Path(__file__).parents[1]
 CLASSES = {
     node.name
-    for node in ast.parse((SOURCE / "_errors.py").read_text()).body
+    for node in ast.parse((SOURCE / "errors.py").read_text()).body
     if isinstance(node, ast.ClassDef) and node.name.endswith("Error")
 }
 

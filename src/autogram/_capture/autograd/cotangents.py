@@ -14,7 +14,7 @@ from autogram._capture.autograd.graph import arriving, edge_of, in_dense, is_tap
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
-from autogram._errors import AutogramError
+from autogram.errors import AutogramError
 
 # Nodes without a batching rule, or with one that is wrong in torch 2.13, and in which cases. `make
 # batching` finds wrong rules by comparing them with a loop; another one belongs here, and nowhere

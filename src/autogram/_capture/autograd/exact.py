@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from autogram._errors import UnsupportedError
 from autogram._undo import undone
+from autogram.errors import UnsupportedError
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 
 # Of two threads that find no gradient, one is the first.
 _FIRST = threading.Lock()

@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autogram._capture.autograd.slices import CHANGE, changed_slice, kept_by_slice, kept_dims
-from autogram._errors import FreedGraphError, UnsupportedError
+from autogram.errors import FreedGraphError, UnsupportedError
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from autogram._capture.autograd.nested import (
 )
 from autogram._capture.autograd.streams import Streams
 from autogram._capture.recording import Channel, Recording
-from autogram._errors import UnsupportedError, listed
 from autogram._undo import undone
+from autogram.errors import UnsupportedError, listed
 from autogram.hooks.backward import SILENT_PASSES
 
 _CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from autogram._blocks import Columns, Region
 from autogram._capture.backward.run import Run
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Use
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.samples.tail import showing
-from autogram._errors import (
+from autogram.errors import (
     AutogramError,
     CoupledObjectivesWarning,
     NonFiniteError,

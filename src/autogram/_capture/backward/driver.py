@@ -28,7 +28,8 @@ from autogram._capture.samples.replays import Replays, is_captured
 from autogram._capture.samples.survey import Survey
 from autogram._capture.samples.tail import showing
 from autogram._containers import Latest
-from autogram._errors import (
+from autogram._undo import undone
+from autogram.errors import (
     MixedSamplesError,
     NonFiniteError,
     UnsupportedError,
@@ -36,7 +37,6 @@ from autogram._errors import (
     VerificationError,
     warn_user,
 )
-from autogram._undo import undone
 
 BatchDim = int | Literal["auto"] | None
 

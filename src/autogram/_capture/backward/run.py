@@ -27,7 +27,7 @@ from autogram._capture.samples.call import CallLayouts
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Contribution, RuleUse, Use
-from autogram._errors import NotConnectedError
+from autogram.errors import NotConnectedError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from autogram._capture.recording import Channel, Recording
 from autogram._capture.samples.survey import Survey
 from autogram._capture.tracked import track_parameter
 from autogram._capture.uses import FallbackUse, Use
-from autogram._errors import (
+from autogram.errors import (
     CompiledPartWarning,
     UnseenUseError,
     UnseenUseWarning,

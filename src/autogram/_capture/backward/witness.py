@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import as_real
-from autogram._errors import VerificationError
+from autogram.errors import VerificationError
 
 
 class Witness:

@@ -15,7 +15,7 @@ from torch import Tensor
 from autogram._capture.autograd.exact import autocast_dtype
 from autogram._capture.forward.calls import Kind, changed_part, first_of, inlined
 from autogram._capture.tracked import BATCHED, UNTAPPED, Status, Tracked, as_of_now
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 from autogram.rules import Recipe, Rule, find_rule, holds_for_complex
 from autogram.rules.composed import COMPOSED
 from autogram.rules.expansion import EXPANSIONS, SPREADS, recipe_of_expansion, spread_shape

@@ -25,7 +25,7 @@ from autogram._capture.tracked import (
     Tracked,
     track_parameter,
 )
-from autogram._errors import UnsupportedError
+from autogram.errors import UnsupportedError
 
 # A tensor, its status, and its version if it has a graph.
 _Reference = Callable[[], Tensor | None]

@@ -20,7 +20,7 @@ from autogram._capture.tap import tap
 from autogram._capture.tracked import Tracked, base_of, track_parameter
 from autogram._capture.uses import FallbackUse, KeptRecipe, RuleUse
 from autogram._containers import map_tensors, replaced
-from autogram._errors import RuleError
+from autogram.errors import RuleError
 
 _range = lru_cache(maxsize=64)(slice)  # few are different, and each use keeps some
 

@@ -27,8 +27,8 @@ from autogram._capture.autograd.recomputing import Recomputing, checkpointed_par
 from autogram._capture.limit import is_out_of_memory
 from autogram._capture.places.places import EMPTY, SEVERAL, Places, Shape, are_equal
 from autogram._capture.recording import Channel
-from autogram._errors import AutogramError
 from autogram._undo import undone
+from autogram.errors import AutogramError
 
 # By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
 # powers of two of their own.

@@ -14,7 +14,7 @@ from autogram._capture.samples.replays import Flag, Replays
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
 from autogram._containers import Latest
-from autogram._errors import MixedSamplesError, UnsupportedError
+from autogram.errors import MixedSamplesError, UnsupportedError
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from autogram._capture.samples.layouts import (
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
-from autogram._errors import MixedSamplesError, UnsupportedError, listed
+from autogram.errors import MixedSamplesError, UnsupportedError, listed
 
 Layouts = dict[Use, Placement | None]
 """By use; ``None`` where no cotangent arrives."""

@@ -16,7 +16,7 @@ from autogram._blocks import (
 )
 from autogram._capture.places.places import EMPTY, Places, Shape
 from autogram._capture.uses import Use, describe
-from autogram._errors import MixedSamplesError
+from autogram.errors import MixedSamplesError
 
 # For each dimension along which samples have places of their own, the sample of each place, or
 # `EMPTY`. Under -n, the samples of all positions along the first n dimensions together, in

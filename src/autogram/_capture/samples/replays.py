@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autogram._errors import StaleCaptureError, UnsupportedError
+from autogram.errors import StaleCaptureError, UnsupportedError
 
 
 def is_captured(device: torch.device) -> bool:

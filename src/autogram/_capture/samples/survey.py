@@ -29,7 +29,7 @@ from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.recording import Channel, Recording, noted_at
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
-from autogram._errors import UnsupportedError, listed
+from autogram.errors import UnsupportedError, listed
 
 _LEAF = "AccumulateGrad"
 # The nodes that one node leads to, each with the number of one of its results.

@@ -10,6 +10,35 @@ from types import FrameType
 
 import torch
 
+__all__ = [
+    "AutogramError",
+    "ChangedTensorError",
+    "CompiledPartWarning",
+    "CoupledObjectivesWarning",
+    "FreedGraphError",
+    "HookError",
+    "InexactWeightsWarning",
+    "InvalidBatchDimError",
+    "InvalidLossesError",
+    "InvalidModulesError",
+    "InvalidOperandError",
+    "InvalidOptionError",
+    "MemoryLimitError",
+    "MixedSamplesError",
+    "NonFiniteError",
+    "NotConnectedError",
+    "RankError",
+    "RemovedEngineError",
+    "RuleCheckError",
+    "RuleError",
+    "StaleCaptureError",
+    "UnseenUseError",
+    "UnseenUseWarning",
+    "UnsupportedError",
+    "UnverifiedWarning",
+    "VerificationError",
+]
+
 
 class AutogramError(Exception):
     """Base of every error that autogram raises on purpose."""
