@@ -238,13 +238,13 @@ def rows_block(rows: Tensor) -> Block:
 def block_of_equation(
     equation: str, dims: str, layout: Layout | None, cotangent: Tensor, *factors: Tensor
 ) -> Block:
-    """The block of a use, from an equation that does not know where the samples lie.
+    """The block of a use, from an equation that does not know where the samples are.
 
     Args:
         equation: Indices of the cotangent and of the factors, and after the arrow those of the
             tensor's dimensions, as in ``"to,ti->oi"``. Neither ``k`` nor ``b`` is in it.
         dims: The index of each dimension of the use's output that may hold the samples.
-        layout: Where the samples lie, or ``None`` if all positions belong to one sample.
+        layout: Where the samples are, or ``None`` if all positions belong to one sample.
         cotangent: The cotangent, with a leading dimension for the objectives.
         factors: What the rule saved.
 

@@ -109,7 +109,7 @@ class Gathering:
 
 
 def _routed(subsets: Sequence[Subset], samples: Sequence[int] | None) -> Routed:
-    """Where the rows of subsets lie, by the number of their sample among all or wanted samples."""
+    """Where the rows of subsets are, by the number of their sample among all or wanted samples."""
     samples = range(subsets[0].batch) if samples is None else samples
     numbers = {sample: number for number, sample in enumerate(samples)}
     owners = [numbers[sample] for subset in subsets for sample in subset.samples]

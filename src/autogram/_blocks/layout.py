@@ -1,4 +1,4 @@
-"""Where the B samples lie in a tensor."""
+"""Where the B samples are in a tensor."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Partial:
 
     subset: Subset
     layout: Layout | None
-    """Where these samples lie, by their number in the subset; ``None`` if there is one sample."""
+    """Where these samples are, by their number in the subset; ``None`` if there is one sample."""
 
     def __str__(self) -> str:
         count, batch = len(self.subset.samples), self.subset.batch
@@ -182,21 +182,21 @@ class Scattered:
     samples: Tensor
     """The sample of each element, -1 for none, of a shape that broadcasts. On the CPU."""
     dims: tuple[int, ...] = ()
-    """The dimensions in which samples may lie."""
+    """The dimensions in which samples may be."""
 
     @cached_property
     def parts(self) -> list[Partial]:
-        """Parts, in each of which samples lie along a dimension: as few as some dimension allows.
+        """Parts, in each of which samples are along a dimension: as few as some dimension allows.
 
         Two for tokens that were exchanged between neighbours, and as many as there are samples in
-        one row for rows in which samples lie one behind the other.
+        one row for rows in which samples follow one another.
         """
         if not self.dims:
             return [self._part([x]) for x in self.samples[self.samples >= 0].unique().tolist()]
         return min([self._parts_along(dim) for dim in self.dims], key=len)
 
     def _parts_along(self, dim: int) -> list[Partial]:
-        """Parts in which samples lie along a dimension: each sample in the first that has room."""
+        """Parts in which samples are along a dimension: each sample in the first that has room."""
         by_place = self.samples.movedim(dim, 0).flatten(1)
         has = torch.zeros(len(by_place), self.batch + 1, dtype=torch.bool, device="cpu")
         has = has.scatter_(1, by_place.long() + 1, 1)[:, 1:]
@@ -235,7 +235,7 @@ def pieces(
 ) -> Iterator[tuple[Subset | None, Layout | None, Tensor]]:
     """The parts of a use that a rule can make blocks of. In most layouts, all of it is one part.
 
-    Each part is its samples, ``None`` for all in order; where these lie, ``None`` if there is one;
+    Each part is its samples, ``None`` for all in order; where these are, ``None`` if there is one;
     and the cotangent ``(k, *output)``, with zeros where it is of other samples.
     """
     if isinstance(layout, Partial):

@@ -1,6 +1,6 @@
 """Uses that are contracted by themselves: each reads parameters that no other use reads.
 
-Once it is certain where the samples lie, no value decides about the contraction of such a use. So
+Once it is certain where the samples are, no value decides about the contraction of such a use. So
 its calls are the same for all uses of equal form: for the layers of a model, and for the next step.
 Choosing these calls takes several times as long as making them, where a device waits for the host.
 So the calls are written down as a program.

@@ -20,7 +20,7 @@ from autogram.errors import UnsupportedError, listed
 Receiver = Callable[[Any, tuple[Tensor, ...], Tensor], None]
 
 InputSizes = Sequence[Sequence[int]]
-"""The sizes of each input's dimensions in which samples may lie."""
+"""The sizes of each input's dimensions in which samples may be."""
 
 
 class Counted(NamedTuple):

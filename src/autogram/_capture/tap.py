@@ -81,7 +81,7 @@ class _Tap(torch.autograd.Function):
                 saved = ctx.saved_tensors  # once: under checkpointing, that computes again
                 current.show(partial(current.receiver, use, saved), cotangent, saved)
             if current.is_blocked:
-                # In place, zeros: with `None` autograd would drop what lies beside a slice, too.
+                # In place, zeros: with `None` autograd would drop the gradient beside a slice, too.
                 passed_on = torch.zeros_like(cotangent) if ctx.in_place else None
         return passed_on, None, None, None, None
 

@@ -40,7 +40,7 @@ class Use(ABC):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dimensions of the output in which the samples may lie."""
+        """The dimensions of the output in which the samples may be."""
         return tuple(range(len(self.shape)))
 
     @property

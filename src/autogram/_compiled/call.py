@@ -80,7 +80,7 @@ class PartCall:
 
         Args:
             node: The node of the call.
-            results: Where the samples lie in the results, or ``None`` without a cotangent.
+            results: Where the samples are in the results, or ``None`` without a cotangent.
 
         Returns:
             The places in the cotangents of uses that have one, and in the gradients of the node's

@@ -1,6 +1,6 @@
 """The Gramian inside of a compiled backward pass: contractions as a part of its graph.
 
-Once it is certain where the samples lie, nothing about the contractions of a part depends on
+Once it is certain where the samples are, nothing about the contractions of a part depends on
 values. They are traced on tensors without data, and put behind the cotangents of the graph. What
 remains is one result ``(k, b, k, b)``, and factors that die inside. For a fused step, rows or
 factors remain, too, by which gradients are computed once there are weights.

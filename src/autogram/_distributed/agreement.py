@@ -121,7 +121,7 @@ class Agreement:
     def passes(self, go_along: Callable[[], None], kind: str | None = None) -> Iterator[None]:
         """A block in which all ranks make equally many passes. Interrupts wait for its end.
 
-        How many a rank makes depends on what it knows: where the samples lie, whether a check is
+        How many a rank makes depends on what it knows: where the samples are, whether a check is
         due. Ranks vote before each pass. A rank that is done goes along with the passes of others,
         by a function that makes a pass whose result nobody needs. The block is a call of its own if
         it has a ``kind`` and is inside of no other.

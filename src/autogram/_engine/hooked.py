@@ -130,7 +130,7 @@ class Hooked:
         last bits where a kernel adds up in any order. Captured steps are not verified.
 
         Raises:
-            UnsupportedError: It has to be found out in each step anew where the samples lie; or no
+            UnsupportedError: It has to be found out in each step anew where the samples are; or no
                 step was verified yet. When a step is captured: it is not one of those before.
 
         Example:
@@ -139,7 +139,7 @@ class Hooked:
         if not self._drivers.last.is_settled:
             raise UnsupportedError(
                 "A step cannot be captured: no step was verified yet, or in the last one the "
-                "engine could not remember where the samples lie. Run the step that is to be "
+                "engine could not remember where the samples are. Run the step that is to be "
                 "captured eagerly first; pass `batch_dim=None` to `Engine` if that does not help."
             )
         self._replays.prepare({parameter.device for parameter in self._channel.parameters_now()})
@@ -147,7 +147,7 @@ class Hooked:
     def check_replays(self) -> None:
         """Raises if steps in CUDA graphs were replayed with values that they are not right for.
 
-        Where samples lie may follow from index values and masks. Each replay compares them with
+        Where samples are may follow from index values and masks. Each replay compares them with
         those of the captured step, and looks whether its weights are finite. This method reads the
         answer for all replays since it was called last, and waits for the device. It also reads
         whether the weights of other steps on a GPU were finite.

@@ -86,7 +86,7 @@ def product(
         prepare: A function of ``(cotangent, *saved)`` that returns the cotangent and the factors.
             The first dimension of a cotangent counts the objectives. The function must not hold
             tensors, and should compute with :func:`promoted` tensors.
-        dims: The index of each dimension of the call's result, ``-`` where no samples can lie. By
+        dims: The index of each dimension of the call's result, ``-`` where no samples can be. By
             default the indices of the cotangent.
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
         scale: A number that the block is multiplied by.

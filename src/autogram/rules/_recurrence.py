@@ -8,7 +8,7 @@ and h_t = W_hr m_t, or m_t itself. Autograd goes back through the replay to the 
 and h, and computes no gradient of a weight (Werbos, Backpropagation Through Time: What It Does and
 How to Do It, 1990, doi:10.1109/5.58337).
 
-Steps lie in *rows*: first the rows of one step, one for each sequence that is not over, then the
+Steps are in *rows*: first the rows of one step, one for each sequence that is not over, then the
 rows of the next step. Sequences are sorted by length, so that the longest come first.
 """
 

@@ -176,7 +176,7 @@ class Replay:
         return layout.split(rows, dim)
 
     def _by_sequence(self, layout: Layout, cotangent: Tensor) -> Layout:
-        """Where the samples lie among packed sequences, from where they lie among their rows.
+        """Where the samples are among packed sequences, from where they are among their rows.
 
         A row may have no cotangent, and no known owner, where other steps of its sequence have.
         """

@@ -72,7 +72,7 @@ class UPGrad(_DualCone):
     gradient, up to the regularisation.
 
     With ``samples=s``, only s of the m rows are projected, times m / s, for s / m of the cost. Each
-    projection lies in the dual cone, so that the step conflicts with no gradient, as before. The
+    projection is in the dual cone, so that the step conflicts with no gradient, as before. The
     expectation of the weights is that of all rows. Their variance, the expected squared distance
     from the weights w = sum of all v_i, is m^2 / s * (1 - s / m) * V, with V = sum of
     \|v_i - w / m\|^2 / (m - 1), as always when drawing without replacement.

@@ -1,4 +1,4 @@
-"""Where samples may lie in a dimension."""
+"""Where samples may be in a dimension."""
 
 import pytest
 import torch

@@ -320,7 +320,7 @@ def test_how_a_weight_is_read_changes(runs: list[str], fused: bool, kind: str) -
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_dimension_of_the_samples_changes(runs: list[str], fused: bool) -> None:
-    """Tensors of the same forms, whose samples lie elsewhere."""
+    """Tensors of the same forms, whose samples are elsewhere."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
     engine = Engine(model, verify="never")

@@ -1,4 +1,4 @@
-"""Where samples lie inside of compiled parts: what is known, and what is measured each time."""
+"""Where samples are inside of compiled parts: what is known, and what is measured each time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -114,7 +114,7 @@ class Further(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_tensors_without_elements(dynamic: bool | None) -> None:
-    """Nothing says where the samples would lie in them."""
+    """Nothing says where the samples would are in them."""
     model = Further()
     engine = Engine(model, unseen="error", verify="never")
     run = compiled(model, dynamic=dynamic)

@@ -227,7 +227,7 @@ def test_losses_that_are_single_numbers() -> None:
 
 @pytest.mark.parametrize("keep", ["factors", "rows"])
 def test_memory_formats_that_change(keep: str) -> None:
-    """Elements of a parameter are the same elements, wherever they lie in memory."""
+    """Elements of a parameter are the same elements, wherever they are in memory."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Flatten(2))
     model.append(nn.Linear(4, 3))
     engine = Engine(model)

@@ -1,4 +1,4 @@
-"""Lookups in views of a parameter, whose rows may lie along any of its dimensions."""
+"""Lookups in views of a parameter, whose rows may be along any of its dimensions."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -192,7 +192,7 @@ def test_empty_bags(view: View) -> None:
 def test_parameters_that_are_stored_transposed(
     shape: tuple[int, int], view: View, make: type[Reader]
 ) -> None:
-    """Their rows lie along the last dimension of the storage."""
+    """Their rows are along the last dimension of the storage."""
 
     def make_model() -> nn.Module:
         model = make(view, shape, READS["embedding"])

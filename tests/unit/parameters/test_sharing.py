@@ -182,7 +182,7 @@ class Experts(nn.Module):
 
 
 class MixtureWithGather(nn.Module):
-    """Only the tokens that choose it go through a layer: samples lie in no regular place."""
+    """Only the tokens that choose it go through a layer: samples are in no regular place."""
 
     def __init__(self) -> None:
         super().__init__()

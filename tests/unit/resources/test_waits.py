@@ -31,7 +31,7 @@ class Language(nn.Module):
 
 
 class Gathered(nn.Module):
-    """Positions are looked up by index values, which decide where the samples lie."""
+    """Positions are looked up by index values, which decide where the samples are."""
 
     def __init__(self) -> None:
         super().__init__()

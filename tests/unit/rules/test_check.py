@@ -46,7 +46,7 @@ WRONG: dict[str, tuple[Answer, str]] = {
         lambda i, o: [product(o, "to,to->o", derivative(i, o).flip(1))],
         "off by",
     ),
-    "samples where none can lie": (
+    "samples where none can be": (
         # The sum over the positions is taken too early: no sample has a part of it.
         lambda i, o: [
             product(

@@ -253,7 +253,7 @@ def test_memory_limit_does_not_matter(limit: int) -> None:
 def test_weighted_gradient_is_exact(
     make_model: ModelFactory, shape: tuple[int, ...], objectives: Objectives, keep: Any
 ) -> None:
-    """By the kernel of an ordinary backward pass, where the samples lie in order."""
+    """By the kernel of an ordinary backward pass, where the samples are in order."""
     model = make_model()
     engine = Engine(model, batch_dim=objectives.batch_dim)
     losses = objectives.of(model(torch.randn(shape)))

@@ -63,7 +63,7 @@ FORMATS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.memory_
 def test_channels_last(
     name: str, of_inputs: bool, of_model: bool, samples: int, objectives: Objectives
 ) -> None:
-    """Weights, inputs, or both lie in memory with their channels last."""
+    """Weights, inputs, or both are in memory with their channels last."""
     make, shape, memory_format = FORMATS[name]
     images = batch(samples, *shape)
     template = make()

@@ -1,4 +1,4 @@
-"""Where the samples lie in activations: found, whatever the model does with its dimensions."""
+"""Where the samples are in activations: found, whatever the model does with its dimensions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +148,7 @@ def test_samples_are_found(name: str, samples: int, positions: int) -> None:
 @pytest.mark.parametrize("name", ["first token, folded", "first token, sequence first and folded"])
 @pytest.mark.parametrize("samples", [2, 4, 5])
 def test_one_more_position_than_samples(name: str, samples: int) -> None:
-    """First tokens of folded samples then lie at multiples of B + 1, which count up modulo B."""
+    """First tokens of folded samples then are at multiples of B + 1, which count up modulo B."""
     inputs = batch(samples, samples + 1, 4)
     assert_gramian_is_exact(MODELS[name], inputs, objectives=AS_SAMPLES)
 
@@ -193,7 +193,7 @@ def test_no_sample_has_a_gradient() -> None:
 
 
 def test_samples_that_have_a_gradient_in_turn() -> None:
-    """Dead units: at each call, other samples say where they lie."""
+    """Dead units: at each call, other samples say where they are."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     engine = Engine(model, batch_dim=0)
     for i in range(5):
@@ -219,7 +219,7 @@ class Branch(nn.Module):
 
 
 def test_branch_that_wakes_up() -> None:
-    """Where the samples lie in a silent branch is looked up when it is silent no more."""
+    """Where the samples are in a silent branch is looked up when it is silent no more."""
     model = Branch()
     engine = Engine(model, batch_dim=0)
     for _ in range(3):

@@ -205,7 +205,7 @@ def test_rows_where_one_of_the_samples_is_missing() -> None:
 
 
 class Exchanged(nn.Module):
-    """Samples exchange their first tokens, before these a convolution along which none can lie."""
+    """Samples exchange their first tokens, before these a convolution along which none can be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_samples_along_no_dimension() -> None:
 
 
 class Padded(nn.Module):
-    """Sums of tokens that lie one behind the other, read beyond the end of each short sample.
+    """Sums of tokens that are one behind the other, read beyond the end of each short sample.
 
     What is read there is of the next sample, and is multiplied by zero.
     """

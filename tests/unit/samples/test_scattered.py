@@ -82,7 +82,7 @@ class WithoutRule(nn.Module):
 
 
 class OfTokens(nn.Module):
-    """A convolution whose channels are the tokens: along them no samples can lie."""
+    """A convolution whose channels are the tokens: along them no samples can be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_series_of_steps(name: str) -> None:
 
 
 def test_tokens_that_stay_and_go() -> None:
-    """The same calls with samples that lie in rows, and then do not."""
+    """The same calls with samples that are in rows, and then do not."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -221,7 +221,7 @@ def test_one_sample_that_is_not_finite(steps: int) -> None:
 
 
 class Packed(nn.Module):
-    """Attention within sequences, of which several lie one behind the other in each row."""
+    """Attention within sequences, of which several are one behind the other in each row."""
 
     def __init__(self, middle: nn.Module | None = None) -> None:
         super().__init__()

@@ -218,7 +218,7 @@ SERIES: dict[str, tuple[Any, list[Any]]] = {
 @MAY_BE_COUPLED
 @pytest.mark.parametrize("name", SERIES)
 def test_series_of_places(name: str, place: Any, batch_dim: Any) -> None:
-    """With equal sizes, so that only the place of a change tells where the samples lie."""
+    """With equal sizes, so that only the place of a change tells where the samples are."""
     operator, arguments = SERIES[name]
     modules, losses_of = place(operator, arguments[0])
     assert_series_is_exact(losses_of, modules, arguments, batch_dim=batch_dim)

@@ -19,7 +19,7 @@ from tests.unit.waits import Waits
 
 
 class Gathered(nn.Module):
-    """Positions are looked up by index values, which decide where the samples lie."""
+    """Positions are looked up by index values, which decide where the samples are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_step_that_is_not_known_is_not_captured() -> None:
     engine.prepare_capture()
     with (
         captured(),
-        pytest.raises(UnsupportedError, match="it is not known where its samples lie"),
+        pytest.raises(UnsupportedError, match="it is not known where its samples are"),
     ):
         step(5)
     losses = model(torch.randn(4, 5)).square().sum(1)

@@ -1,4 +1,4 @@
-"""What decides where samples lie changes between steps: right on the tenth step as on the first.
+"""What decides where samples are changes between steps: right on the tenth step as on the first.
 
 Each series begins with arguments that leave the samples in place.
 """

@@ -65,7 +65,7 @@ class Checkpointed(nn.Module):
 
 
 class Sorted(nn.Module):
-    """Samples lie in irregular places, which are measured at each call."""
+    """Samples are in irregular places, which are measured at each call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -122,7 +122,7 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
     if not in_whole:
         return (
             "With the whole batch as one sample they agree, so no use is missing and every rule is "
-            "right: the samples are mixed, or lie elsewhere than was found. Batch normalisation in "
+            "right: the samples are mixed, or are elsewhere than was found. Batch normalisation in "
             "training mode and losses that compare samples mix them, and so may a hook on a "
             "gradient, which is not in autograd's graph. Pass `batch_dim=None` to `Engine` (exact "
             "for any losses, slower)."

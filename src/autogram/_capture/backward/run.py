@@ -39,7 +39,7 @@ class UseReport:
         index: The number of the call among the calls of its forward pass that read parameters.
         rule: The qualified name of the rule that the block is from, or ``None`` for explicit rows
             by vector-Jacobian products, whose cost is not known.
-        layout: Where the samples lie in the result, or ``None`` where the batch is one sample.
+        layout: Where the samples are in the result, or ``None`` where the batch is one sample.
         is_derived: Whether the call reads a tensor that is derived from the parameter. Factors or
             rows are then pulled back to the parameter.
     """

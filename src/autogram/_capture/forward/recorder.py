@@ -236,7 +236,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """The sizes of the dimensions of an input in which the samples may lie.
+    """The sizes of the dimensions of an input in which the samples may be.
 
     In a row of integers, these are likely to be positions, as many as there are samples.
     """

@@ -116,7 +116,7 @@ class Statuses:
     def tap_reads(self, reads: list[tuple[Tensor, Status]], changed: Any) -> dict[int, Tensor]:
         """Puts taps on what a call reads that has none, if the call reads tracked tensors, too.
 
-        The tap of a use hides what lies behind it from the search for the uses of single nodes.
+        The tap of a use hides the nodes behind it from the search for the uses of single nodes.
         What no use reads is left to that search, which finds the factors of these uses. Returns
         stand-ins by the ``id`` of what each stands for. The tensor that the call has ``changed`` in
         place has none.

@@ -1,1 +1,1 @@
-"""Samples: where the samples of the losses lie in the results of torch calls."""
+"""Samples: where the samples of the losses are in the results of torch calls."""

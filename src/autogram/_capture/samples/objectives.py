@@ -45,7 +45,7 @@ class Objectives:
 
     @property
     def layout(self) -> Folded | None:
-        """Where the samples lie in the losses."""
+        """Where the samples are in the losses."""
         if self.batch_dim is None:
             return None
         return Folded(self.batch_dim % self.losses.dim(), 1, self.samples, 1)

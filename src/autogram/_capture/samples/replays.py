@@ -1,7 +1,7 @@
 """Steps inside of a CUDA graph: nothing is read on the host, and results are left on the device.
 
 A replay repeats only the work of the device. The device compares the constants that decide where
-samples lie with those of the captured step, and keeps whether they differed until it is read. In
+samples are with those of the captured step, and keeps whether they differed until it is read. In
 other steps, a flag has that, and is read without waiting for later work.
 """
 

@@ -84,7 +84,7 @@ class Survey:
             return
         if self.leaves_of_tail:
             self.tail = self._find_tail()
-        # Digests of all that decides where the samples lie, except values of tensors.
+        # Digests of all that decides where the samples are, except values of tensors.
         self.structure = _digest(self._structure)  # also except sizes
         self.key = _digest([self.structure, self._sizes, self._inside])
         of_uses = [(use.recording.names, of) for use in self.uses for of in use.reads]
@@ -137,7 +137,7 @@ class Survey:
     def _refuse_missed(self, recording: Recording, others: set[Tensor]) -> None:
         """Refuses parameters that a forward pass has read and that its recording did not know.
 
-        They are among the leaves that are no parameters of the recording, lie behind taps of it,
+        They are among the leaves that are no parameters of the recording, are behind taps of it,
         and in front of those that are next.
         """
         if not (new := others & self.names.keys() - self.left_out.keys()):

@@ -1,4 +1,4 @@
-"""Where samples lie in a compiled backward pass. See README.md here."""
+"""Where samples are in a compiled backward pass. See README.md here."""
 
 from autogram._compiled.placement.carried import find_carried
 

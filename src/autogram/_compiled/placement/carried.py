@@ -1,6 +1,6 @@
 """Where samples go in the backward graph of a part, whatever the values are.
 
-A cotangent in the graph is linear in those of the part's outputs. From where the samples lie in the
+A cotangent in the graph is linear in those of the part's outputs. From where the samples are in the
 latter, their places follow node by node, as long as an operator keeps them by its sizes alone. What
 an operator does that has no rule is unknown: then samples are measured in each call.
 """
@@ -33,7 +33,7 @@ def find_carried(
 
     Args:
         module: The graph, with the operators that show cotangents.
-        results: Where the samples lie in the cotangents that it is given, or ``None`` in zeros.
+        results: Where the samples are in the cotangents that it is given, or ``None`` in zeros.
         sizes: Puts numbers in the place of symbols.
 
     Returns:
@@ -78,7 +78,7 @@ def find_carried(
 
 
 def _place(call: OperatorCall) -> PlaceOrSeveral:
-    """Where the samples lie in what a call computes."""
+    """Where the samples are in what a call computes."""
     if call.node.target is operator.getitem:
         whole, item = call.node.args
         found = call.places[whole]  # type: ignore[index]  # a node

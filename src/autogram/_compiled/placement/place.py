@@ -20,7 +20,7 @@ class Zero:
 
 
 UNKNOWN, ZERO = Unknown(), Zero()
-# Where the samples lie in the result of a node. `None`: it does not depend on any cotangent.
+# Where the samples are in the result of a node. `None`: it does not depend on any cotangent.
 Place = Folded | Unknown | Zero | None
 PlaceOrSeveral = Place | tuple[Place, ...]
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ class OperatorCall:
     shape_of: Callable[[fx.Node], Shape]
 
     def of(self, argument: Any) -> Place:
-        """Where the samples lie in an argument."""
+        """Where the samples are in an argument."""
         found = self.places[argument] if isinstance(argument, fx.Node) else None
         return UNKNOWN if isinstance(found, tuple) else found
 

@@ -86,7 +86,7 @@ def test_tensors_that_are_expanded_over_the_samples_are_used(
 @pytest.mark.parametrize(
     ("function", "args"),
     [
-        (Tensor.expand, (W, 1, 1, 7, 3, 3)),  # not where samples lie in inputs
+        (Tensor.expand, (W, 1, 1, 7, 3, 3)),  # not where samples are in inputs
         (Tensor.expand, (W, 3, 3)),
         (Tensor.expand, (W,)),
         (Tensor.expand, (W, 3)),

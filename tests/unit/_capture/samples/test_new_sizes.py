@@ -12,7 +12,7 @@ from autogram._capture.autograd.graph import kind_of_node
 from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
 
 SAMPLES = 7
-# None of the sizes below is a multiple of the samples, which could lie there.
+# None of the sizes below is a multiple of the samples, which could be there.
 LENGTHS = (9, 11, 12, 9, 18, 19, 11)
 
 

@@ -17,7 +17,7 @@ from tests.unit.engines import assert_exact, batch, per_sample
 
 
 class Model(nn.Module):
-    """Samples lie in other places for a while if index values say so."""
+    """Samples are in other places for a while if index values say so."""
 
     def __init__(self) -> None:
         super().__init__()
