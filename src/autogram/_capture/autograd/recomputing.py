@@ -7,15 +7,19 @@ passes, and keeps what nobody asks for as long as the graph is alive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.checkpoint import GraphExecGroup
+from torch.utils import checkpoint
 
 from autogram._capture.autograd.graph import kind_of_node
 from autogram._capture.autograd.passes import Pass
 
 T = TypeVar("T")
+
+# Passes of one group run a part once. Without groups, in old versions, each read runs it.
+_Group: Any = getattr(checkpoint, "GraphExecGroup", nullcontext)
 
 
 def checkpointed_parts(nodes: Iterable[Any]) -> dict[Any, None]:
@@ -55,7 +59,8 @@ class Recomputing:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self._parts = parts
-        self.group = GraphExecGroup()
+        self._passes: set[int] = set()  # their numbers, by which parts run where no group is
+        self.group = _Group()
         """To be entered where saved tensors are read."""
 
     def call(self, current: Pass, function: Callable[[], T]) -> T:
@@ -66,6 +71,7 @@ class Recomputing:
         found: list[T] = []
 
         def call(*_: object) -> None:
+            self.note_pass()
             with self.group:
                 found.append(function())
 
@@ -77,7 +83,12 @@ class Recomputing:
         current.differentiate(root, [], torch.ones_like(leaf))
         return found[0]
 
+    def note_pass(self) -> None:
+        """Notes the pass that runs."""
+        self._passes.add(torch._C._current_graph_task_id())
+
     def release(self) -> None:
         """Frees what the parts have computed."""
         for part in self._parts:
-            part.recomputed.pop(self.group, None)
+            for key in (self.group, *self._passes):
+                part.recomputed.pop(key, None)

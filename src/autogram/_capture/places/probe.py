@@ -132,6 +132,7 @@ class Prober:
             current = running_pass()
             if current is not None and current.receiver is self:
                 found.append(gradients)
+                again.note_pass()
                 raise _CarriedOutError  # so that the pass goes no further
 
         given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
