@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice, product
+from itertools import count, islice
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autogram._errors import (
     InvalidLossesError,
     InvalidOperandError,
     InvalidOptionError,
+    NonFiniteError,
     UnsupportedError,
     listed,
 )
@@ -93,7 +95,7 @@ class GaussNewton(Optimizer):
                 "`GaussNewton` solves the system of one process, and the engine is one of several "
                 "processes. Make it without `distributed`, and optimize in one process."
             )
-        if not is_number(damping) or not 0 < damping < torch.inf:
+        if not is_number(damping) or not 0 < damping < inf:
             raise InvalidOptionError(f"`damping` is {damping!r}. Pass a positive number.")
         if not is_integer(halvings) or halvings < 0:
             raise InvalidOptionError(
@@ -132,34 +134,31 @@ class GaussNewton(Optimizer):
         """
         closure = torch.enable_grad()(closure)
         group = self.param_groups[0]
-        found = _checked(closure())
+        residuals = _checked(closure())
+        if not isfinite(loss := _loss_of(residuals)):
+            raise NonFiniteError(
+                "The closure returned residuals that are infinite or not a number, and the "
+                "parameters stay as they are. Look for a division by zero or an overflow in it; "
+                "`torch.autograd.detect_anomaly()` finds it."
+            )
         with torch.enable_grad():
-            jacobian = self._engine.jacobian(found)
+            jacobian = self._engine.jacobian(residuals)
         self._check(jacobian)
-        rounding = torch.finfo(found.dtype).eps
-        residuals = found.detach().flatten().double()
-        del found  # the graph is needed no more
-        gramian, loss = jacobian.gramian(), float(residuals.square().sum())
-        damping: float = group["damping"]
-        direction: dict[Tensor, Tensor] = {}
-        image = residuals
-        steps = product(range(_MOST_TRIALS), range(group["halvings"] + 1))
-        for rise, halving in islice(steps, _MOST_TRIALS):
-            if halving == 0:
-                damping *= 4.0**rise
-                solution = damped_solution(gramian, residuals, damping * loss)
-                image = gramian.double() @ solution.double()  # J d
-                direction = dict(zip(jacobian._names, jacobian.vjp(solution).values(), strict=True))
+        residuals = residuals.detach()  # the graph is needed no more
+        flat, rounding = residuals.flatten().double(), torch.finfo(residuals.dtype).eps
+        directions = _directions(jacobian, flat, group["damping"], loss)
+        trials = ((each, i) for each in directions for i in range(group["halvings"] + 1))
+        for (damping, direction, image), halving in islice(trials, _MOST_TRIALS):
             length = 0.5**halving
-            predicted = float(length * image @ (2 * residuals - length * image))
+            predicted = float(length * image @ (2 * flat - length * image))
             if not predicted > rounding * loss:
-                return residuals  # a stationary point
+                break  # a stationary point
             gain = (loss - self._loss_after(closure, direction, length)) / predicted
             if gain >= _ENOUGH:
                 for p, d in direction.items():
                     p.sub_(d.to(p.dtype), alpha=length)
                 group["damping"] = damping if halving else damping * _factor(gain)
-                return residuals
+                break
         return residuals
 
     def _loss_after(
@@ -173,7 +172,7 @@ class GaussNewton(Optimizer):
         before = [(p, p.data) for p in direction]
         with undone(partial(_put, before)), self._engine.paused():
             _put([(p, p.data - (length * d).to(p.dtype)) for p, d in direction.items()])
-            return float(_checked(closure()).detach().double().square().sum())
+            return _loss_of(_checked(closure()))
 
     def _check(self, jacobian: Jacobian) -> None:
         """Refuses a Jacobian that this optimizer can make no step with."""
@@ -195,6 +194,23 @@ def _checked(residuals: Any) -> Tensor:
             "tensor, with their graph; several tensors go together by `torch.cat`."
         )
     return residuals
+
+
+def _loss_of(residuals: Tensor) -> float:
+    """The sum of squares of residuals."""
+    return float(residuals.detach().double().square().sum())
+
+
+def _directions(
+    jacobian: Jacobian, residuals: Tensor, damping: float, loss: float
+) -> Iterator[tuple[float, dict[Tensor, Tensor], Tensor]]:
+    """With more and more damping: the damping, the step d by parameter, and J d in float64."""
+    gramian = jacobian.gramian()
+    for rise in count():
+        damping *= 4.0**rise
+        solution = damped_solution(gramian, residuals, damping * loss)
+        step = zip(jacobian._names, jacobian.vjp(solution).values(), strict=True)
+        yield damping, dict(step), gramian.double() @ solution.double()
 
 
 def _factor(gain: float) -> float:
