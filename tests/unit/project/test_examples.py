@@ -166,7 +166,8 @@ def test_network_of_physics_carries_its_laplacian() -> None:
 
 
 @pytest.mark.cpu  # where the example draws its points
-def test_gauss_newton_learns_physics() -> None:
-    """Within some steps, of which the first ones are short."""
-    errors = [error for _, error in gauss_newton(Network(), steps=25)]
-    assert errors[-1] < 0.1 * errors[0]
+@pytest.mark.skipif(DTYPE != torch.float64, reason="rounding is larger than the error")
+def test_gauss_newton_solves_the_equation() -> None:
+    """To a relative error of 1e-5, at new points in each step."""
+    errors = (error for _, error in gauss_newton(Network(), steps=60))
+    assert any(error < 1e-5 for error in errors)
