@@ -215,7 +215,8 @@ def _tensors_of(representation: Any) -> list[Tensor]:
 
 def _leaves_past(losses: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The leaves that losses reach past some tensors, and not through them."""
-    ends: set[tuple[Any, int]] = {tuple(get_gradient_edge(tensor)) for tensor in tensors}
+    edges = map(get_gradient_edge, tensors)
+    ends: set[tuple[Any, int]] = {(edge.node, edge.output_nr) for edge in edges}
     seen: set[Any] = {None}
     pending: list[tuple[Any, int]] = [(losses.grad_fn, losses.output_nr)]
     past: list[Tensor] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from autogram._capture.backward.verification import without_hooks
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._errors import NotConnectedError
+from autogram._undo import undone
 from autogram.representation._samples import owners_of
 
 
@@ -70,7 +72,13 @@ class RowsAtTensors:
         outputs = list(_outputs(objectives)) if losses.numel() else []
         ends = [retain_graph or i < len(outputs) for i in range(1, len(outputs) + 1)]
         passes = [(*output, end) for output, end in zip(outputs, ends, strict=True)]
-        with without_hooks(inputs), without_autocast(losses.device), torch.no_grad():
+        retained = [(x, x.grad) for x in tensors if x.retains_grad]
+        with (
+            undone(partial(_put_back, retained)),
+            without_hooks(inputs),
+            without_autocast(losses.device),
+            torch.no_grad(),
+        ):
             Pass(Channel(), is_step=True).differentiate_each(passes, inputs, take)
         if missing := [i for i, is_reached in enumerate(reached) if not is_reached and passes]:
             shape = tuple(tensors[missing[0]].shape)
@@ -128,6 +136,12 @@ def _outputs(objectives: Objectives) -> Iterator[tuple[Tensor | GradientEdge, Te
             yield GradientEdge(start, index), one
 
 
+def _put_back(retained: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Gives tensors that retain their gradient the one that they had."""
+    for tensor, gradient in retained:
+        tensor.grad = gradient
+
+
 def _products(rows: Tensor, owners: Tensor, samples: int) -> Tensor:
     """Inner products of rows ``(k, *shape)`` for each sample, ``(k, k, b)``.
 
@@ -135,13 +149,13 @@ def _products(rows: Tensor, owners: Tensor, samples: int) -> Tensor:
     """
     k = len(rows)
     if samples == 1:
-        flat = rows.reshape(k, -1)
+        flat = rows.reshape(k, prod(rows.shape[1:]))
         return (flat @ flat.mH).real.unsqueeze(2)
     total = torch.zeros(k, k, samples, dtype=_real(rows), device=rows.device)
     for i in range(k):
         products = (rows[i] * rows[i:].conj()).real.sum_to_size((k - i, *owners.shape))
         total[i, i:].index_add_(1, owners.flatten(), products.flatten(1))
-        total[i:, i] = total[i, i:]
+        total[i + 1 :, i] = total[i, i + 1 :]
     return total
 
 

@@ -33,6 +33,9 @@ def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]
     if any(of.is_nested_tensor for of in results):
         raise MixedSamplesError(_message("There is a nested tensor, whose shape tells nothing"))
     edges = [Edge(edge.node, edge.output_nr) for edge in map(get_gradient_edge, tensors)]
+    behind = set(nodes)
+    if not all(edge.node in behind for edge in edges):
+        return [_none_of(tensor) for tensor in tensors]  # the pass tells that it is not connected
     root = Edge(losses.grad_fn, losses.output_nr)
     start = Places.along(losses.shape, layout.dim)
     finding, found = infer(root, start, nodes, edges, Prober(Channel()))
