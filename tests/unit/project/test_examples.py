@@ -18,6 +18,7 @@ from examples.problem import draw, make_model
 from examples.rows import aggregate_by_parameter, config_weights
 from examples.two_batches import TASKS, MultiTask, draw_losses
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.environment import DTYPE
 from tests.unit.jacobians import flat
 
 FOLDER = Path(__file__).parents[3] / "examples"
@@ -166,7 +167,7 @@ def test_network_of_physics_carries_its_laplacian() -> None:
 
 
 @pytest.mark.cpu  # where the example draws its points
-@pytest.mark.skipif(DTYPE != torch.float64, reason="rounding is larger than the error")
+@pytest.mark.skipif(torch.float64 != DTYPE, reason="rounding is larger than the error")
 def test_gauss_newton_solves_the_equation() -> None:
     """To a relative error of 1e-5, at new points in each step."""
     errors = (error for _, error in gauss_newton(Network(), steps=60))
