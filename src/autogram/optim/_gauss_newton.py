@@ -1,10 +1,10 @@
-"""Gauss-Newton steps in the space of samples, whose damping and length follow the gain ratio."""
+"""Gauss-Newton steps in the space of samples, whose damping follows the gain ratio."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from math import inf, isfinite
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autogram._arguments import is_integer, is_number
+from autogram._arguments import is_number
 from autogram._capture.distribution import refuse_gradients
 from autogram._engine import Engine
 from autogram._errors import (
@@ -27,39 +27,37 @@ from autogram._jacobian import Jacobian
 from autogram._jacobian.solve import damped_solution
 from autogram._undo import undoing, undone
 
-# The share of the predicted gain that a step must reach: a step along a descent direction does,
-# if it is short enough.
-_ENOUGH = 0.1
-# How many pairs of a damping and a length are tried in a step. The damping rises by 4, 16, 64, ...
-_MOST_TRIALS = 25
+# The share of the predicted gain that a step must reach.
+_ENOUGH = 0.01
+# By what the damping is multiplied after a step that reaches it, and after one that does not.
+_LOWER, _HIGHER = 0.01, 2.0
+# Enough to come from the smallest damping to one.
+_MOST_TRIALS = 60
 
 
 class GaussNewton(Optimizer):
-    """Least squares by steps of Gauss and Newton, as Levenberg and Marquardt damp them.
+    """Least squares by steps of Gauss and Newton, damped as by Levenberg and Marquardt.
 
     It minimises the sum of squares of m residuals r, which a closure computes. The step d minimises
-    ‖r - J d‖² + λ ‖d‖². It is Jᵀ (J Jᵀ + λ I)⁻¹ r by the push-through identity, so that the linear
-    system is ``(m, m)``, however many parameters there are. The parameters become θ - a d.
+    ‖r - J d‖² + λ ‖d‖², and the parameters become θ - d. By the push-through identity, d is
+    Jᵀ (J Jᵀ + λ I)⁻¹ r: the linear system is ``(m, m)``, however many parameters there are.
 
-    Damping and length follow the *gain ratio*: by how much the sum of squares falls, over what the
-    linear model of the residuals predicts. The length a is the first of 1, 1/2, 1/4, ... with a
-    ratio of at least 0.1. If it is 1, the damping is multiplied by max(1/3, 1 - (2 ratio - 1)³) for
-    the next step. If no length will do, the damping rises, and the step is computed again.
+    The damping is chosen by the *gain ratio*: by how much the sum of squares falls, over what the
+    linear model of the residuals predicts. If the ratio is below 0.01, the step is taken back, and
+    computed again with twice the damping. After a step that counts, the damping is a hundredth.
+    Such steps are bold: they keep small eigenvalues of J Jᵀ alive, which a cautious damping hides.
 
-    λ is the damping times ‖r‖², so that it vanishes with the residuals. Its number is
-    ``optimizer.param_groups[0]["damping"]``, which a ``state_dict`` contains.
+    λ is a number times the mean of the diagonal of J Jᵀ. The number, which does not change if
+    residuals are scaled, is ``optimizer.param_groups[0]["damping"]``, and in the ``state_dict``.
 
     Args:
         engine: The engine of the modules whose parameters are optimized. Parameters that need no
             gradient stay as they are.
-        damping: The first number, positive. Far from a solution, small ones are better: a step that
-            is too long is made shorter, and keeps its direction.
-        halvings: How often the length is halved at most. With 0, each step has its full length, and
-            the damping alone is adapted, as Levenberg and Marquardt do.
+        damping: The first number, positive.
 
     Raises:
         InvalidOperandError: ``engine`` is not an engine.
-        InvalidOptionError: ``damping`` is not positive, or ``halvings`` is negative.
+        InvalidOptionError: ``damping`` is not positive.
         UnsupportedError: The engine is one of several processes.
 
     Example:
@@ -76,14 +74,13 @@ class GaussNewton(Optimizer):
 
     References:
         Levenberg 1944, doi:10.1090/qam/10666; Marquardt 1963, doi:10.1137/0111030 (damping).
-        Nocedal and Wright, Numerical Optimization, 2006, chapter 10 (least squares), chapter 3 (the
-        length); Nielsen, Damping Parameter in Marquardt's Method, 1999 (the factor); Yamashita and
-        Fukushima 2001, doi:10.1007/978-3-7091-6217-0_18 (λ in proportion to ‖r‖²).
+        Nocedal and Wright, Numerical Optimization, 2006, chapter 10 (least squares, the ratio);
+        Transtrum and Sethna 2012, arXiv:1201.5885 (higher by little, lower by much).
         Müller and Zeinhofer 2023, arXiv:2302.13163, and Guzmán-Cordero et al. 2025,
         arXiv:2505.12149 (differential equations; the system of the samples).
     """
 
-    def __init__(self, engine: Engine, *, damping: float = 1e-9, halvings: int = 20) -> None:
+    def __init__(self, engine: Engine, *, damping: float = 1e-3) -> None:
         given: object = engine
         if not isinstance(given, Engine):
             raise InvalidOperandError(
@@ -97,13 +94,9 @@ class GaussNewton(Optimizer):
             )
         if not is_number(damping) or not 0 < damping < inf:
             raise InvalidOptionError(f"`damping` is {damping!r}. Pass a positive number.")
-        if not is_integer(halvings) or halvings < 0:
-            raise InvalidOptionError(
-                f"`halvings` is {halvings!r}. Pass zero or a positive integer."
-            )
         self._engine = engine
         named = [(name, p) for p, name in engine._channel.parameters_now().items()]
-        super().__init__(named, {"damping": float(damping), "halvings": int(halvings)})
+        super().__init__(named, {"damping": float(damping)})
 
     @undoing
     @torch.no_grad()
@@ -113,17 +106,17 @@ class GaussNewton(Optimizer):
         Args:
             closure: Computes the residuals anew, for the parameters as they are, and returns them
                 with their graph: a tensor with m elements. It makes no backward pass, and needs no
-                ``zero_grad``. It is called once, and again for each length that is tried, with the
-                engine paused; with equal parameters it must give equal residuals. Fresh points or
+                ``zero_grad``. It is called once, and again for each damping that is tried, with the
+                engine paused; with equal parameters it must give equal residuals. New points or
                 batches are drawn before the step.
 
         Returns:
             The residuals before the step, detached. If no step makes them smaller, the parameters
-            and the damping stay as they are.
+            stay as they are.
 
-            Cost: :meth:`autogram.Engine.jacobian` and its Gramian, m³ / 3 for the system, weighted
-            gradients, and a forward pass for each length; the last three again where the damping
-            rises. RAM: the Jacobian's, the ``(m, m)`` system, and two copies of the parameters.
+            Cost: :meth:`autogram.Engine.jacobian` and its Gramian; and for each damping, m³ / 3 for
+            the system, weighted gradients, and a forward pass. About seven are tried in a step.
+            RAM: the Jacobian's, the ``(m, m)`` system, and two copies of the parameters.
 
         Raises:
             InvalidLossesError: The closure does not return a tensor, or one without a graph.
@@ -146,23 +139,20 @@ class GaussNewton(Optimizer):
         self._check(jacobian)
         residuals = residuals.detach()  # the graph is needed no more
         flat, rounding = residuals.flatten().double(), torch.finfo(residuals.dtype).eps
-        directions = _directions(jacobian, flat, group["damping"], loss)
-        trials = ((each, i) for each in directions for i in range(group["halvings"] + 1))
-        for (damping, direction, image), halving in islice(trials, _MOST_TRIALS):
-            length = 0.5**halving
-            predicted = float(length * image @ (2 * flat - length * image))
+        for damping, direction, image in islice(_directions(jacobian, flat, group), _MOST_TRIALS):
+            predicted = float(image @ (2 * flat - image))
             if not predicted > rounding * loss:
                 break  # a stationary point
-            gain = (loss - self._loss_after(closure, direction, length)) / predicted
-            if gain >= _ENOUGH:
+            if (loss - self._loss_after(closure, direction)) / predicted >= _ENOUGH:
                 for p, d in direction.items():
-                    p.sub_(d.to(p.dtype), alpha=length)
-                group["damping"] = damping if halving else damping * _factor(gain)
+                    p.sub_(d.to(p.dtype))
+                group["damping"] = max(_LOWER * damping, torch.finfo(jacobian.dtype).eps)
                 break
+            group["damping"] = _HIGHER * damping
         return residuals
 
     def _loss_after(
-        self, closure: Callable[[], Tensor], direction: Mapping[Tensor, Tensor], length: float
+        self, closure: Callable[[], Tensor], direction: Mapping[Tensor, Tensor]
     ) -> float:
         """The sum of squares after a step, which is taken back.
 
@@ -171,7 +161,7 @@ class GaussNewton(Optimizer):
         """
         before = [(p, p.data) for p in direction]
         with undone(partial(_put, before)), self._engine.paused():
-            _put([(p, p.data - (length * d).to(p.dtype)) for p, d in direction.items()])
+            _put([(p, p.data - d.to(p.dtype)) for p, d in direction.items()])
             return _loss_of(_checked(closure()))
 
     def _check(self, jacobian: Jacobian) -> None:
@@ -202,20 +192,16 @@ def _loss_of(residuals: Tensor) -> float:
 
 
 def _directions(
-    jacobian: Jacobian, residuals: Tensor, damping: float, loss: float
+    jacobian: Jacobian, residuals: Tensor, group: Mapping[str, Any]
 ) -> Iterator[tuple[float, dict[Tensor, Tensor], Tensor]]:
-    """With more and more damping: the damping, the step d by parameter, and J d in float64."""
+    """With the damping of a group at the time: it, the step d by parameter, and J d in float64."""
     gramian = jacobian.gramian()
-    for rise in count():
-        damping *= 4.0**rise
-        solution = damped_solution(gramian, residuals, damping * loss)
+    unit = float(gramian.diagonal().double().mean())
+    while True:
+        damping: float = group["damping"]
+        solution = damped_solution(gramian, residuals, damping * unit)
         step = zip(jacobian._names, jacobian.vjp(solution).values(), strict=True)
         yield damping, dict(step), gramian.double() @ solution.double()
-
-
-def _factor(gain: float) -> float:
-    """By what the damping is multiplied after a step of full length: at least 1/3, at most 2."""
-    return max(1 / 3, 1 - (2 * gain - 1) ** 3)
 
 
 def _put(data: Sequence[tuple[Tensor, Tensor]]) -> None:

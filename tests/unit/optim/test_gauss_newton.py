@@ -42,51 +42,48 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def dense_step(model: nn.Module, closure: Closure, damping: float, halvings: int) -> float:
-    """A step by dense least squares in the parameters; returns the damping of the next one."""
+def dense_step(model: nn.Module, closure: Closure, damping: float) -> tuple[float, int]:
+    """A step by dense least squares in the parameters: the next damping, and how many were tried.
+
+    As Levenberg and Marquardt have it: the damping rises until the residuals become smaller.
+    """
     residuals = closure()
     jacobian = reference_jacobian(residuals, model.parameters())
     residuals, before = residuals.detach(), flat(model)
     loss, eye = residuals.square().sum(), torch.eye(len(before))
-    for rise in range(50):
-        damping *= 4.0**rise
-        rows = torch.cat([jacobian, (damping * loss).sqrt() * eye])
+    unit = jacobian.square().sum(1).mean()
+    for trial in range(60):
+        rows = torch.cat([jacobian, (damping * unit).sqrt() * eye])
         right = torch.cat([residuals, torch.zeros(len(before))]).unsqueeze(1)
         step = torch.linalg.lstsq(rows, right).solution.squeeze(1)
-        for halving in range(halvings + 1):
-            change = 0.5**halving * step
-            nn.utils.vector_to_parameters(before - change, model.parameters())
-            predicted = loss - (residuals - jacobian @ change).square().sum()
-            gain = (loss - closure().detach().square().sum()) / predicted
-            if gain >= 0.1:
-                return damping if halving else damping * max(1 / 3, float(1 - (2 * gain - 1) ** 3))
+        nn.utils.vector_to_parameters(before - step, model.parameters())
+        predicted = loss - (residuals - jacobian @ step).square().sum()
+        if (loss - closure().detach().square().sum()) / predicted >= 0.01:
+            return damping / 100, trial + 1
+        damping *= 2
     raise AssertionError("no step helps")
 
 
-@pytest.mark.parametrize("halvings", [0, 20], ids=["damping alone", "lengths"])
 @pytest.mark.parametrize("sizes", [(6, 8), (40, 30)], ids=["few residuals", "many"])
-@pytest.mark.parametrize("damping", [1e-4, 1e-1])
-def test_steps_are_those_of_levenberg_and_marquardt(
-    damping: float, sizes: tuple[int, int], halvings: int
-) -> None:
+@pytest.mark.parametrize("damping", [1e-3, 1e-1])
+def test_steps_are_those_of_levenberg_and_marquardt(damping: float, sizes: tuple[int, int]) -> None:
     """Over a series, in which each step has other points and every second one another size."""
     model, twin = make_model(), make_model()
     twin.load_state_dict(model.state_dict())
-    optimizer = GaussNewton(Engine(model), damping=damping, halvings=halvings)
-    dampings, lengths = [damping], 0
+    optimizer = GaussNewton(Engine(model), damping=damping)
+    tried = []
     for i in range(12):
         points = draw(sizes[i % 2])
         before = residuals_of(twin, *points)
         found = optimizer.step(partial(residuals_of, model, *points))
         assert_close_to_reference(found, before.detach())
-        dampings.append(
-            dense_step(twin, partial(residuals_of, twin, *points), dampings[-1], halvings)
-        )
+        damping, trials = dense_step(twin, partial(residuals_of, twin, *points), damping)
+        tried.append(trials)
         assert_close_to_reference(flat(model), flat(twin))
-        assert abs(optimizer.param_groups[0]["damping"] / dampings[-1] - 1) < 1e-6
-        lengths += residuals_of(model, *points).square().sum() < before.square().sum()
-    assert lengths == 12  # each has made the residuals smaller
-    assert len({*dampings}) > 1
+        assert abs(optimizer.param_groups[0]["damping"] / damping - 1) < 1e-9
+        assert residuals_of(model, *points).square().sum() < before.square().sum()
+    assert tried[0] == 1
+    assert max(tried) > 3
 
 
 def test_the_damping_rises_until_a_step_helps() -> None:
@@ -94,21 +91,21 @@ def test_the_damping_rises_until_a_step_helps() -> None:
     x = torch.full((1,), 3.0)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
-    optimizer = GaussNewton(Engine(model), damping=1e-12, halvings=0)
+    optimizer = GaussNewton(Engine(model), damping=1e-12)
     before = optimizer.step(lambda: model(x).atan())
     assert model(x).atan().abs() < before.abs()
-    assert 1e-6 < optimizer.param_groups[0]["damping"] < 1e3
+    assert 1e-4 < optimizer.param_groups[0]["damping"] < 1
 
 
 def test_state_dict_round_trip(tmp_path: Any) -> None:
     """A run that is stopped and resumed goes on as one that is not."""
     model, other = make_model(), make_model()
     points = [draw(10) for _ in range(8)]
-    optimizer = GaussNewton(Engine(model), damping=1e-2)
+    optimizer = GaussNewton(Engine(model), damping=1e-1)
     for each in points[:4]:
         optimizer.step(partial(residuals_of, model, *each))
     torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
-    assert optimizer.param_groups[0]["damping"] != 1e-2
+    assert optimizer.param_groups[0]["damping"] != 1e-1
     resumed = GaussNewton(Engine(other))
     of_model, of_optimizer = torch.load(tmp_path / "state.pt")
     other.load_state_dict(of_model)
@@ -147,7 +144,7 @@ def test_where_the_gradient_is_zero_nothing_changes() -> None:
         optimizer.step(partial(closure, factor))
         assert torch.equal(flat(model), before)
     assert calls == [1.0, 0.0]
-    assert optimizer.param_groups[0]["damping"] == 1e-9
+    assert optimizer.param_groups[0]["damping"] == 1e-3
 
 
 def test_where_no_step_helps_nothing_changes() -> None:
@@ -162,8 +159,7 @@ def test_where_no_step_helps_nothing_changes() -> None:
 
     optimizer.step(closure)
     assert torch.equal(flat(model), before)
-    assert len(calls) == 26
-    assert optimizer.param_groups[0]["damping"] == 1e-9
+    assert 40 < len(calls) <= 61
 
 
 def test_without_residuals() -> None:
@@ -239,8 +235,9 @@ def test_an_error_in_the_closure_changes_nothing(number: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(closure)
     assert torch.equal(flat(model), before)
+    damping = optimizer.param_groups[0]["damping"]
     optimizer.step(closure)
-    dense_step(twin, lambda: 5 * residuals_of(twin, *points).sinh(), 1e-3, 20)
+    dense_step(twin, lambda: 5 * residuals_of(twin, *points).sinh(), damping)
     assert_close_to_reference(flat(model), flat(twin))
     assert [p.data_ptr() for p in model.parameters()] == storages
 
@@ -259,8 +256,6 @@ def test_hooks_of_optimizers_run() -> None:
         ({"damping": 0.0}, "`damping` is 0.0. Pass a positive number"),
         ({"damping": float("nan")}, "`damping` is nan. Pass a positive number"),
         ({"damping": True}, "`damping` is True. Pass a positive number"),
-        ({"halvings": -1}, "`halvings` is -1. Pass zero or a positive integer"),
-        ({"halvings": 1.5}, "`halvings` is 1.5. Pass zero or a positive integer"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:
