@@ -64,16 +64,16 @@ def dense_step(model: nn.Module, closure: Closure, damping: float) -> tuple[floa
     raise AssertionError("no step helps")
 
 
-@pytest.mark.parametrize("sizes", [(6, 8), (40, 30)], ids=["few residuals", "many"])
+@pytest.mark.parametrize("sizes", [(6, 8), (20, 24)], ids=["few residuals", "many"])
 @pytest.mark.parametrize("damping", [1e-3, 1e-1])
 def test_steps_are_those_of_levenberg_and_marquardt(damping: float, sizes: tuple[int, int]) -> None:
     """Over a series, in which each step has other points and every second one another size."""
     model, twin = make_model(), make_model()
-    twin.load_state_dict(model.state_dict())
     optimizer = GaussNewton(Engine(model), damping=damping)
     tried = []
     for i in range(12):
         points = draw(sizes[i % 2])
+        twin.load_state_dict(model.state_dict())
         before = residuals_of(twin, *points)
         found = optimizer.step(partial(residuals_of, model, *points))
         assert_close_to_reference(found, before.detach())
@@ -82,8 +82,7 @@ def test_steps_are_those_of_levenberg_and_marquardt(damping: float, sizes: tuple
         assert_close_to_reference(flat(model), flat(twin))
         assert abs(optimizer.param_groups[0]["damping"] / damping - 1) < 1e-9
         assert residuals_of(model, *points).square().sum() < before.square().sum()
-    assert tried[0] == 1
-    assert max(tried) > 3
+    assert min(tried) < max(tried)
 
 
 def test_the_damping_rises_until_a_step_helps() -> None:
@@ -176,7 +175,8 @@ def test_several_residuals_for_each_sample() -> None:
     model, x = nn.Linear(2, 3), torch.randn(4, 2)
     y = x @ torch.randn(2, 3) + 1
     optimizer = GaussNewton(Engine(model))
-    assert optimizer.step(lambda: model(x) - y).shape == (4, 3)
+    for _ in range(3):
+        assert optimizer.step(lambda: model(x) - y).shape == (4, 3)
     assert float((model(x) - y).detach().norm()) < 1e-6
 
 
@@ -210,10 +210,10 @@ def test_frozen_parameters_stay() -> None:
 def test_in_single_precision() -> None:
     model, (x, y) = make_model().float(), draw(8)
     optimizer = GaussNewton(Engine(model))
-    for _ in range(6):
-        norm = optimizer.step(partial(residuals_of, model, x.float(), y.float())).norm()
-        assert norm.dtype == torch.float32
-    assert residuals_of(model, x.float(), y.float()).norm() < 0.5 * norm or norm < 1e-3
+    closure = partial(residuals_of, model, x.float(), y.float())
+    norms = [optimizer.step(closure).norm() for _ in range(25)]
+    assert {norm.dtype for norm in norms} == {torch.float32}
+    assert norms[-1] < 0.1 * norms[0]
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
