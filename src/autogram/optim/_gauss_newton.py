@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autogram._arguments import is_number
-from autogram._capture.distribution import refuse_gradients
 from autogram._engine import Engine
 from autogram._errors import (
     InvalidLossesError,
@@ -44,8 +43,8 @@ class GaussNewton(Optimizer):
 
     The damping is chosen by the *gain ratio*: by how much the sum of squares falls, over what the
     linear model of the residuals predicts. If the ratio is below 0.01, the step is taken back, and
-    computed again with twice the damping. After a step that counts, the damping is a hundredth.
-    Such steps are bold: they keep small eigenvalues of J Jᵀ alive, which a cautious damping hides.
+    computed again with twice the damping. After any other step, the damping is divided by 100: a
+    larger one would leave residuals in directions of small eigenvalues of J Jᵀ as they are.
 
     λ is a number times the mean of the diagonal of J Jᵀ. The number, which does not change if
     residuals are scaled, is ``optimizer.param_groups[0]["damping"]``, and in the ``state_dict``.
@@ -122,7 +121,7 @@ class GaussNewton(Optimizer):
             InvalidLossesError: The closure does not return a tensor, or one without a graph.
             NonFiniteError: A residual is infinite or not a number.
             UnsupportedError: The residuals depend on parameters that the modules did not have when
-                the optimizer was made; or `DistributedDataParallel` would exchange gradients.
+                the optimizer was made; or they are of a `DistributedDataParallel`.
             AutogramError: As for :meth:`autogram.Engine.jacobian`.
         """
         closure = torch.enable_grad()(closure)
@@ -167,7 +166,11 @@ class GaussNewton(Optimizer):
     def _check(self, jacobian: Jacobian) -> None:
         """Refuses a Jacobian that this optimizer can make no step with."""
         if jacobian._is_exchanged:
-            refuse_gradients("GaussNewton.step")
+            raise UnsupportedError(
+                "Each process would make a step of its own here, and `DistributedDataParallel` "
+                "expects the same parameters in all of them. Optimize in one process, and pass the "
+                "engine the module inside, `ddp.module`."
+            )
         known = {p for group in self.param_groups for p in group["params"]}
         if new := [f"`{name}`" for p, name in jacobian._names.items() if p not in known]:
             raise UnsupportedError(
