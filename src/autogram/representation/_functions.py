@@ -116,7 +116,8 @@ def backward(
 
     The weighted gradient of the representation goes back through the trunk by one ordinary pass,
     whatever the number of losses. The parameters of the trunk get what ``losses.backward(weights)``
-    would give them. Hooks run as there, those on the representation once.
+    would give them. Hooks on the representation and on parameters run once. Hooks between the
+    representation and the losses run in the pass of each loss.
 
     Args:
         losses: As for :func:`compute_gramian`.
