@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"autogram\.(\w+\.)*_.*"),
     ("py:class", r"Tensor|Axes|Block|Lookup|(tuple|dict)\[.*|autogram\.hooks\.switch\.Switch"),
     # Names in overloads of a decorated method are looked for in the file of the decorator.
-    ("py:class", r"GradScaler|Grouping|L|Weighting|Losses|Literal\[.*"),
+    ("py:class", r"GradScaler|GradientsOutside|Grouping|L|Weighting|Losses|Literal\[.*"),
 ]
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torchjd import aggregation
 from torchjd.autojac import jac_to_grad, mtl_backward
 
-from autogram import Engine
+from autogram import Engine, representation
 from autogram.weightings import UPGrad
 
 TASKS = 4
@@ -33,14 +33,14 @@ class _Tasks(nn.Module):
 
 
 def make_step(name: str, size: str) -> Callable[[], None]:
-    """One step of a training, by name: SGD, torchjd, fused, or two passes."""
+    """One step of a training, by name: SGD, torchjd, fused, two passes, or representation."""
     width, inputs, samples = SIZES[size]
     torch.manual_seed(0)
     model, x = _Tasks(width, inputs), torch.randn(samples, inputs)
     targets = [torch.randn(samples, 1) for _ in range(TASKS)]
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    is_ours = name in ("fused", "two passes")
-    engine = Engine(model.trunk, batch_dim=None) if is_ours else None
+    has_engine = name in ("fused", "two passes")
+    engine = Engine(model.trunk, batch_dim=None) if has_engine else None
     ours, theirs = UPGrad(), aggregation.UPGrad()
 
     def losses(features: Tensor) -> list[Tensor]:
@@ -52,6 +52,8 @@ def make_step(name: str, size: str) -> Callable[[], None]:
         found = losses(features)
         if engine is None and name == "SGD":
             torch.stack(found).sum().backward()
+        elif name == "representation":
+            representation.backward(found, features, ours)
         elif engine is None:
             mtl_backward(found, features)
             jac_to_grad(model.trunk.parameters(), theirs)
@@ -67,7 +69,8 @@ def make_step(name: str, size: str) -> Callable[[], None]:
 
 def measure(size: str, rounds: int, repeats: int) -> dict[str, list[float]]:
     """Milliseconds of a step in each round."""
-    steps = {name: make_step(name, size) for name in ("SGD", "torchjd", "fused", "two passes")}
+    names = ("SGD", "torchjd", "fused", "two passes", "representation")
+    steps = {name: make_step(name, size) for name in names}
     for step in steps.values():
         for _ in range(repeats):
             step()

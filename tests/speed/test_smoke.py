@@ -68,7 +68,7 @@ def test_steps_of_tasks_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.findall(
         r"^\| (\w+) \| ([\w ]+) \| ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE
     )
-    names = ["SGD", "torchjd", "fused", "two passes"]
+    names = ["SGD", "torchjd", "fused", "two passes", "representation"]
     assert [(size, name) for size, name, _ in found] == [(s, n) for s in tasks.SIZES for n in names]
     assert all(float(time) > 0 for *_, time in found)
 

@@ -18,6 +18,7 @@ from examples.problem import draw, make_model
 from examples.rows import aggregate_by_parameter, config_weights
 from examples.two_batches import TASKS, MultiTask, draw_losses
 from tests.unit.checks import assert_close_to_reference
+from tests.unit.environment import DTYPE
 from tests.unit.jacobians import flat
 
 FOLDER = Path(__file__).parents[3] / "examples"
@@ -166,7 +167,8 @@ def test_network_of_physics_carries_its_laplacian() -> None:
 
 
 @pytest.mark.cpu  # where the example draws its points
-def test_gauss_newton_learns_physics() -> None:
-    """Within some steps, of which the first ones are short."""
-    errors = [error for _, error in gauss_newton(Network(), steps=25)]
-    assert errors[-1] < 0.1 * errors[0]
+@pytest.mark.skipif(torch.float64 != DTYPE, reason="rounding is larger than the error")
+def test_gauss_newton_solves_the_equation() -> None:
+    """To a relative error of 1e-5, at new points in each step."""
+    errors = (error for _, error in gauss_newton(Network(), steps=60))
+    assert any(error < 1e-5 for error in errors)

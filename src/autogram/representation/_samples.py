@@ -1,0 +1,65 @@
+"""Which sample each element of a tensor belongs to, in the gradients of per-sample losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from autogram._capture.autograd.graph import nodes_behind
+from autogram._capture.places.finding import infer
+from autogram._capture.places.places import Places
+from autogram._capture.places.probe import Edge, Prober
+from autogram._capture.recording import Channel
+from autogram._capture.samples.objectives import Objectives
+from autogram._errors import MixedSamplesError
+
+
+def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The number of the sample of each element of some tensors, with size 1 where it is equal.
+
+    It holds for any values. Elements whose gradient is zero may have any number.
+
+    Raises:
+        MixedSamplesError: An element belongs to several samples, or nothing can be told.
+    """
+    losses, layout = objectives.losses, objectives.layout
+    if layout is None or not losses.numel():
+        return [_none_of(tensor) for tensor in tensors]
+    nodes = list(nodes_behind(losses))
+    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
+    if any(of.is_nested_tensor for of in results):
+        raise MixedSamplesError(_message("There is a nested tensor, whose shape tells nothing"))
+    edges = [Edge(edge.node, edge.output_nr) for edge in map(get_gradient_edge, tensors)]
+    behind = set(nodes)
+    if not all(edge.node in behind for edge in edges):
+        return [_none_of(tensor) for tensor in tensors]  # the pass tells that it is not connected
+    root = Edge(losses.grad_fn, losses.output_nr)
+    start = Places.along(losses.shape, layout.dim)
+    finding, found = infer(root, start, nodes, edges, Prober(Channel()))
+    if found.is_mixed:
+        node = nodes[finding.mixing]
+        shape = tuple(node._input_metadata[0].shape)
+        raise MixedSamplesError(_message(f"`{node.name()}`, of a result of shape {shape}, does it"))
+    each = zip(tensors, found.edges.values(), strict=True)
+    return [
+        _none_of(tensor) if places is None else places.grid().clamp(min=0).to(tensor.device)
+        for tensor, places in each
+    ]
+
+
+def _none_of(tensor: Tensor) -> Tensor:
+    """All elements as those of one sample."""
+    return torch.zeros((1,) * tensor.dim(), dtype=torch.int64, device=tensor.device)
+
+
+def _message(cause: str) -> str:
+    """What is wrong, and what to do."""
+    return (
+        "The samples meet between the representation and the losses, so that an element of the "
+        f"representation has gradients of several samples, or it cannot be told. {cause}. Batch "
+        "normalisation in training mode mixes samples, and so does a representation that all "
+        "samples share. Pass `batch_dim=None` (exact for any losses, a pass for each loss)."
+    )
