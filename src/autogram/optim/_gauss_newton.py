@@ -14,7 +14,10 @@ from torch.optim import Optimizer
 
 from autogram._arguments import is_number
 from autogram._engine import Engine
-from autogram._errors import (
+from autogram._jacobian import Jacobian
+from autogram._jacobian.solve import damped_solution
+from autogram._undo import undoing, undone
+from autogram.errors import (
     InvalidLossesError,
     InvalidOperandError,
     InvalidOptionError,
@@ -22,9 +25,6 @@ from autogram._errors import (
     UnsupportedError,
     listed,
 )
-from autogram._jacobian import Jacobian
-from autogram._jacobian.solve import damped_solution
-from autogram._undo import undoing, undone
 
 # The share of the predicted gain that a step must reach.
 _ENOUGH = 0.01

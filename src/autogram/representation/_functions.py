@@ -13,10 +13,10 @@ from autogram._arguments import check_losses, dim_of, is_retained
 from autogram._capture.autograd.graph import explaining_freed_graphs, nodes_from
 from autogram._capture.samples.objectives import Objectives
 from autogram._engine.steps import GradientsOutside, check_outside
-from autogram._errors import InvalidBatchDimError, InvalidOperandError, UnsupportedError, listed
 from autogram._losses import L, Losses, as_one_tensor, weights_like
 from autogram._undo import undoing
 from autogram._weights import Weighting, check_finite, check_weighting, weights_by, weights_of
+from autogram.errors import InvalidBatchDimError, InvalidOperandError, UnsupportedError, listed
 from autogram.representation._rows import RowsAtTensors
 
 

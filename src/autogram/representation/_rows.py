@@ -17,8 +17,8 @@ from autogram._capture.autograd.passes import Pass
 from autogram._capture.backward.verification import without_hooks
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import NotConnectedError
 from autogram._undo import undone
+from autogram.errors import NotConnectedError
 from autogram.representation._samples import owners_of
 
 

@@ -14,7 +14,7 @@ from autogram._capture.places.places import Places
 from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
-from autogram._errors import MixedSamplesError
+from autogram.errors import MixedSamplesError
 
 
 def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]:

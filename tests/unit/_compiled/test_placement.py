@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autogram import Engine, VerificationError
 from autogram._blocks import Folded
-from autogram._capture.samples import owners, search
+from autogram._capture.places.probe import Prober
 from autogram._compiled import variants
 from tests.unit._compiled.compiling import (
     INNER,
@@ -30,19 +30,18 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def counted_passes() -> Iterator[list[int]]:
-    """Counts the passes that search for samples inside of a block."""
-    passes: list[int] = []
-    show = owners.show_uses
+def counted_calls() -> Iterator[list[int]]:
+    """Counts the calls of nodes alone inside of a block, which find samples."""
+    calls: list[int] = []
+    call = Prober.gradients
 
-    def noted(*args: Any, **options: bool) -> None:
-        passes.append(1)
-        show(*args, **options)
+    def noted(*args: Any) -> Any:
+        calls.append(1)
+        return call(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owners, "show_uses", noted)
-        patch.setattr(search, "show_uses", noted)
-        yield passes
+        patch.setattr(Prober, "gradients", noted)
+        yield calls
 
 
 class Between(nn.Module):
@@ -110,14 +109,14 @@ class TestWithinOnePart:
         model(torch.randn(4, 5, 3))
         engine = Engine(model, unseen="error", verify="never")
         run = compiled(model)
-        for step in range(3):
+        for _ in range(3):
             (x,) = (torch.randn(4, 5, 3),)
             losses_of = lambda y: y.square().flatten(1).sum(1)  # noqa: E731
             with engine.paused():
                 expected = losses_of(model(x))
-            with counted_passes() as passes:
+            with counted_calls() as calls:
                 assert_step(engine, losses_of(run(x)), expected, trainable(model))
-            assert bool(passes) == (step == 0 or name in MEASURED)
+            assert bool(calls) == (name in MEASURED)
 
     @pytest.mark.parametrize("inner", INNER)
     def test_models(self, inner: str) -> None:
@@ -128,9 +127,9 @@ class TestWithinOnePart:
             engine = Engine(model, verify="never")
             run = compiled(model, inner)
             engine.compute_gramian(losses_of(run(*batch), *batch))  # type: ignore[operator]
-            with counted_passes() as passes:
+            with counted_calls() as calls:
                 engine.compute_gramian(losses_of(run(*batch), *batch))  # type: ignore[operator]
-            assert not passes
+            assert not calls
 
 
 class Ordered(nn.Module):
@@ -163,15 +162,15 @@ def test_several_parts() -> None:
     body(torch.randn(4, 5, 3))
     engine = Engine(body, head, unseen="error", verify="never")
     runs = compiled(body), compiled(head)
-    for step in range(3):
+    for _ in range(3):
         x = torch.randn(4, 5, 3)
         losses = runs[1](runs[0](x).sin()).square().flatten(1).sum(1)
         with engine.paused():
             expected = head(body(x).sin()).square().flatten(1).sum(1)
-        with counted_passes() as passes:
+        with counted_calls() as calls:
             parameters = [*body.parameters(), *head.parameters()]
             assert_step(engine, losses, expected, parameters)
-        assert bool(passes) == (step == 0)
+        assert not calls
 
 
 def test_verification_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ OF_LAYERS = table(
         Complex Conj Expand FusedDropout Hardswish HuberLoss LogSigmoid LogSigmoidBackward MseLoss
         MseLossBackward NativeDropout NativeDropoutBackward Polar PreluKernel RreluWithNoise
         SmoothL1Loss SmoothL1LossBackward SoftMarginLoss SpecialI0E SpecialI1E SpecialXlog1Py
-        ToCopy Tril Triu
+        SparseMask ToCopy Tril Triu
         """,
     ),
     (_multiplied, "Mul"),
@@ -121,7 +121,7 @@ OF_LAYERS = table(
         across,
         """
         Cumprod Cumsum FftC2C FftC2R FftR2C Glu LinalgCross LogSoftmax LogSoftmaxBackwardData
-        Logcumsumexp SafeSoftmax Softmax SoftmaxBackwardData
+        Logcumsumexp SafeSoftmax Softmax SoftmaxBackwardData SparseLogSoftmax SparseSoftmax
         """,
     ),
     (inserted(1), "MultiMarginLoss MultilabelMarginLoss NllLoss NllLoss2D"),
