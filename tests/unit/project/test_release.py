@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import autogram
-from autogram._extras import DISTRIBUTION
 from tests.release.__main__ import NEEDED, check_names
 
 ROOT = Path(__file__).parents[3]
@@ -27,10 +26,9 @@ def test_versions_agree() -> None:
 
 
 def test_names_agree() -> None:
-    """Those of the distribution and of the repository, wherever they are written."""
+    """URLs of the repository and of its pages, wherever they are written."""
     project = tomllib.loads(_text("pyproject.toml"))["project"]
     cited = dict(re.findall(r"^(repository-code|url): (\S+)$", _text("CITATION.cff"), re.MULTILINE))
-    assert project["name"] == DISTRIBUTION
     assert cited["repository-code"] == project["urls"]["Homepage"]
     assert cited["url"] == project["urls"]["Documentation"]
     for name in ("Changelog", "Issues"):
