@@ -36,15 +36,28 @@ def both_losses(points: Tensor) -> Tensor:
 
 
 class Points(nn.Module):
-    """All starts at once. Their gradients are orthogonal, so that none changes another's weights."""
+    """All starts at once. Their gradients are orthogonal, so that none changes another's weights.
+
+    In double precision, because slopes at the logarithms are up to 1e5 times as steep as elsewhere.
+    """
 
     def __init__(self, starts: Sequence[Sequence[float]] = STARTS) -> None:
         super().__init__()
-        self.points = nn.Parameter(torch.tensor(starts))
+        self.points = nn.Parameter(torch.tensor(starts, dtype=torch.float64))
 
     def forward(self) -> Tensor:
         """The scaled losses, of shape ``(starts, 2)``."""
         return both_losses(self.points) * torch.tensor(SCALES)
+
+
+def start_by_start(gramian: Tensor) -> Tensor:
+    """UPGrad's weights for the two losses of each start, of shape ``(2 * starts,)``.
+
+    Between starts, the Gramian is zero. Each start's part is divided by its size, which changes
+    none of its weights: next to slopes of 1e5, those of other starts would count as zero.
+    """
+    sizes = gramian.diagonal().view(-1, 2).sum(1).repeat_interleave(2).sqrt()
+    return UPGrad()(gramian / sizes.outer(sizes))
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ def descend(steps: int, *, by_gramian: bool) -> Tensor:
         if engine is None:
             losses.mean().backward()
         else:
-            engine.backward(losses, UPGrad())
+            engine.backward(losses, start_by_start)
         optimizer.step()
         optimizer.zero_grad()
         course.append(model.points.detach().clone())
