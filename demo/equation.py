@@ -31,7 +31,8 @@ def errors_of(network: Network) -> Tensor:
     axis = torch.linspace(0, 1, SIDE)
     grid = torch.cartesian_prod(axis, axis)
     with torch.no_grad():
-        return (network(grid)[0] - solution(grid)).abs().view(SIDE, SIDE)
+        found: Tensor = network(grid)[0]
+    return (found - solution(grid)).abs().view(SIDE, SIDE)
 
 
 def solve(steps: int) -> dict[str, Solved]:

@@ -1,7 +1,6 @@
-"""The picture that the demo saves."""
+"""The pictures of the trainings on digits, and of the two tasks."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,13 +14,10 @@ from demo.probe import N_PER_CLASS, Look
 COLORS = ("#4d4d4d", "#a6a6a6", "#d95f02")
 
 
-def save_picture(
-    path: Path, names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: int
-) -> None:
+def draw_training(names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: int) -> Figure:
     """Draw the loss and the conflicts over the epochs, and two cosine Gramians after one of them.
 
     Args:
-        path: Where to save; its folder is made.
         names: What each training is called.
         looks: For each training, one look before the first epoch and one after every epoch.
         epoch: After which to draw Gramians, those of the first and of the last training.
@@ -40,9 +36,7 @@ def save_picture(
     gramian_axes[0].set_ylabel("class of sample i")
     bar = figure.colorbar(image, ax=gramian_axes, shrink=0.85, pad=0.02)
     bar.set_label("cosine of the gradients of samples i and j")
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def draw_losses(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:
@@ -83,25 +77,11 @@ def draw_cosines(axes: Axes, look: Look) -> AxesImage:
     return image
 
 
-def save_courses(path: Path, courses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Save a picture of relative errors over seconds, by name of the method."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for name, course in courses.items():
-        axes.semilogy(*zip(*course, strict=True), label=name)
-    axes.set(xlabel="seconds", ylabel="relative error of the solution", title="Poisson's equation")
-    axes.grid(alpha=0.4)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def save_tasks(path: Path, control: Control) -> None:
-    """Save the picture of both losses."""
+def draw_control(control: Control) -> Figure:
+    """The picture of both losses."""
     figure = Figure(figsize=(6, 4.4), layout="constrained")
     draw_tasks(figure.add_subplot(), control)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def draw_tasks(axes: Axes, control: Control) -> None:

@@ -13,8 +13,8 @@ from torchjd.autogram import Engine as TorchjdEngine
 from autogram import Engine
 from demo.digits import make_classifier
 
-N_WARM = 9  # steps that do not count: engines search for the samples and verify their first calls
-N_WARM_TORCHJD = 1  # which does neither, and whose steps may take a second
+N_WARM = 130  # steps that do not count: the last program of an engine is written after 128
+N_WARM_TORCHJD = 1  # which writes none, and whose steps may take a second
 BATCH_SIZE = 64
 COLORS = {"SGD": "#4d4d4d", "torchjd": "#7fb3d5"}
 OWN_COLOR = "#d95f02"
@@ -72,19 +72,25 @@ def make_steps(make_model: Callable[[], nn.Module], shape: tuple[int, ...]) -> d
     return {kind: step(kind) for kind in kinds}
 
 
-def measure(rounds: int, advance: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, by model and kind. Kinds take turns, so that drift meets all."""
+def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, dict[str, float]]:
+    """Median seconds of a step, by model and kind. Kinds take turns, so that drift meets all.
+
+    Args:
+        warm: Steps of each kind that do not count.
+        rounds: Steps of each kind that count.
+        advance: Called after each turn of all kinds.
+    """
     found: dict[str, dict[str, float]] = {}
     for name, (make_model, shape) in MODELS.items():
         steps = make_steps(make_model, shape)
         seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-        for number in range(N_WARM + rounds):
+        for number in range(warm + rounds):
             for kind, step in steps.items():
-                if kind == "torchjd" and number < N_WARM - N_WARM_TORCHJD:
+                if kind == "torchjd" and number < warm - N_WARM_TORCHJD:
                     continue
                 start = perf_counter()
                 step()
-                if number >= N_WARM:
+                if number >= warm:
                     seconds[kind].append(perf_counter() - start)
             advance()
         found[name] = {kind: median(times) for kind, times in seconds.items()}
@@ -97,10 +103,11 @@ def make_note(found: Mapping[str, Mapping[str, float]]) -> str:
     for name, seconds in found.items():
         ratios = [seconds[kind] / seconds["SGD"] for kind in list(seconds)[1:]]
         said.append(f"{name}: {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
+    kinds = ", ".join(list(seconds)[1:])
     return (
-        f"Times of a step on {BATCH_SIZE} samples relative to SGD ({', '.join(list(seconds)[1:])}): "
-        f"{'; '.join(said)}. Not won: on a tiny model, the time is that of Python, which each layer "
-        "of an engine adds; and the weights, such as UPGrad's, take time of their own."
+        f"Times of a step on {BATCH_SIZE} samples relative to SGD ({kinds}): {'; '.join(said)}. "
+        "Not won: on a tiny model, the time is that of Python, to which an engine adds some for "
+        "each layer; and the weights, such as UPGrad's, take time of their own."
     )
 
 

@@ -117,8 +117,8 @@ def draw(courses: Courses) -> Figure:
     both = (courses.mean, courses.jacobian)
     for axes, title, course, color in zip(panels, titles, both, COLORS, strict=True):
         _draw_course(axes, course, color)
-        axes.set_title(title, fontsize=13)
-    panels[0].legend(loc="lower center", fontsize=10, framealpha=0.9)
+        axes.set_title(title, fontsize=15)
+    panels[0].legend(loc="upper center", fontsize=11, framealpha=0.9)
     return figure
 
 
@@ -127,7 +127,9 @@ def _draw_course(axes: Axes, course: Tensor, color: str) -> None:
     side = torch.linspace(-10.5, 10.5, 150)
     grid = torch.cartesian_prod(side, side)
     heights = both_losses(grid).sum(1).view(150, 150).T
-    axes.contourf(side.tolist(), side.tolist(), heights.tolist(), levels=24, cmap="Blues_r", alpha=0.6)
+    axes.contourf(
+        side.tolist(), side.tolist(), heights.tolist(), levels=24, cmap="Blues_r", alpha=0.6
+    )
     axes.plot(*PARETO, color="black", linewidth=4, alpha=0.5, label="best trades")
     for path in course.unbind(1):
         x, y = path.T.tolist()
