@@ -16,12 +16,16 @@ from pathlib import Path
 import torch
 
 from .measure import Timing, Visit, count_repeats, time_steps
-from .training import Trainer, make_trainer
+from .memory import peak_of, resident
+from .rows import OPACUS, VMAP, make_any_trainer
+from .training import Trainer
 from .workloads import WORKLOADS
 
 # Planning, lazy initialisations, programs, and verification of the first calls. That of the 32nd is
-# past, and the next one is that of the 64th.
+# past, and the next one is that of the 64th. Other libraries have none of these, and slow steps.
 _WARM_UP = 33
+_WARM_UP_OTHERS = 5
+_OTHERS = ("torchjd", OPACUS, VMAP)
 
 
 class TrainingProcess:
@@ -72,6 +76,10 @@ class TrainingProcess:
             raise RuntimeError(answer)
         return float(answer)
 
+    def peak(self) -> int:
+        """Bytes of memory that a step needs at most, apart from what was there before the first."""
+        return int(self.visit(0))
+
     def close(self) -> None:
         """End the process."""
         self._connection.close()
@@ -116,10 +124,14 @@ def _serve(connection: Connection, workload: str, engine: str, threads: int | No
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        trainer = make_trainer(WORKLOADS[workload], engine)
-        _time(trainer, _WARM_UP)
+        trainer = make_any_trainer(WORKLOADS[workload], engine)
+        before = resident()
+        _time(trainer, _WARM_UP_OTHERS if engine in _OTHERS else _WARM_UP)
         while True:
             repeats = connection.recv()
+            if repeats == 0:
+                connection.send(peak_of(trainer.step) - before)
+                continue
             _time(trainer, 1)
             connection.send(_time(trainer, repeats))
     except EOFError:

@@ -1,0 +1,198 @@
+"""The picture of the README: time and memory of a step, beside other libraries.
+
+``python -m tests.speed.bars`` measures, writes ``docs/pictures/speed.json``, and draws
+``docs/pictures/speed.png``; ``--draw`` draws what was measured before. Libraries that are not
+installed are left out.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from autogram.testing import reference_jacobian
+
+from .measure import count_repeats, gramian_error, relative_error, time_steps
+from .process import TrainingProcess
+from .report import WRONG, describe_machine
+from .rows import OPACUS, VMAP, OpacusEngine, VmapTrainer
+from .training import BASELINE, ENGINES
+from .workloads import WORKLOADS, Workload
+
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
+WAYS = {
+    BASELINE: "SGD",
+    "fused": "autogram",
+    "torchjd": "torchjd",
+    OPACUS: "Opacus",
+    VMAP: "vmap(grad)",
+}
+"""What is measured, and what it is called in the picture."""
+
+TITLES = {
+    "mlp": "MLP, 8 layers of width 512",
+    "gpt2": "GPT-2, 4 layers, tied embedding",
+    "vit": "Vision transformer, 6 layers",
+    "cnn": "CNN, 6 convolutions, GroupNorm",
+}
+COLORS = {"SGD": "#4d4d4d", "autogram": "#d95f02"}
+OTHER, BAD = "#7fb3d5", "#f2c6c2"
+LONGEST = 6.0  # of a bar, whose number says more
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One way to train one model.
+
+    Attributes:
+        model: Its name among the workloads.
+        way: What it is called.
+        seconds: Median time of a step, ``None`` if it does not run.
+        ratio: Time relative to SGD, in the same rounds.
+        peak: Bytes that a step needs at most, apart from the model and the libraries.
+        error: Relative error of the Gramian in float64, ``None`` for SGD.
+        failure: Why it does not run.
+    """
+
+    model: str
+    way: str
+    seconds: float | None = None
+    ratio: float | None = None
+    peak: int | None = None
+    error: float | None = None
+    failure: str | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the Gramian is another than that of plain autograd."""
+        return self.error is not None and self.error > WRONG
+
+
+def error_of(workload: Workload, name: str) -> float:
+    """Relative error of the Gramian in float64, on a small batch."""
+    if name != VMAP:
+        return gramian_error(workload, OpacusEngine if name == OPACUS else ENGINES[name])
+
+    def make_batch(size: int) -> tuple:
+        x, y = workload.make_batch(size)
+        return (x.double() if x.is_floating_point() else x), y
+
+    trainer = VmapTrainer(
+        replace(
+            workload,
+            make_model=lambda: workload.make_model().double(),
+            make_batch=make_batch,
+            batch_size=workload.check_size,
+        )
+    )
+    jacobian = reference_jacobian(trainer.forward(), trainer.parameters)
+    return relative_error(trainer.gramian(), jacobian @ jacobian.T)
+
+
+def measure(model: str, rounds: int, threads: int | None = None) -> list[Bar]:
+    """All ways to train one model, in rounds that take turns, each in a process of its own."""
+    workload = WORKLOADS[model]
+    errors: dict[str, float | None] = {BASELINE: None}
+    failures: dict[str, str] = {}
+    for name in WAYS:
+        if name == BASELINE or (name == OPACUS and find_spec("opacus") is None):
+            continue
+        try:
+            errors[name] = error_of(workload, name)
+        except Exception as error:  # that a library fails is a result
+            failures[name] = f"{type(error).__name__}: {error}".split("\n")[0][:120]
+    with ExitStack() as stack:
+        processes: dict[str, TrainingProcess] = {}
+        for name in errors:
+            process = stack.enter_context(closing(TrainingProcess(model, name, threads)))
+            try:
+                process.visit(1)  # warms up, before the next one does
+            except RuntimeError as error:
+                failures[name] = str(error)
+            else:
+                processes[name] = process
+        visits = {name: process.visit for name, process in processes.items()}
+        repeats = {name: count_repeats(visit) for name, visit in visits.items()}
+        timings = time_steps(visits, repeats, rounds)
+        peaks = {name: process.peak() for name, process in processes.items()}
+    bars = [Bar(model, WAYS[name], failure=reason) for name, reason in failures.items()]
+    for name, timing in timings.items():
+        ratio = timing.over(timings[BASELINE]).median
+        seconds = median(timing.seconds)
+        bars.append(Bar(model, WAYS[name], seconds, ratio, peaks[name], errors[name]))
+    order = list(WAYS.values())
+    return sorted(bars, key=lambda bar: order.index(bar.way))
+
+
+def draw(bars: Sequence[Bar]) -> Figure:
+    """Times on the left and memory on the right, relative to SGD, one row for each model."""
+    models = list(dict.fromkeys(bar.model for bar in bars))
+    figure = Figure(figsize=(8, 1.75 * len(models) + 0.5), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for (left, right), model in zip(panels, models, strict=True):
+        own = [bar for bar in bars if bar.model == model]
+        base = next(bar for bar in own if bar.way == WAYS[BASELINE])
+        _draw_ratios(left, own, [bar.ratio for bar in own])
+        peaks = [bar.peak / base.peak if bar.peak and base.peak else None for bar in own]
+        _draw_ratios(right, own, peaks)
+        left.set_title(f"{TITLES[model]}: time", fontsize=12, loc="left")
+        right.set_title("memory", fontsize=12, loc="left")
+        right.set_yticks(())
+    return figure
+
+
+def _draw_ratios(axes: Axes, bars: Sequence[Bar], ratios: Sequence[float | None]) -> None:
+    """One panel. Bars of wrong results are pale, and long ones are cut."""
+    for place, (bar, ratio) in enumerate(zip(bars, ratios, strict=True)):
+        color = BAD if bar.is_wrong else COLORS.get(bar.way, OTHER)
+        shown = min(ratio or 0, LONGEST)
+        axes.barh(place, shown, color=color)
+        text = "fails" if ratio is None else f"{ratio:.1f}"
+        if ratio is not None and ratio > LONGEST:
+            axes.text(LONGEST - 0.1, place, "» ", ha="right", va="center", fontsize=14)
+        if bar.is_wrong:
+            text += "  wrong result"
+        axes.text(shown + 0.08, place, text, va="center", fontsize=11)
+    axes.set_yticks(range(len(bars)), [bar.way for bar in bars], fontsize=11)
+    axes.invert_yaxis()
+    axes.set_xlim(0, LONGEST * 1.4)
+    axes.set_xticks(())
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, unless told to draw alone, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draw", action="store_true", help="draw what was measured before")
+    parser.add_argument("--model", action="append", choices=WORKLOADS, help="all if not given")
+    parser.add_argument("--rounds", type=int, default=3, help="each in both orders")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for both files")
+    options = parser.parse_args(arguments)
+    path = options.folder / "speed.json"
+    if not options.draw:
+        found = []
+        for model in options.model or WORKLOADS:
+            print(f"Measuring: {WORKLOADS[model].description}", file=sys.stderr)
+            found += measure(model, options.rounds, options.threads)
+        results = {"machine": describe_machine(), "bars": [asdict(bar) for bar in found]}
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    bars = [Bar(**bar) for bar in json.loads(path.read_text())["bars"]]
+    picture = path.with_suffix(".png")
+    draw(bars).savefig(picture, dpi=120, bbox_inches="tight", pad_inches=0.1)
+    for bar in bars:
+        print(bar)
+    print(f"The picture is in {picture}")
+
+
+if __name__ == "__main__":
+    main()
