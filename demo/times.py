@@ -1,7 +1,6 @@
 """The time of a step on this machine: SGD, autogram and torchjd, side by side."""
 
 from collections.abc import Callable, Mapping
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -73,7 +72,9 @@ def make_steps(make_model: Callable[[], nn.Module], shape: tuple[int, ...]) -> d
 
 
 def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, by model and kind. Kinds take turns, so that drift meets all.
+    """Seconds of a step, by model and kind: the least of some, as other programs only add time.
+
+    Kinds take turns, so that drift meets all.
 
     Args:
         warm: Steps of each kind that do not count.
@@ -93,7 +94,7 @@ def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, di
                 if number >= warm:
                     seconds[kind].append(perf_counter() - start)
             advance()
-        found[name] = {kind: median(times) for kind, times in seconds.items()}
+        found[name] = {kind: min(times) for kind, times in seconds.items()}
     return found
 
 

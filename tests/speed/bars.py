@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from time import process_time
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -55,7 +56,7 @@ class Bar:
     Attributes:
         model: Its name among the workloads.
         way: What it is called.
-        seconds: Median time of a step, ``None`` if it does not run.
+        seconds: Median processor time of a step, ``None`` if it does not run.
         ratio: Time relative to SGD, in the same rounds.
         peak: Bytes that a step needs at most, apart from the model and the libraries.
         error: Relative error of the Gramian in float64, ``None`` for SGD.
@@ -97,8 +98,11 @@ def error_of(workload: Workload, name: str) -> float:
     return relative_error(trainer.gramian(), jacobian @ jacobian.T)
 
 
-def measure(model: str, rounds: int, threads: int | None = None) -> list[Bar]:
-    """All ways to train one model, in rounds that take turns, each in a process of its own."""
+def measure(model: str, rounds: int) -> list[Bar]:
+    """All ways to train one model, in rounds that take turns, each in a process of its own.
+
+    What counts is the time of the processor, on one thread: other programs hardly change it.
+    """
     workload = WORKLOADS[model]
     errors: dict[str, float | None] = {BASELINE: None}
     failures: dict[str, str] = {}
@@ -112,7 +116,9 @@ def measure(model: str, rounds: int, threads: int | None = None) -> list[Bar]:
     with ExitStack() as stack:
         processes: dict[str, TrainingProcess] = {}
         for name in errors:
-            process = stack.enter_context(closing(TrainingProcess(model, name, threads)))
+            process = stack.enter_context(
+                closing(TrainingProcess(model, name, 1, clock=process_time))
+            )
             try:
                 process.visit(1)  # warms up, before the next one does
             except RuntimeError as error:
@@ -175,7 +181,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
     parser.add_argument("--model", action="append", choices=WORKLOADS, help="all if not given")
     parser.add_argument("--rounds", type=int, default=3, help="each in both orders")
-    parser.add_argument("--threads", type=int, help="threads of PyTorch")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for both files")
     options = parser.parse_args(arguments)
     path = options.folder / "speed.json"
@@ -183,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = []
         for model in options.model or WORKLOADS:
             print(f"Measuring: {WORKLOADS[model].description}", file=sys.stderr)
-            found += measure(model, options.rounds, options.threads)
+            found += measure(model, options.rounds)
         results = {"machine": describe_machine(), "bars": [asdict(bar) for bar in found]}
         path.write_text(json.dumps(results, indent=1) + "\n")
     bars = [Bar(**bar) for bar in json.loads(path.read_text())["bars"]]

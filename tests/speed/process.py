@@ -36,6 +36,7 @@ class TrainingProcess:
         engine: The name of its engine, or of the baseline.
         threads: How many PyTorch uses; its own choice if `None`.
         source: The folder that `autogram` is imported from; that of this process if `None`.
+        clock: What reads the time: of the wall, or `time.process_time` on a machine that is busy.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class TrainingProcess:
         engine: str,
         threads: int | None = None,
         source: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # Spawned and not forked: it inherits no memory.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, workload, engine, threads), daemon=True
+            target=_serve, args=(theirs, workload, engine, threads, clock), daemon=True
         )
         path = list(sys.path)
         if source is not None:
@@ -119,29 +121,35 @@ def time_launches(
     return {name: timings[name] for name in timings if name not in failures}, failures
 
 
-def _serve(connection: Connection, workload: str, engine: str, threads: int | None) -> None:
+def _serve(
+    connection: Connection,
+    workload: str,
+    engine: str,
+    threads: int | None,
+    clock: Callable[[], float],
+) -> None:
     """Answers each visit until the connection is closed: with seconds, or with what failed."""
     if threads is not None:
         torch.set_num_threads(threads)
     try:
         trainer = make_any_trainer(WORKLOADS[workload], engine)
         before = resident()
-        _time(trainer, _WARM_UP_OTHERS if engine in _OTHERS else _WARM_UP)
+        _time(trainer, _WARM_UP_OTHERS if engine in _OTHERS else _WARM_UP, clock)
         while True:
             repeats = connection.recv()
             if repeats == 0:
                 connection.send(peak_of(trainer.step) - before)
                 continue
-            _time(trainer, 1)
-            connection.send(_time(trainer, repeats))
+            _time(trainer, 1, clock)
+            connection.send(_time(trainer, repeats, clock))
     except EOFError:
         return
     except Exception as error:  # any failure of an engine is a result
         connection.send(f"{type(error).__name__}: {error}")
 
 
-def _time(trainer: Trainer, repeats: int) -> float:
-    start = time.perf_counter()
+def _time(trainer: Trainer, repeats: int, clock: Callable[[], float]) -> float:
+    start = clock()
     for _ in range(repeats):
         trainer.step()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
