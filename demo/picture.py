@@ -22,13 +22,13 @@ def draw_training(names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: 
         looks: For each training, one look before the first epoch and one after every epoch.
         epoch: After which to draw Gramians, those of the first and of the last training.
     """
-    figure = Figure(figsize=(15, 5.2), layout="constrained")
-    grid = figure.add_gridspec(2, 3, width_ratios=(0.8, 1, 1))
-    loss_axes = figure.add_subplot(grid[0, 0])
+    figure = Figure(figsize=(8, 6.6), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.5, 1))
+    loss_axes = figure.add_subplot(grid[1, 0])
     draw_losses(loss_axes, names, looks)
-    draw_conflicts(figure.add_subplot(grid[1, 0], sharex=loss_axes), names, looks)
+    draw_conflicts(figure.add_subplot(grid[1, 1], sharex=loss_axes), names, looks)
 
-    gramian_axes = [figure.add_subplot(grid[:, 1 + i]) for i in range(2)]
+    gramian_axes = [figure.add_subplot(grid[0, i]) for i in range(2)]
     ends = (names[0], names[-1]), (looks[0], looks[-1])
     for axes, name, own_looks in zip(gramian_axes, *ends, strict=True):
         image = draw_cosines(axes, own_looks[epoch])
