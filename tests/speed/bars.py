@@ -23,7 +23,7 @@ from autogram.testing import reference_jacobian
 
 from .measure import count_repeats, gramian_error, relative_error, time_steps
 from .process import TrainingProcess
-from .report import WRONG, describe_machine
+from .report import WRONG, as_table, describe_machine
 from .rows import OPACUS, VMAP, OpacusEngine, VmapTrainer
 from .training import BASELINE, ENGINES
 from .workloads import WORKLOADS, Workload
@@ -138,6 +138,32 @@ def measure(model: str, rounds: int) -> list[Bar]:
     return sorted(bars, key=lambda bar: order.index(bar.way))
 
 
+def make_table(bars: Sequence[Bar]) -> str:
+    """Markdown table, with one line for each model and way."""
+    rows = [["model", "by", "time", "memory", "error"], ["---", "---", "---:", "---:", "---:"]]
+    bases = {bar.model: bar for bar in bars if bar.way == WAYS[BASELINE]}
+    for bar in bars:
+        base = bases[bar.model]
+        if bar.ratio is None or bar.seconds is None:
+            rows.append([TITLES[bar.model], bar.way, "fails", "", ""])
+            continue
+        time = f"{1e3 * bar.seconds:.1f} ms" if bar is base else f"{bar.ratio:.2f}"
+        peak = "not measured"
+        if bar.peak and base.peak:
+            peak = f"{bar.peak / 2**20:.0f} MB" if bar is base else f"{bar.peak / base.peak:.2f}"
+        error = "" if bar.error is None else f"{bar.error:.0e}"
+        rows.append(
+            [
+                TITLES[bar.model],
+                bar.way,
+                time,
+                peak,
+                f"**wrong**: {error}" if bar.is_wrong else error,
+            ]
+        )
+    return as_table(rows)
+
+
 def draw(bars: Sequence[Bar]) -> Figure:
     """Times on the left and memory on the right, relative to SGD, one row for each model."""
     models = list(dict.fromkeys(bar.model for bar in bars))
@@ -194,8 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bars = [Bar(**bar) for bar in json.loads(path.read_text())["bars"]]
     picture = path.with_suffix(".png")
     draw(bars).savefig(picture, dpi=120, bbox_inches="tight", pad_inches=0.1)
-    for bar in bars:
-        print(bar)
+    print(make_table(bars))
     print(f"The picture is in {picture}")
 
 
