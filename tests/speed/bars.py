@@ -165,40 +165,45 @@ def make_table(bars: Sequence[Bar]) -> str:
 
 
 def draw(bars: Sequence[Bar]) -> Figure:
-    """Times on the left and memory on the right, relative to SGD, one row for each model."""
+    """One panel for each model: times as thick bars, memory as thin ones, relative to SGD."""
     models = list(dict.fromkeys(bar.model for bar in bars))
-    figure = Figure(figsize=(8, 1.75 * len(models) + 0.5), layout="constrained")
-    panels = figure.subplots(len(models), 2, squeeze=False)
-    for (left, right), model in zip(panels, models, strict=True):
+    rows = -(-len(models) // 2)
+    figure = Figure(figsize=(8, 2.6 * rows + 0.3), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False, sharey=True).flatten()
+    for axes, model in zip(panels, models, strict=False):  # an odd number leaves one empty
         own = [bar for bar in bars if bar.model == model]
         base = next(bar for bar in own if bar.way == WAYS[BASELINE])
-        _draw_ratios(left, own, [bar.ratio for bar in own])
-        peaks = [bar.peak / base.peak if bar.peak and base.peak else None for bar in own]
-        _draw_ratios(right, own, peaks)
-        left.set_title(f"{TITLES[model]}: time", fontsize=12, loc="left")
-        right.set_title("memory", fontsize=12, loc="left")
-        right.set_yticks(())
+        for place, bar in enumerate(own):
+            peak = bar.peak / base.peak if bar.peak and base.peak else None
+            _draw_ratio(axes, place - 0.16, 0.44, bar, bar.ratio)
+            _draw_ratio(axes, place + 0.26, 0.24, bar, peak)
+        axes.set_title(TITLES[model], fontsize=13, loc="left")
+        axes.set_yticks(range(len(own)), [bar.way for bar in own], fontsize=12)
+    for axes in panels:
+        axes.set_xlim(0, LONGEST * 1.3)
+        axes.set_xticks(())
+        for side in ("top", "right", "bottom"):
+            axes.spines[side].set_visible(False)
+    panels[0].invert_yaxis()  # and with it those that share it
+    for axes in panels[len(models) :]:
+        axes.set_visible(False)
+    figure.supxlabel("thick: time of a step, thin: memory, each relative to SGD", fontsize=12)
     return figure
 
 
-def _draw_ratios(axes: Axes, bars: Sequence[Bar], ratios: Sequence[float | None]) -> None:
-    """One panel. Bars of wrong results are pale, and long ones are cut."""
-    for place, (bar, ratio) in enumerate(zip(bars, ratios, strict=True)):
-        color = BAD if bar.is_wrong else COLORS.get(bar.way, OTHER)
-        shown = min(ratio or 0, LONGEST)
-        axes.barh(place, shown, color=color)
-        text = "fails" if ratio is None else f"{ratio:.1f}"
-        if ratio is not None and ratio > LONGEST:
-            axes.text(LONGEST - 0.1, place, "» ", ha="right", va="center", fontsize=14)
-        if bar.is_wrong:
-            text += "  wrong result"
-        axes.text(shown + 0.08, place, text, va="center", fontsize=11)
-    axes.set_yticks(range(len(bars)), [bar.way for bar in bars], fontsize=11)
-    axes.invert_yaxis()
-    axes.set_xlim(0, LONGEST * 1.4)
-    axes.set_xticks(())
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
+def _draw_ratio(axes: Axes, place: float, height: float, bar: Bar, ratio: float | None) -> None:
+    """One bar with its number: pale where the result is wrong, cut where it is long."""
+    is_time = height > 0.3
+    color = BAD if bar.is_wrong else COLORS.get(bar.way, OTHER)
+    shown = min(ratio or 0, LONGEST)
+    axes.barh(place, shown, height, color=color, alpha=1 if is_time else 0.6)
+    text = "" if ratio is None else f"{ratio:.1f}" + (" »" if ratio > LONGEST else "")
+    if is_time and ratio is None:
+        text = "fails"
+    if is_time and bar.is_wrong:
+        text += "  wrong result"
+    size = 11 if is_time else 9
+    axes.text(shown + 0.08, place, text, va="center", fontsize=size)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
