@@ -44,8 +44,8 @@ def draw_losses(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]
     for name, own_looks, color in zip(names, looks, COLORS, strict=True):
         axes.semilogy([look.loss for look in own_looks], label=name, color=color, linewidth=2)
     axes.set_title("Mean training loss", fontsize=11)
+    axes.set_xlabel("epoch")
     axes.grid(which="major", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
 
 
 def draw_conflicts(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:
@@ -58,6 +58,7 @@ def draw_conflicts(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Lo
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("epoch")
     axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def draw_cosines(axes: Axes, look: Look) -> AxesImage:
@@ -114,4 +115,4 @@ def draw_tasks(axes: Axes, control: Control) -> None:
         fontsize=11,
     )
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9)

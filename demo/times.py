@@ -1,7 +1,8 @@
-"""The time of a step on this machine: SGD, autogram and torchjd, side by side."""
+"""The time of a step on this machine, on one thread: SGD, autogram and torchjd, side by side."""
 
 from collections.abc import Callable, Mapping
-from time import perf_counter
+from statistics import median
+from time import process_time
 
 import torch
 from matplotlib.figure import Figure
@@ -72,9 +73,9 @@ def make_steps(make_model: Callable[[], nn.Module], shape: tuple[int, ...]) -> d
 
 
 def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """Seconds of a step, by model and kind: the least of some, as other programs only add time.
+    """Median seconds of a step, by model and kind. Kinds take turns, so that drift meets all.
 
-    Kinds take turns, so that drift meets all.
+    The clock is that of the processor on one thread, which other programs hardly change.
 
     Args:
         warm: Steps of each kind that do not count.
@@ -89,12 +90,12 @@ def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, di
             for kind, step in steps.items():
                 if kind == "torchjd" and number < warm - N_WARM_TORCHJD:
                     continue
-                start = perf_counter()
+                start = process_time()
                 step()
                 if number >= warm:
-                    seconds[kind].append(perf_counter() - start)
+                    seconds[kind].append(process_time() - start)
             advance()
-        found[name] = {kind: min(times) for kind, times in seconds.items()}
+        found[name] = {kind: median(times) for kind, times in seconds.items()}
     return found
 
 
