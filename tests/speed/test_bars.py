@@ -52,6 +52,8 @@ def test_rows_of_torch_func_are_right() -> None:
     assert bars.error_of(WORKLOADS["mlp"], "fused") < 1e-12
 
 
+# PyTorch warns of the hooks of Opacus, which sees no input that requires a gradient.
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.slow
 def test_rows_of_opacus_are_right() -> None:
     """The Gramian and the gradients, where it is installed."""
