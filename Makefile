@@ -30,7 +30,7 @@ SOURCES := src tests demo examples docs
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/.demo  ## Train on digits with SGD and with Jacobian descent, and compare
+demo: $(VENV)/.demo  ## Draw six pictures of what is won, and of what is not
 	$(BIN)/python -m demo $(DEMO_ARGS)
 
 test: lint types unit  ## Run lint, types and the unit tests, without those that are slow

@@ -1,1 +1,1 @@
-"""Handwritten digits, learned by plain SGD and by per-sample Jacobian descent: ``make demo``."""
+"""What Jacobian products are good for, in pictures, and what is not won: ``make demo``."""

@@ -1,29 +1,21 @@
-"""Train a classifier of digits twice, compare, and save a picture: ``python -m demo --help``."""
+"""What Jacobian products are good for, in six acts with pictures: ``python -m demo --help``."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
+from torch import Tensor
 
-from demo.control import compare as compare_tasks
-from demo.control import make_note as make_note_on_tasks
-from demo.control import make_table as make_table_of_tasks
+from demo import control, equation, labels, times, toy
 from demo.digits import Images, load_images, make_classifier
-from demo.picture import save_courses, save_picture, save_tasks
+from demo.picture import draw_control, draw_training
 from demo.probe import Look, Probe
-from demo.table import make_notes, make_table, make_table_of_steps
-from demo.training import (
-    FusedJacobianDescent,
-    GradientDescent,
-    JacobianDescent,
-    TorchjdDescent,
-    Training,
-)
-from examples.physics import compare
+from demo.table import make_notes, make_table
+from demo.training import GradientDescent, JacobianDescent, Training
 
 BATCH_SIZE = 32
 LEARNING_RATE = 0.2
@@ -31,20 +23,79 @@ LARGE_LEARNING_RATE = 0.4  # the best for SGD among 0.05, 0.1, 0.2, 0.4; at 0.8 
 CONTROL_RATES = (0.05, 0.1, 0.15, 0.2)
 CONTROL_WEIGHTS = (1.5, 2.0)
 CONTROL_SEEDS = (0, 1, 2)
-N_CONTROL_EPOCHS = 30
-N_EPOCHS = 10
-N_EPOCHS_SHORT = 2
-LARGE_BATCH_SIZE = 256
-N_LARGE_STEPS = 14
-N_EQUATION_STEPS = 50
 
 
 def main() -> None:
-    """Run the demo with the arguments of the command line."""
+    """Run the acts that the command line asks for, and save their pictures."""
     arguments = parse_arguments()
     torch.set_num_threads(1)  # the operations are too small to gain from a second thread
     console = Console()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name in arguments.acts:
+        console.rule(ACTS[name].__doc__ or name)
+        figure = ACTS[name](console, arguments)
+        if arguments.short:
+            console.print("This was a short run, whose numbers show only that everything works.")
+        path = arguments.output / f"{name}.png"
+        figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.1)
+        console.print(f"The picture is in {path}\n", soft_wrap=True)
 
+
+def show_toy(console: Console, arguments: Namespace) -> Figure:
+    """Two losses that conflict."""
+    with console.status("descending from five starts, by the mean and by UPGrad"):
+        courses = toy.compare(40 if arguments.short else 1500)
+    console.print(toy.make_note(courses))
+    return toy.draw(courses)
+
+
+def show_labels(console: Console, arguments: Namespace) -> Figure:
+    """Wrong labels, found by gradients."""
+    with console.status("learning digits, a tenth of which have wrong labels"):
+        found = labels.search(1 if arguments.short else 6, arguments.seed)
+    console.print(labels.make_note(found))
+    return labels.draw(found)
+
+
+def show_equation(console: Console, arguments: Namespace) -> Figure:
+    """A differential equation, solved by Gauss-Newton steps and by Adam."""
+    with console.status("solving Poisson's equation by Gauss-Newton steps, and by Adam"):
+        found = equation.solve(2 if arguments.short else 50)
+    console.print(equation.make_note(found))
+    return equation.draw(found)
+
+
+def show_times(console: Console, arguments: Namespace) -> Figure:
+    """The time of a step on this machine."""
+    warm, rounds = (1, 1) if arguments.short else (times.N_WARM, 15)
+    with make_progress(console) as progress:
+        total = len(times.MODELS) * (warm + rounds)
+        task = progress.add_task("steps of each kind", total=total)
+        found = times.measure(warm, rounds, lambda: progress.advance(task))
+    console.print(times.make_note(found))
+    return times.draw(found)
+
+
+def show_tasks(console: Console, arguments: Namespace) -> Figure:
+    """Two tasks that compete: SGD with its rate tuned, and Jacobian descent, over some seeds."""
+    rates, seeds = (CONTROL_RATES, CONTROL_SEEDS) if not arguments.short else ((0.15,), (0,))
+    count = len(rates) + (2 + len(CONTROL_WEIGHTS)) * len(seeds)
+    with make_progress(console, unit="trainings") as progress:
+        task = progress.add_task("classes and drawings", total=count)
+        found = control.compare(
+            rates,
+            CONTROL_WEIGHTS,
+            seeds,
+            1 if arguments.short else 30,
+            lambda: progress.advance(task),
+        )
+    console.print(control.make_table(found))
+    console.print(control.make_note(found))
+    return draw_control(found)
+
+
+def show_digits(console: Console, arguments: Namespace) -> Figure:
+    """Where little is won: digits, all of which a network can learn."""
     training_images, test_images = load_images(arguments.seed)
     model = make_classifier(arguments.seed)
     probe = Probe(model, training_images, test_images)
@@ -53,76 +104,43 @@ def main() -> None:
         GradientDescent(model, LARGE_LEARNING_RATE),
         JacobianDescent(model, LEARNING_RATE),
     )
-
-    epochs = make_batches(len(training_images), arguments.epochs, arguments.seed)
+    n_epochs = 1 if arguments.short else arguments.epochs
+    epochs = make_batches(len(training_images), n_epochs, arguments.seed)
     with make_progress(console) as progress:
         looks = train(trainings, training_images, epochs, probe, progress)
-
     console.print(make_table(trainings, looks))
-    console.print(make_notes(len(probe.samples), arguments.epochs), style="dim")
-    if arguments.epochs > N_EPOCHS_SHORT:
-        console.print(make_table_of_steps(take_large_steps(model, training_images, console)))
+    console.print(make_notes(len(probe.samples), n_epochs))
     names = [training.title for training in trainings]
-    save_picture(arguments.output, names, looks, epoch=max(1, arguments.epochs // 5))
-    console.print(f"The picture is in {arguments.output}", soft_wrap=True)
-    if arguments.epochs > N_EPOCHS_SHORT:
-        take_control(arguments.output.with_stem(f"{arguments.output.stem}_tasks"), console)
-        solve_equation(arguments.output.with_stem(f"{arguments.output.stem}_physics"), console)
+    return draw_training(names, looks, epoch=max(1, n_epochs // 5))
 
 
-def take_control(output: Path, console: Console) -> None:
-    """Two tasks that conflict: SGD with its rate tuned, and Jacobian descent, over some seeds."""
-    count = len(CONTROL_RATES) + (2 + len(CONTROL_WEIGHTS)) * len(CONTROL_SEEDS)
-    with make_progress(console, unit="trainings") as progress:
-        task = progress.add_task("classes and drawings", total=count)
-        found = compare_tasks(
-            CONTROL_RATES,
-            CONTROL_WEIGHTS,
-            CONTROL_SEEDS,
-            N_CONTROL_EPOCHS,
-            lambda: progress.advance(task),
-        )
-    console.print(make_table_of_tasks(found))
-    console.print(make_note_on_tasks(found), style="dim")
-    save_tasks(output, found)
-    console.print(f"The picture is in {output}", soft_wrap=True)
-
-
-def solve_equation(output: Path, console: Console) -> None:
-    """The second act: a differential equation by Gauss-Newton steps, and by Adam."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with console.status("Solving Poisson's equation by Gauss-Newton steps, and by Adam"):
-            courses = compare(N_EQUATION_STEPS)
-    finally:
-        torch.set_default_dtype(before)
-    for name, course in courses.items():
-        seconds, error = course[-1]
-        console.print(f"{name}: relative error {error:.1e} after {seconds:.1f} s")
-    save_courses(output, courses)
-    console.print(
-        "The same network finds the solution of Poisson's equation in a square, whose residuals at "
-        "480 points are the objectives. Adam had twice the time, and a learning rate that was "
-        f"tuned and falls to zero. The picture is in {output}",
-        soft_wrap=True,
-    )
+ACTS: dict[str, Callable[[Console, Namespace], Figure]] = {
+    "toy": show_toy,
+    "labels": show_labels,
+    "equation": show_equation,
+    "times": show_times,
+    "tasks": show_tasks,
+    "digits": show_digits,
+}
 
 
 def parse_arguments() -> Namespace:
     """Read the command line."""
     parser = ArgumentParser(prog="demo", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=N_EPOCHS, help="passes through the images")
+    parser.add_argument("acts", nargs="*", help=f"of {', '.join(ACTS)}; all if none is given")
+    parser.add_argument("--epochs", type=int, default=10, help="passes of the last act")
     parser.add_argument(
-        "--short",
-        dest="epochs",
-        action="store_const",
-        const=N_EPOCHS_SHORT,
-        help="only a few seconds, to see that everything works",
+        "--short", action="store_true", help="only a few seconds, to see that everything works"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights, split and batches")
-    parser.add_argument("--output", type=Path, default=Path("build/demo.png"), help="the picture")
-    return parser.parse_args()
+    parser.add_argument("--output", type=Path, default=Path("build/demo"), help="for the pictures")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.acts) - set(ACTS):
+        parser.error(
+            f"there is no act {', '.join(sorted(unknown))}; pass some of {', '.join(ACTS)}"
+        )
+    arguments.acts = arguments.acts or list(ACTS)
+    return arguments
 
 
 def make_batches(n_images: int, n_epochs: int, seed: int) -> list[Sequence[Tensor]]:
@@ -160,21 +178,6 @@ def train(
         accuracies = " and ".join(f"{own_looks[-1].accuracy:.1%}" for own_looks in looks)
         progress.update(task, description=f"test accuracy {accuracies}")
     return looks
-
-
-def take_large_steps(model: nn.Module, images: Images, console: Console) -> list[Training]:
-    """Some steps of each kind on a large batch, the same for all. They take turns, as above."""
-    kinds = (GradientDescent, JacobianDescent, FusedJacobianDescent, TorchjdDescent)
-    trainings: list[Training] = [kind(model, LEARNING_RATE) for kind in kinds]
-    batch = images.select(torch.arange(LARGE_BATCH_SIZE))
-    with make_progress(console) as progress:
-        task = progress.add_task(f"steps on {LARGE_BATCH_SIZE} digits", total=N_LARGE_STEPS)
-        for i in range(N_LARGE_STEPS):
-            for training in trainings:
-                if i < 2 or not isinstance(training, TorchjdDescent):  # whose steps take seconds
-                    training.step(batch)
-            progress.advance(task)
-    return trainings
 
 
 def make_progress(console: Console, unit: str = "steps") -> Progress:

@@ -1,7 +1,6 @@
-"""The picture that the demo saves."""
+"""The pictures of the trainings on digits, and of the two tasks."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,24 +14,21 @@ from demo.probe import N_PER_CLASS, Look
 COLORS = ("#4d4d4d", "#a6a6a6", "#d95f02")
 
 
-def save_picture(
-    path: Path, names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: int
-) -> None:
+def draw_training(names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: int) -> Figure:
     """Draw the loss and the conflicts over the epochs, and two cosine Gramians after one of them.
 
     Args:
-        path: Where to save; its folder is made.
         names: What each training is called.
         looks: For each training, one look before the first epoch and one after every epoch.
         epoch: After which to draw Gramians, those of the first and of the last training.
     """
-    figure = Figure(figsize=(15, 5.2), layout="constrained")
-    grid = figure.add_gridspec(2, 3, width_ratios=(0.8, 1, 1))
-    loss_axes = figure.add_subplot(grid[0, 0])
+    figure = Figure(figsize=(8, 6.6), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.5, 1))
+    loss_axes = figure.add_subplot(grid[1, 0])
     draw_losses(loss_axes, names, looks)
-    draw_conflicts(figure.add_subplot(grid[1, 0], sharex=loss_axes), names, looks)
+    draw_conflicts(figure.add_subplot(grid[1, 1], sharex=loss_axes), names, looks)
 
-    gramian_axes = [figure.add_subplot(grid[:, 1 + i]) for i in range(2)]
+    gramian_axes = [figure.add_subplot(grid[0, i]) for i in range(2)]
     ends = (names[0], names[-1]), (looks[0], looks[-1])
     for axes, name, own_looks in zip(gramian_axes, *ends, strict=True):
         image = draw_cosines(axes, own_looks[epoch])
@@ -40,9 +36,7 @@ def save_picture(
     gramian_axes[0].set_ylabel("class of sample i")
     bar = figure.colorbar(image, ax=gramian_axes, shrink=0.85, pad=0.02)
     bar.set_label("cosine of the gradients of samples i and j")
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def draw_losses(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:
@@ -50,8 +44,8 @@ def draw_losses(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]
     for name, own_looks, color in zip(names, looks, COLORS, strict=True):
         axes.semilogy([look.loss for look in own_looks], label=name, color=color, linewidth=2)
     axes.set_title("Mean training loss", fontsize=11)
+    axes.set_xlabel("epoch")
     axes.grid(which="major", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
 
 
 def draw_conflicts(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Look]]) -> None:
@@ -64,6 +58,7 @@ def draw_conflicts(axes: Axes, names: Sequence[str], looks: Sequence[Sequence[Lo
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("epoch")
     axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def draw_cosines(axes: Axes, look: Look) -> AxesImage:
@@ -83,25 +78,11 @@ def draw_cosines(axes: Axes, look: Look) -> AxesImage:
     return image
 
 
-def save_courses(path: Path, courses: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """Save a picture of relative errors over seconds, by name of the method."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for name, course in courses.items():
-        axes.semilogy(*zip(*course, strict=True), label=name)
-    axes.set(xlabel="seconds", ylabel="relative error of the solution", title="Poisson's equation")
-    axes.grid(alpha=0.4)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def save_tasks(path: Path, control: Control) -> None:
-    """Save the picture of both losses."""
+def draw_control(control: Control) -> Figure:
+    """The picture of both losses."""
     figure = Figure(figsize=(6, 4.4), layout="constrained")
     draw_tasks(figure.add_subplot(), control)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def draw_tasks(axes: Axes, control: Control) -> None:
@@ -134,4 +115,4 @@ def draw_tasks(axes: Axes, control: Control) -> None:
         fontsize=11,
     )
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9)

@@ -1,4 +1,4 @@
-"""The table that the demo ends with."""
+"""The table of the trainings on digits."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
@@ -7,10 +7,6 @@ from rich.table import Table
 
 from demo.probe import Look
 from demo.training import Step, Training
-
-# How many of the steps on a large batch count. An engine verifies its calls 1, 2, 4 and 8, and each
-# call behind one of these searches for the samples: more than 90 % of all calls do neither.
-N_SETTLED = 5
 
 
 def make_table(trainings: Sequence[Training], looks: Sequence[Sequence[Look]]) -> Table:
@@ -43,21 +39,6 @@ def make_table(trainings: Sequence[Training], looks: Sequence[Sequence[Look]]) -
     return table
 
 
-def make_table_of_steps(trainings: Sequence[Training]) -> Table:
-    """Whole steps on a large batch: forward pass, Gramian, weights, backward pass and update."""
-    m = trainings[0].steps[0].backward.weights.numel()
-    table = Table(title=f"A step with UPGrad on {m} digits", title_justify="left")
-    for header in ("", "milliseconds", "ratio to SGD", "without the weights"):
-        table.add_column(header, justify="left" if not header else "right")
-    base = median_ms(trainings[0].steps[1:][-N_SETTLED:], lambda step: step.total_s)
-    for training in trainings:
-        steps = training.steps[1:][-N_SETTLED:]
-        total = median_ms(steps, lambda step: step.total_s)
-        bare = median_ms(steps, lambda step: step.total_s - step.backward.weighting_s)
-        table.add_row(training.name, f"{total:.1f}", f"{total / base:.1f}", f"{bare / base:.1f}")
-    return table
-
-
 def make_notes(n_samples: int, n_epochs: int) -> str:
     """What the numbers in the table's brackets refer to."""
     return (
@@ -66,7 +47,7 @@ def make_notes(n_samples: int, n_epochs: int) -> str:
         f"each epoch.\n"
         "(2) The mean loss has weights 1/m, which add up to 1. UPGrad's are scaled: its steps are "
         "as long as those along the mean gradient. Where a network can learn all samples, as here, "
-        "there is little to win by the direction. Without --short, two tasks that compete follow.\n"
+        "there is little to win by the direction.\n"
         "(3) UPGrad solves one quadratic program per sample, all of them together. Every "
         "aggregator has its own price here; the rest of the step is the engine's."
     )

@@ -9,8 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchjd.aggregation import UPGradWeighting
-from torchjd.autogram import Engine as TorchjdEngine
 from typing_extensions import override
 
 from autogram import Engine
@@ -118,42 +116,3 @@ class JacobianDescent(Training):
         weighting_end = perf_counter()
         losses.backward(weights)
         return Backward(weights, gramian_end - start, weighting_end - gramian_end)
-
-
-class FusedJacobianDescent(JacobianDescent):
-    """The same step with one backward pass instead of two."""
-
-    name = "Jacobian descent, fused"
-
-    @override
-    def backward(self, losses: Tensor) -> Backward:
-        seconds = 0.0
-
-        def timed(gramian: Tensor) -> Tensor:
-            nonlocal seconds
-            start = perf_counter()
-            weights = self.weighting(gramian)
-            seconds = perf_counter() - start
-            return weights
-
-        return Backward(self.engine.backward(losses, timed), weighting_s=seconds)
-
-
-class TorchjdDescent(Training):
-    """The same step by torchjd: its engine, and its weighting."""
-
-    name = "torchjd"
-
-    def __init__(self, model: nn.Module, learning_rate: float) -> None:
-        super().__init__(model, learning_rate)
-        self.engine = TorchjdEngine(self.model, batch_dim=0)
-        self.weighting = UPGradWeighting()
-
-    @override
-    def backward(self, losses: Tensor) -> Backward:
-        gramian = self.engine.compute_gramian(losses)
-        start = perf_counter()
-        weights = self.weighting(gramian)
-        seconds = perf_counter() - start
-        losses.backward(weights)
-        return Backward(weights, weighting_s=seconds)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+DISTRIBUTION = "torch-autogram"
+"""What pip installs the package by; `autogram` is the name of another distribution."""
+
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
@@ -21,6 +24,6 @@ def extra(name: str) -> Iterator[None]:
             raise
         raise ModuleNotFoundError(
             f"The package `{package}` is not installed, which this part of autogram needs. Install "
-            f'it by `pip install "autogram[{name}]"`.',
+            f'it by `pip install "{DISTRIBUTION}[{name}]"`.',
             name=error.name,
         ) from error

@@ -1,5 +1,6 @@
 """Builds what is released, and tries it: ``make release``.
 
+0. With `--tag` and `--repository`: whether the package has the version and URL of the release.
 1. A source distribution, and a wheel that is built from it.
 2. The wheel is installed into an empty environment, and takes a step there, outside of all this.
    `--torch VERSION` does it once more with another torch.
@@ -9,10 +10,12 @@
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from zipfile import ZipFile
@@ -26,6 +29,9 @@ TESTS = [
 
 # What somebody who packages it needs, and what nobody does.
 NEEDED = [
+    ".ci/run",
+    ".github/workflows/tests.yml",
+    ".pre-commit-config.yaml",
     "CHANGELOG.md",
     "CITATION.cff",
     "CONTRIBUTING.md",
@@ -49,19 +55,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to leave both files")
     parser.add_argument("--torch", action="append", default=[], help="a version to try as well")
+    parser.add_argument("--tag", help="the tag of the release, which is v and the version")
+    parser.add_argument("--repository", help="the URL at which it is released")
     given = parser.parse_args()
+    check_names(ROOT, given.tag, given.repository)
     out = given.out
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("autogram-*"):
+    for old in out.glob("torch_autogram-*"):
         old.unlink()
     run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)])
-    (source,), (wheel,) = out.glob("autogram-*.tar.gz"), out.glob("autogram-*.whl")
+    (source,), (wheel,) = out.glob("torch_autogram-*.tar.gz"), out.glob("torch_autogram-*.whl")
     look_into(source, wheel)
     with tempfile.TemporaryDirectory() as folder:
         for number, torch in enumerate([None, *given.torch]):
             try_wheel(wheel, Path(folder) / str(number), torch)
         try_source(source, Path(folder))
     print(f"\n{source.name} and {wheel.name} are in {out}.")
+
+
+def check_names(root: Path, tag: str | None, repository: str | None) -> None:
+    """Whether the package in a folder has the version of a tag, and the URL of a repository.
+
+    Raises:
+        SystemExit: Either is another.
+    """
+    (version,) = re.findall(
+        r'^__version__ = "(.*)"$', (root / "src/autogram/__init__.py").read_text(), re.MULTILINE
+    )
+    if tag not in (None, f"v{version}"):
+        raise SystemExit(f"The tag is {tag}, and the version {version}. Correct one of them.")
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    named = project["urls"]["Homepage"]
+    if repository not in (None, named):
+        raise SystemExit(
+            f"This is {repository}, and the package says {named}. Correct the URLs in "
+            "pyproject.toml and CITATION.cff."
+        )
 
 
 def look_into(source: Path, wheel: Path) -> None:

@@ -34,7 +34,7 @@ def main() -> None:
     checkout = Path(parser.parse_args().checkout).resolve()
     place = Path(autogram.__file__).resolve()
     assert checkout not in place.parents, f"imported from the checkout: {place}"
-    assert autogram.__version__ == importlib.metadata.version("autogram")
+    assert autogram.__version__ == importlib.metadata.version("torch-autogram")
     assert files("autogram").joinpath("py.typed").is_file()
     for name in ("opt_einsum", "torch"):
         assert importlib.util.find_spec(name), name

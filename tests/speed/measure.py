@@ -93,12 +93,13 @@ def gramian_error(workload: Workload, make_engine: EngineFactory) -> float:
     gramian = engine.compute_gramian(workload.compute_losses(model(inputs), targets))
     # Summed by pairs: a matrix product of few long rows has larger errors than the Gramian.
     expected = torch.stack([(jacobian * row).sum(1) for row in jacobian])
-    errors = [_relative_error(gramian, expected)]
+    errors = [relative_error(gramian, expected)]
     if isinstance(engine, FusedEngine):
         gradient = torch.cat([p.grad.flatten() for p in parameters])
-        errors.append(_relative_error(gradient, constant_weights(gramian) @ jacobian))
+        errors.append(relative_error(gradient, constant_weights(gramian) @ jacobian))
     return max(errors)
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error, relative to the largest entry."""
     return float((actual - expected).abs().max() / expected.abs().max())

@@ -16,12 +16,16 @@ from pathlib import Path
 import torch
 
 from .measure import Timing, Visit, count_repeats, time_steps
-from .training import Trainer, make_trainer
+from .memory import peak_of, resident
+from .rows import OPACUS, VMAP, make_any_trainer
+from .training import Trainer
 from .workloads import WORKLOADS
 
 # Planning, lazy initialisations, programs, and verification of the first calls. That of the 32nd is
-# past, and the next one is that of the 64th.
+# past, and the next one is that of the 64th. Other libraries have none of these, and slow steps.
 _WARM_UP = 33
+_WARM_UP_OTHERS = 5
+_OTHERS = ("torchjd", OPACUS, VMAP)
 
 
 class TrainingProcess:
@@ -32,6 +36,7 @@ class TrainingProcess:
         engine: The name of its engine, or of the baseline.
         threads: How many PyTorch uses; its own choice if `None`.
         source: The folder that `autogram` is imported from; that of this process if `None`.
+        clock: What reads the time: of the wall, or `time.process_time` on a machine that is busy.
     """
 
     def __init__(
@@ -40,12 +45,13 @@ class TrainingProcess:
         engine: str,
         threads: int | None = None,
         source: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # Spawned and not forked: it inherits no memory.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, workload, engine, threads), daemon=True
+            target=_serve, args=(theirs, workload, engine, threads, clock), daemon=True
         )
         path = list(sys.path)
         if source is not None:
@@ -71,6 +77,10 @@ class TrainingProcess:
         if isinstance(answer, str):
             raise RuntimeError(answer)
         return float(answer)
+
+    def peak(self) -> int:
+        """Bytes of memory that a step needs at most, apart from what was there before the first."""
+        return int(self.visit(0))
 
     def close(self) -> None:
         """End the process."""
@@ -111,25 +121,35 @@ def time_launches(
     return {name: timings[name] for name in timings if name not in failures}, failures
 
 
-def _serve(connection: Connection, workload: str, engine: str, threads: int | None) -> None:
+def _serve(
+    connection: Connection,
+    workload: str,
+    engine: str,
+    threads: int | None,
+    clock: Callable[[], float],
+) -> None:
     """Answers each visit until the connection is closed: with seconds, or with what failed."""
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        trainer = make_trainer(WORKLOADS[workload], engine)
-        _time(trainer, _WARM_UP)
+        trainer = make_any_trainer(WORKLOADS[workload], engine)
+        before = resident()
+        _time(trainer, _WARM_UP_OTHERS if engine in _OTHERS else _WARM_UP, clock)
         while True:
             repeats = connection.recv()
-            _time(trainer, 1)
-            connection.send(_time(trainer, repeats))
+            if repeats == 0:
+                connection.send(peak_of(trainer.step) - before)
+                continue
+            _time(trainer, 1, clock)
+            connection.send(_time(trainer, repeats, clock))
     except EOFError:
         return
     except Exception as error:  # any failure of an engine is a result
         connection.send(f"{type(error).__name__}: {error}")
 
 
-def _time(trainer: Trainer, repeats: int) -> float:
-    start = time.perf_counter()
+def _time(trainer: Trainer, repeats: int, clock: Callable[[], float]) -> float:
+    start = clock()
     for _ in range(repeats):
         trainer.step()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats

@@ -1,4 +1,4 @@
-"""The command line: ``python -m autogram check module:function``."""
+"""The command line: ``autogram check module:function``, or ``python -m autogram check ...``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m autogram", description="Exact Gramians of Jacobians for PyTorch."
+        prog="autogram", description="Exact Gramians of Jacobians for PyTorch."
     )
     version = f"autogram {__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)

@@ -80,6 +80,9 @@ def find_function(place: str) -> Callable[[], Any]:
     if source.endswith(".py"):
         module = _asked(lambda: _load(Path(source)))
     else:
+        folder = str(Path.cwd())
+        if folder not in sys.path:  # `python -m` looks there, and an installed script does not
+            sys.path.insert(0, folder)
         try:
             module = _asked(lambda: importlib.import_module(source))
         except UsageError as error:

@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from autogram._extras import DISTRIBUTION
+
 _ENTRY_POINT = "[torch_dynamo_backends]\nautogram = autogram._compiled:autogram\n"
 
 
@@ -30,7 +32,7 @@ def register() -> None:
 def _is_installed() -> bool:
     """Whether the entry point is among those of packages."""
     try:
-        return bool(distribution("autogram").entry_points)
+        return bool(distribution(DISTRIBUTION).entry_points)
     except PackageNotFoundError:
         return False
 

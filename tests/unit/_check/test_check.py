@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from textwrap import dedent
 
@@ -14,6 +15,7 @@ import autogram
 from autogram._check import main
 from autogram._check.printing import Bar
 
+ROOT = Path(__file__).parents[3]
 PREAMBLE = """
 import torch
 from torch import nn
@@ -410,7 +412,19 @@ def test_places_that_are_not_there(files: Files, place: str, message: str) -> No
 def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    assert "usage: python -m autogram" in capsys.readouterr().err
+    assert "usage: autogram" in capsys.readouterr().err
+
+
+def test_installed_script(files: Files, tmp_path: Path) -> None:
+    """It finds modules in the folder where it is called, which is not on its path."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    module, name = project["scripts"]["autogram"].split(":")
+    script = tmp_path / "elsewhere" / "autogram-script"
+    script.parent.mkdir()
+    script.write_text(f"import sys\nfrom {module} import {name}\nsys.exit({name}())\n")
+    command = [sys.executable, str(script), "check", f"{files.write(LOSSES).stem}:make", "--json"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout)["status"] == "fine"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ UNINSTALLED = """
 from importlib.metadata import MetadataPathFinder
 find = MetadataPathFinder.find_distributions
 def others(*args, **kwargs):
-    return [x for x in find(*args, **kwargs) if x.metadata["Name"] != "autogram"]
+    return [x for x in find(*args, **kwargs) if "autogram" not in x.metadata["Name"]]
 MetadataPathFinder.find_distributions = others
 """
 IMPORTED = """

@@ -4,8 +4,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import autogram
-from tests.release.__main__ import NEEDED
+from tests.release.__main__ import NEEDED, check_names
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,6 +23,27 @@ def test_versions_agree() -> None:
     newest = re.findall(r"^## \[(\d\S*)\] - (\S+)$", _text("CHANGELOG.md"), re.MULTILINE)[0]
     assert autogram.__version__ == cited == newest[0]
     assert date == newest[1]
+
+
+def test_names_agree() -> None:
+    """URLs of the repository and of its pages, wherever they are written."""
+    project = tomllib.loads(_text("pyproject.toml"))["project"]
+    cited = dict(re.findall(r"^(repository-code|url): (\S+)$", _text("CITATION.cff"), re.MULTILINE))
+    assert cited["repository-code"] == project["urls"]["Homepage"]
+    assert cited["url"] == project["urls"]["Documentation"]
+    for name in ("Changelog", "Issues"):
+        assert project["urls"][name].startswith(cited["repository-code"] + "/")
+
+
+def test_a_release_of_other_names_is_refused() -> None:
+    """Nothing is built for a tag that is not the version, or in another repository."""
+    home = tomllib.loads(_text("pyproject.toml"))["project"]["urls"]["Homepage"]
+    check_names(ROOT, f"v{autogram.__version__}", home)
+    check_names(ROOT, None, None)
+    with pytest.raises(SystemExit, match=r"The tag is v0\.0\.0, and the version"):
+        check_names(ROOT, "v0.0.0", home)
+    with pytest.raises(SystemExit, match="This is a fork, and the package says"):
+        check_names(ROOT, None, "a fork")
 
 
 def test_source_distribution_has_what_is_needed() -> None:
