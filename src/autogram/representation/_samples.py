@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from autogram._capture.autograd.graph import nodes_behind
 from autogram._capture.places.finding import infer
 from autogram._capture.places.places import Places
-from autogram._capture.places.probe import Edge, Prober
+from autogram._capture.places.probe import Edge
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram.errors import MixedSamplesError
@@ -38,7 +38,7 @@ def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]
         return [_none_of(tensor) for tensor in tensors]  # the pass tells that it is not connected
     root = Edge(losses.grad_fn, losses.output_nr)
     start = Places.along(losses.shape, layout.dim)
-    finding, found = infer(root, start, nodes, edges, Prober(Channel()))
+    finding, found = infer(root, start, nodes, edges, Channel())
     if found.is_mixed:
         node = nodes[finding.mixing]
         shape = tuple(node._input_metadata[0].shape)

@@ -69,16 +69,16 @@ class Finding:
             return [_differ(reader.value(x), old) for x, old in self.constants.items()]
 
     def infer_again(
-        self, nodes: Sequence[Any], prober: Prober, inside: Mapping[Any, Teller]
+        self, nodes: Sequence[Any], channel: Channel, inside: Mapping[Any, Teller]
     ) -> tuple[Finding, PlacesInGraph]:
         """Looks at another graph of the same key, at those nodes alone that values decide about.
 
         Returns:
             The finding with the constants of that graph, and the places that may be others now.
         """
-        with reading(nodes, prober.channel) as reader:
+        with reading(nodes, channel) as reader:
             reader.fetch(self.constants)
-            inference = Inference(self.road, reader.read, prober, inside)
+            inference = Inference(self.road, reader.read, Prober(channel, nodes), inside)
             for (node, number), parts in self.parts.items():
                 inference.parts[Edge(nodes[node], number)] += parts
             inference.probes.update({nodes[number]: probe for number, probe in self.probes.items()})
@@ -98,7 +98,7 @@ def infer(
     start: Places,
     nodes: Sequence[Any],
     edges: Sequence[Edge],
-    prober: Prober,
+    channel: Channel,
     inside: Mapping[Any, Teller] = MappingProxyType({}),
 ) -> tuple[Finding, PlacesInGraph]:
     """The finding on the first road on which no samples meet at a use, and the places.
@@ -108,12 +108,13 @@ def infer(
         start: The places of the losses.
         nodes: All nodes behind the losses, in the order of a walk.
         edges: The edges whose places are wanted.
-        prober: Carries out nodes that are not known.
+        channel: Of the uses of the graph, which nodes that are carried out alone show.
         inside: The nodes that have uses inside of them, whose places are wanted, too.
     """
     order = in_order(root.node, nodes, [*[edge.node for edge in edges], *inside])
     wanted = {*order}
-    with reading(nodes, prober.channel) as reader:
+    prober = Prober(channel, nodes)
+    with reading(nodes, channel) as reader:
         for road in Road:
             inference = Inference(road, reader.read, prober, inside)
             inference.parts[root] = [Arrival(None, start)]

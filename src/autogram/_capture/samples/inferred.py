@@ -15,7 +15,7 @@ from autogram._capture.autograd.graph import calls_of
 from autogram._capture.places.finding import Finding, PlacesInGraph, infer
 from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
-from autogram._capture.places.probe import Edge, Prober
+from autogram._capture.places.probe import Edge
 from autogram._capture.samples.layouts import (
     layout_of_places,
     mixed_samples,
@@ -60,9 +60,7 @@ class Inferred:
         root = Edge(losses.grad_fn, losses.output_nr)
         start = Places.along(losses.shape, layout.dim)
         inside = _tells(survey, objectives.samples)
-        finding, found = infer(
-            root, start, nodes, [*edges.values()], Prober(survey.channel, nodes), inside
-        )
+        finding, found = infer(root, start, nodes, [*edges.values()], survey.channel, inside)
         inferred = cls(finding, [None] * len(survey.uses))
         layouts = inferred._take(finding, found, survey, objectives.samples)
         if layouts is not None:
@@ -83,7 +81,7 @@ class Inferred:
     def look_again(self, survey: Survey, samples: int) -> Layouts | None:
         """By the values that decide in a graph of this key; ``None`` if that does not tell all."""
         inside = _tells(survey, samples)
-        found = self.finding.infer_again(survey.nodes, Prober(survey.channel, survey.nodes), inside)
+        found = self.finding.infer_again(survey.nodes, survey.channel, inside)
         return self._take(*found, survey, samples)
 
     def found(self, survey: Survey) -> Layouts:
