@@ -73,7 +73,7 @@ class NonFiniteError(AutogramError, ArithmeticError):
 
 
 class InvalidOperandError(AutogramError, ValueError):
-    """A vector, a matrix, a weighting or a Jacobian is none that a method can work with."""
+    """An argument has the wrong shape or type for a method."""
 
 
 class ChangedTensorError(AutogramError, RuntimeError):

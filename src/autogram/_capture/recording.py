@@ -27,7 +27,7 @@ class Counted(NamedTuple):
     """How many samples a forward pass was taken to have."""
 
     module: int
-    """The ``id`` of the outermost module. One that is used again costs time, and no exactness."""
+    """The ``id`` of the outermost module. To use one again costs time, never correctness."""
     inputs: InputSizes
     samples: int
 
@@ -249,7 +249,7 @@ class Recording:
     def note_at(self, result: Tensor) -> None:
         """Notes the forward pass in the graph of a result on which no tap is.
 
-        Which parameters it had, and which of them are part of J, nothing else would tell later.
+        Nothing else records which parameters this pass had, and which of them are part of J.
         Where a view's base is changed in place, PyTorch gives the view another node.
         """
         for tensor in (result, result._base):

@@ -15,7 +15,7 @@ from autogram._distributed.group import Group
 from autogram._distributed.plan import UNDER_WAY, ExchangePlan, Offsets, Packet, Slice
 from autogram._distributed.share import Data, Share, flat, shaped
 
-# In the place of an error, where what was sent is not what there is.
+# In place of an error: the data that this rank has sent turned out to be out of date.
 _VOID = RuntimeError("void")
 
 

@@ -182,7 +182,7 @@ def _has_ended(wrapper: Any) -> bool:
 def _sink(wrapper: Any) -> Tensor:
     """What a wrapper with a static graph has in the graph of its first forward pass.
 
-    Passing it lets the wrapper exchange the gradients behind the pass.
+    A backward pass through it makes the wrapper exchange gradients after the pass.
     """
     from torch.nn.parallel.distributed import _DDPSink
 

@@ -1,4 +1,4 @@
-"""What an engine has apart from its products: modules, hooks, reports, captures, and an end."""
+"""An engine without its products: modules, hooks, reports, captured steps and removal."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Scale:
             yield losses
 
     def weights(self, gramian: Tensor) -> Tensor:
-        """The weights by the Gramian of the losses, from that of the scaled ones.
+        """The weights, from the Gramian of the scaled losses, which is unscaled first.
 
         They are not a number where it is not finite: the user's function is not asked then.
 

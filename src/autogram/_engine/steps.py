@@ -283,7 +283,7 @@ class Step:
             yield losses, outside, parts[i].reshape(losses.shape).to(losses), retain_graph
 
     def _without_wrapped(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Those of some leaves that are not frozen since, and no affair of a wrapper."""
+        """Leaves that still require a gradient and that no wrapper manages."""
         wrappers = self._wrappers
         return [x for x in leaves if x.requires_grad and not (wrappers and wrappers.has(x))]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autogram.errors import UnsupportedError
 
-# Of two threads that find no gradient, one is the first.
+# Two threads must not both find `.grad` empty and set it.
 _FIRST = threading.Lock()
 
 

@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     """What is known of the samples, to tell whether a tensor is expanded over them."""
 
     samples: Any = 1
-    """How many there are; 1 where nothing is to be taken for expanded over them."""
+    """How many there are; with 1, no tensor counts as expanded over them."""
     unspread: Collection[Tensor] = ()
     """Parameters that turned out to be expanded over something else of the same size."""
 

@@ -189,7 +189,7 @@ class Session(threading.local):
         self._recorder = self._outermost = self._frame = None  # last: see `begin`
 
     def remove(self) -> None:
-        """Closes the recording that removed hooks would have closed, and lets compiled calls be."""
+        """Stops recording, as removed hooks would not do it; compiled calls are left alone."""
         _SESSIONS.discard(self)
         self.close()
 

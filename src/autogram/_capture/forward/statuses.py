@@ -96,7 +96,7 @@ class Statuses:
             self.has_untapped = True
 
     def let_be(self, tensor: Tensor, status: Status) -> None:
-        """Lets a tensor be what another is that it stands for, also where it is a leaf."""
+        """Gives a stand-in the status of the tensor that it replaces, also if it is a leaf."""
         if isinstance(status, Tracked):
             self._parameters[id(tensor)] = status
             self._inner[tensor.grad_fn] = tensor

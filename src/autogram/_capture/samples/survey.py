@@ -137,8 +137,7 @@ class Survey:
     def _refuse_missed(self, recording: Recording, others: set[Tensor]) -> None:
         """Refuses parameters that a forward pass has read and that its recording did not know.
 
-        They are among the leaves that are no parameters of the recording, are behind taps of it,
-        and in front of those that are next.
+        The pass has read these leaves directly: no other tap is between its taps and them.
         """
         if not (new := others & self.names.keys() - self.left_out.keys()):
             return

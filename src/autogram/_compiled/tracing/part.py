@@ -48,7 +48,7 @@ class Part:
     sources: tuple[Source, ...] = ()  # the tracked tensors of the uses
     derived_from: tuple[int, ...] = ()  # positions of inputs that derivations of sources take
     guesses: tuple[int, ...] = ()
-    """Positions of roots that are used where nothing but a size has told that samples are."""
+    """Positions of roots that are used where samples were assumed because of a size alone."""
     rows: dict[int, list[str]] = field(default_factory=dict)
     """Positions of roots that get explicit rows, with the calls that have no rule."""
     outputs: dict[tuple[int, ...], Derivation] = field(default_factory=dict)
