@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autogram import Engine
-from autogram._capture.autograd import recomputing
 from tests.unit.engines import assert_exact
 from tests.unit.samples.parts import Kept, Squared
 
@@ -101,14 +99,6 @@ def test_a_part_runs_again_once_to_be_read() -> None:
     model.runs = 0
     engine.compute_gramian(losses)
     assert model.runs == 2
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_versions_without_groups_of_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each read runs the part, and nothing of these runs stays."""
-    monkeypatch.setattr(recomputing, "_Group", nullcontext)
-    test_nothing_that_was_read_stays(name)
-    test_places_are_inferred(name, is_nested=False)
 
 
 @pytest.mark.parametrize("name", PARTS)
