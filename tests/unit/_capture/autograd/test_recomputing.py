@@ -1,4 +1,4 @@
-"""Parts of checkpoints that run again to be read, in versions of PyTorch without groups of passes."""
+"""Parts of checkpoints that run again, in versions of PyTorch without groups of passes."""
 
 from contextlib import nullcontext
 
