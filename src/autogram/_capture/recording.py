@@ -91,8 +91,6 @@ class Channel:
         left_out_now: Gives the parameters that modules with inactive hooks keep out of J.
         anchor: An input of every tap, whose gradient is never produced. Differentiating with
             respect to the anchor visits exactly the taps that the losses depend on.
-        together: For uses, by their number and their function, whose samples once had no places
-            along any dimension: how many of the first dimensions are looked at together.
         unspread: Names of parameters that are expanded over something else than the samples, which
             once had the same size.
         counting: By which inputs the samples of modules are counted.
@@ -118,7 +116,6 @@ class Channel:
             self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._recordings: WeakSet[Recording] = WeakSet()
         self._lock = threading.RLock()  # several threads may record
-        self.together: dict[tuple[int, str], int] = {}
         self.unspread: set[str] = set()
         self.counting = Counting()
         self.guesses_inputs = True

@@ -38,11 +38,6 @@ class Objectives:
             del others[self.batch_dim]
         return prod(others)  # also of no samples
 
-    @cached_property
-    def is_finite(self) -> Tensor:
-        """Whether all objectives of a sample are finite, ``(B,)``, on the CPU."""
-        return self.by_sample(self.losses.isfinite()).all(0).cpu()
-
     @property
     def layout(self) -> Folded | None:
         """Where the samples are in the losses."""
@@ -61,21 +56,6 @@ class Objectives:
             return torch.ones(1, *self.losses.shape, **options)  # in one launch
         eye = torch.eye(k, **options)
         return self._by_loss(eye.unsqueeze(-1).repeat(1, 1, b))
-
-    def weighted(self, weights: Tensor, *, are_apart: bool = False) -> Tensor:
-        """A weight for each sample, ``(b,)``, as cotangents of the losses, ``(n, *losses)``.
-
-        The objectives of a sample get different multiples of the weight: with equal multiples,
-        outputs that add up to a constant, such as probabilities, would have no gradient. If they
-        ``are_apart``, each is in a cotangent of its own, of n = k. Otherwise n is one.
-        """
-        if are_apart:
-            multiples = torch.eye(self.per_sample, device=self.losses.device)
-        else:
-            multiples = torch.linspace(1.0, 2.0, self.per_sample, device=self.losses.device)
-            multiples = multiples.unsqueeze(0)
-        multiples = multiples.to(self.losses.dtype)
-        return self._by_loss(multiples.unsqueeze(2) * weights.to(multiples))
 
     def by_sample(self, values: Tensor) -> Tensor:
         """``(*, *losses)`` as ``(*, k, b)``."""
