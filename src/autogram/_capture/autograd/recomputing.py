@@ -68,12 +68,12 @@ class Recomputing:
 
         The pass asks for no inputs: PyTorch would let nodes compute only what leads to these.
         """
-        found: list[T] = []
+        results: list[T] = []
 
         def call(*_: object) -> None:
             self.note_pass()
             with self.group:
-                found.append(function())
+                results.append(function())
 
         leaf = torch.zeros((), device="cpu", requires_grad=True)
         with torch.enable_grad():
@@ -81,7 +81,7 @@ class Recomputing:
         assert root.grad_fn is not None
         root.grad_fn.register_hook(call)
         current.differentiate(root, [], torch.ones_like(leaf))
-        return found[0]
+        return results[0]
 
     def note_pass(self) -> None:
         """Notes the pass that runs."""

@@ -126,17 +126,17 @@ class Prober:
         self, again: Recomputing, node: Any, cotangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """What a node gives in a pass through its results."""
-        found: list[Sequence[Tensor | None]] = []
+        taken: list[Sequence[Tensor | None]] = []
 
         def take(gradients: Sequence[Tensor | None], _: object) -> None:
             current = running_pass()
             if current is not None and current.receiver is self:
-                found.append(gradients)
+                taken.append(gradients)
                 again.note_pass()
                 raise _CarriedOutError  # so that the pass goes no further
 
-        given = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
-        edges, present = [edge for edge, _ in given], [x for _, x in given]
+        pairs = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
+        edges, present = [edge for edge, _ in pairs], [x for _, x in pairs]
         following = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
         handle = node.register_hook(take)
         try:
@@ -144,7 +144,7 @@ class Prober:
                 self._pass().differentiate(edges, following, present)
         finally:
             handle.remove()
-        (gradients,) = found
+        (gradients,) = taken
         return gradients
 
     def _pass(self) -> Pass:

@@ -39,17 +39,17 @@ class ValueReader:
         self._nodes = nodes
         self._channel = channel
         self._again: Recomputing | None = None
-        self._found: dict[_Field, Any] = {}
+        self._values: dict[_Field, Any] = {}
         self._copies: dict[_Field, Any] = {}  # on the CPU
 
     def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
         """The tensors in a field of a node: see :class:`.step.Read`."""
         key = node, field
-        if key not in self._found:
+        if key not in self._values:
             saved = self._saved(node, field, is_constant)
             if is_constant and (saved is None or saved.requires_grad):
                 return None
-            self._found[key] = saved
+            self._values[key] = saved
         if key not in self._copies:
             self._copy([key])
         return self._copies[key]
@@ -58,21 +58,21 @@ class ValueReader:
         """Copies what has decided in an earlier graph, and decides in this one, to the CPU."""
         for of in values:
             self.value(of)
-        self._copy([*self._found])
+        self._copy([*self._values])
 
     def value(self, of: DecidingValue) -> Tensor:
         """A tensor that has decided in an earlier graph, in this one, on its device."""
         key = self._nodes[of.node], of.field
-        if key not in self._found:
-            self._found[key] = self._saved(*key)
-        found: Tensor = self._found[key] if of.entry is None else self._found[key][of.entry]
-        return found
+        if key not in self._values:
+            self._values[key] = self._saved(*key)
+        value: Tensor = self._values[key] if of.entry is None else self._values[key][of.entry]
+        return value
 
     def constants(self) -> dict[DecidingValue, Tensor]:
         """Copies of all that was read."""
         constants = {}
-        for (node, field), found in self._found.items():
-            several = [(None, found)] if isinstance(found, Tensor) else enumerate(found)
+        for (node, field), value in self._values.items():
+            several = [(None, value)] if isinstance(value, Tensor) else enumerate(value)
             for entry, x in several:
                 if x is not None:
                     constants[DecidingValue(self.numbers[node], field, entry)] = x.detach().clone()
@@ -80,18 +80,18 @@ class ValueReader:
 
     def release(self) -> None:
         """Frees what parts of checkpoints have computed to be read."""
-        self._found.clear()
+        self._values.clear()
         self._copies.clear()
         if self._again is not None:
             self._again.release()
 
     def _copy(self, fields: Sequence[_Field]) -> None:
         """Copies what some fields have, with one wait for each device."""
-        found = {key: self._found[key] for key in fields}
-        entries = [x for of in found.values() for x in (of if isinstance(of, tuple) else (of,))]
+        values = {key: self._values[key] for key in fields}
+        entries = [x for of in values.values() for x in (of if isinstance(of, tuple) else (of,))]
         copies: dict[Any, Any] = {None: None}
         copies.update(copied_to_cpu([x for x in entries if x is not None]))
-        for key, of in found.items():
+        for key, of in values.items():
             is_several = isinstance(of, tuple)
             self._copies[key] = [copies[x] for x in of] if is_several else copies[of]
 
@@ -124,12 +124,12 @@ def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[ValueReader]:
 
 def copied_to_cpu(tensors: Sequence[Tensor], *, host: str = "cpu") -> dict[Tensor, Tensor]:
     """Tensors of the host, and copies of others, by the tensor; from each device in one piece."""
-    found = {x: x.detach() for x in tensors if x.device.type == host}
-    others = sorted([x for x in tensors if x not in found], key=Tensor.element_size, reverse=True)
+    copies = {x: x.detach() for x in tensors if x.device.type == host}
+    others = sorted([x for x in tensors if x not in copies], key=Tensor.element_size, reverse=True)
     for device in {x.device for x in others}:
-        own = [x for x in others if x.device == device]  # larger elements first: all are aligned
-        parts = [x.detach().contiguous().view(-1).view(torch.uint8) for x in own]
-        copies = torch.cat(parts).cpu().split([part.numel() for part in parts])
-        for x, copy in zip(own, copies, strict=True):
-            found[x] = copy.view(x.dtype).view(x.shape)
-    return found
+        there = [x for x in others if x.device == device]  # larger elements first: all are aligned
+        parts = [x.detach().contiguous().view(-1).view(torch.uint8) for x in there]
+        pieces = torch.cat(parts).cpu().split([part.numel() for part in parts])
+        for x, piece in zip(there, pieces, strict=True):
+            copies[x] = piece.view(x.dtype).view(x.shape)
+    return copies
