@@ -26,7 +26,6 @@ class ParameterReport:
         name: The qualified name of the parameter.
         shape: The shape of the parameter.
         uses: The calls that read the parameter.
-        found: How layouts are known: ``"inferred"`` from the graph, or ``"one sample"``.
         plan: ``"rows"``, ``"factors"``, ``"lookup"``, or several of them for different regions,
             joined by ``"+"``.
         costs: The cost of each plan in multiply-adds, with reads and writes of memory converted to
@@ -41,7 +40,6 @@ class ParameterReport:
     name: str
     shape: tuple[int, ...]
     uses: tuple[UseReport, ...]
-    found: str
     plan: str
     costs: dict[str, int]
     flops: int
@@ -190,12 +188,10 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
         for plan in considered:
             costs[plan.method] += plan.cost
     factors = sum(prod(shape) for of in found for shape in of.shapes)
-    is_one = all(of.use.layout is None for of in found)
     return ParameterReport(
         name=name,
         shape=region.shape,
         uses=tuple({of.call: of.use for of in found}.values()),
-        found="one sample" if is_one else summary.found,
         plan="+".join(sorted(plans)),
         costs=dict(costs),
         flops=flops,
@@ -229,7 +225,7 @@ def _gradient_flops(block: Block | Lookup) -> int:
 
 def _table(parameters: Iterable[ParameterReport]) -> list[tuple[str, ...]]:
     """The words of the table, with a line for each parameter."""
-    head = ("parameter", "shape", "calls", "samples in", "found", "plan", "rows", "factors")
+    head = ("parameter", "shape", "calls", "samples in", "plan", "rows", "factors")
     lines: list[tuple[str, ...]] = [(*head, "FLOP", "bytes", "share")]
     lines += [
         (
@@ -237,7 +233,6 @@ def _table(parameters: Iterable[ParameterReport]) -> list[tuple[str, ...]]:
             "x".join(map(str, of.shape)) or "()",
             _several(_call(use) for use in of.uses),
             _several(use.layout or "one sample" for use in of.uses),
-            of.found,
             of.plan,
             *(_short(of.costs[name]) if name in of.costs else "" for name in ("rows", "factors")),
             _short(of.flops),

@@ -57,6 +57,14 @@ def counted_passes(losses: Tensor) -> Iterator[list[None]]:
         handle.remove()
 
 
+def assert_exact_in_one_pass(engine: Engine, losses: Tensor, model: nn.Module) -> None:
+    """Assert that a Gramian is exact, and that no pass was made to find the samples."""
+    with counted_passes(losses) as passes:
+        engine.compute_gramian(losses)
+    assert len(passes) == 1
+    assert_exact(engine, losses, model)
+
+
 def assert_works(engine: Engine, model: nn.Module, *inputs: Tensor) -> None:
     """Assert that nothing is left of what was before: the next step of a training loop is right."""
     assert_nothing_is_left(model.parameters())

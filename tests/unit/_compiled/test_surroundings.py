@@ -143,7 +143,7 @@ class TestSeveralEngines:
             for engine, part in zip(engines, (model[0], model[2], model), strict=True):
                 jacobian = reference_jacobian(losses, list(part.parameters()))
                 assert_close_to_reference(engine.compute_gramian(losses), jacobian @ jacobian.T)
-                assert engine._drivers.last.summary.found == "inferred"
+                assert engine._drivers.last.summary.samples > 1
 
     def test_one_is_paused(self) -> None:
         """It is told that it was paused, and not that a backend of another name would help."""

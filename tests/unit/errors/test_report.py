@@ -18,11 +18,10 @@ from tests.unit.engines import batch, mlp, per_sample
 from tests.unit.networks import call
 
 
-def report_on(model: nn.Module, *inputs: Tensor, calls: int = 1, **options: Any) -> Report:
-    """The report after some calls."""
+def report_on(model: nn.Module, *inputs: Tensor, **options: Any) -> Report:
+    """The report after a call."""
     engine = Engine(model, **options)
-    for _ in range(calls):
-        engine.compute_gramian(per_sample(model(*inputs)))
+    engine.compute_gramian(per_sample(model(*inputs)))
     return engine.report()
 
 
@@ -156,16 +155,9 @@ def test_table() -> None:
     assert len({line.find("linear") for line in str(engine).splitlines() if "linear" in line}) == 1
 
 
-@pytest.mark.parametrize("calls", [1, 2, 3, 4])
-def test_how_the_samples_were_found(calls: int) -> None:
-    report = report_on(mlp(), batch(5, 3), calls=calls)
-    assert {of.found for of in report.parameters} == {"inferred"}
-
-
 def test_coupled_objectives() -> None:
     report = report_on(mlp(), batch(5, 3), batch_dim=None)
     assert (report.samples, report.per_sample) == (1, 5)
-    assert {of.found for of in report.parameters} == {"one sample"}
     assert report.parameters[0].uses[0].layout is None
     assert "5 of the whole batch as one sample, by 5 backward passes" in str(report)
 

@@ -253,7 +253,6 @@ def test_threads_that_come_and_go_know_what_others_have_found() -> None:
         in_threads(run, 1)
         counts.append(len(passes))
     assert counts == [1] * 7
-    assert "inferred" in str(engine.report())
 
 
 @pytest.mark.cpu

@@ -174,7 +174,6 @@ class Driver:
             for name in run.survey.left_out.values():
                 self.summary.names[name] = None
             tell_of_compiled(self._channel, run.survey, self._on_unseen)
-        self.summary.found = "one sample" if run.layouts is None else "inferred"
         if run.unseen:
             tell_of_unseen(self._channel, run.unseen, run.survey, self._on_unseen)
 

@@ -83,8 +83,6 @@ class Summary:
     """The parameters of the modules: whether they are trainable, ``None`` if they are left out."""
     elements_of_rows: int = 0
     """How many elements have the parameters whose Gramian is computed from rows."""
-    found: str = "one sample"
-    """How the last call knew the layouts of the samples."""
 
     def restart(self, objectives: Objectives) -> None:
         """Forgets an earlier pass."""

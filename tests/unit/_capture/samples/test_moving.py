@@ -11,17 +11,9 @@ from torch.nn import functional as F
 from autogram import Engine, MixedSamplesError
 from autogram.testing import reference_jacobian
 from tests.unit.checks import assert_close_to_reference
-from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
+from tests.unit.engines import assert_exact, assert_exact_in_one_pass, batch, per_sample
 
 ORDERS = ([0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 2, 0])
-
-
-def assert_one_pass(engine: Engine, losses: Tensor, model: nn.Module) -> None:
-    """The result is exact, and no pass finds where the samples are."""
-    with counted_passes(losses) as passes:
-        engine.compute_gramian(losses)
-    assert len(passes) == 1
-    assert_exact(engine, losses, model)
 
 
 class Rows(nn.Module):
@@ -84,7 +76,7 @@ def test_new_tokens_move_no_samples(
     model = Tokens()
     engine = Engine(model, verify="never")
     for _ in range(4):
-        assert_one_pass(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
+        assert_exact_in_one_pass(engine, per_sample(model(torch.randint(0, 7, (4, 3)))), model)
 
 
 class Chunks(nn.Module):
@@ -109,7 +101,7 @@ def test_overlapping_chunks_move_no_samples(seed: int) -> None:
     torch.manual_seed(seed)
     for _ in range(4):
         x = torch.randn(5, 8, 3) * (torch.rand(5, 8, 1) < 0.5)
-        assert_one_pass(engine, per_sample(model(x, (32, 8, 4, 1))), model)
+        assert_exact_in_one_pass(engine, per_sample(model(x, (32, 8, 4, 1))), model)
 
 
 @pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")

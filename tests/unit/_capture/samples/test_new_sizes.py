@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autogram import Engine
 from autogram._capture.autograd.graph import kind_of_node
-from tests.unit.engines import assert_exact, batch, counted_passes, per_sample
+from tests.unit.engines import assert_exact_in_one_pass, batch, per_sample
 
 SAMPLES = 7
 # None of the sizes below is a multiple of the samples, which could be there.
@@ -69,10 +69,7 @@ def test_new_lengths_cost_no_pass(name: str) -> None:
     engine = Engine(model, verify="never")
     for length in LENGTHS:
         losses = per_sample(model(batch(SAMPLES, length, 3)))
-        with counted_passes(losses) as passes:
-            engine.compute_gramian(losses)
-        assert len(passes) == 1
-        assert_exact(engine, losses, model)
+        assert_exact_in_one_pass(engine, losses, model)
 
 
 def test_lengths_of_transcripts_are_data() -> None:
@@ -85,10 +82,7 @@ def test_lengths_of_transcripts_are_data() -> None:
         inside = torch.randint(7, 10, (SAMPLES,))
         lengths = torch.randint(1, 4, (SAMPLES,))
         losses = F.ctc_loss(scores, targets, inside, lengths, reduction="none")
-        with counted_passes(losses) as passes:
-            engine.compute_gramian(losses)
-        assert len(passes) == 1
-        assert_exact(engine, losses, model)
+        assert_exact_in_one_pass(engine, losses, model)
 
 
 def test_sizes_that_attention_saves_on_a_gpu() -> None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from autogram import Engine
 from autogram.testing import reference_jacobian
 from tests.unit.checks import irregular
-from tests.unit.engines import assert_exact, counted_passes
+from tests.unit.engines import assert_exact, assert_exact_in_one_pass, counted_passes
 from tests.unit.series import CALLS, MAY_BE_COUPLED, assert_series_is_exact
 
 pytestmark = MAY_BE_COUPLED
@@ -110,11 +110,6 @@ def test_views_that_are_changed_in_place(fused: bool) -> None:
     )
 
 
-def has_searched(engine: Engine) -> bool:
-    """Whether the last call did not infer where the samples are."""
-    return engine._drivers.last.summary.found != "inferred"
-
-
 def columns(x: Tensor, _: Any) -> Tensor:
     """Some columns changed in place, and a Function that leaves the samples where they are."""
     y = x.sin()
@@ -123,30 +118,26 @@ def columns(x: Tensor, _: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("samples", [4, 40])
-def test_nodes_that_move_nothing_cost_no_search(samples: int) -> None:
+def test_nodes_that_move_nothing_cost_no_pass(samples: int) -> None:
     """New values and masks do not matter, nor do new numbers of tokens."""
     torch.manual_seed(0)
     model = Model(columns)
     engine = Engine(model, verify="never")
-    found = []
     for tokens in (5, 5, 5, 7, 7, 5):
         x = torch.randn(samples, tokens, 3) * (torch.rand(samples, tokens, 1) < 0.6)
         mask = (torch.rand(samples, tokens, 1) < 0.6).double()
         losses = (model(x, None).square() * mask).flatten(1).sum(1)
-        assert_exact(engine, losses, model)
-        found.append(has_searched(engine))
-    assert not any(found)
+        assert_exact_in_one_pass(engine, losses, model)
 
 
-def test_folded_samples_cost_no_search() -> None:
+def test_folded_samples_cost_no_pass() -> None:
     """At other sizes, they may be folded otherwise."""
     model = Model(folded)
     engine = Engine(model, verify="never")
-    found = []
     for tokens in (5, 5, 7, 7, 7, 5):
-        assert_exact(engine, model(irregular(4, tokens, 3), False).sin().sum((1, 2)), model)
-        found.append(has_searched(engine))
-    assert not any(found)
+        assert_exact_in_one_pass(
+            engine, model(irregular(4, tokens, 3), False).sin().sum((1, 2)), model
+        )
 
 
 def test_samples_that_one_exponent_does_not_tell_apart() -> None:
@@ -156,15 +147,12 @@ def test_samples_that_one_exponent_does_not_tell_apart() -> None:
     assert_series_is_exact(lambda a: model(x, a).square().sum(1), [model], [order, other])
 
 
-def test_nodes_that_move_samples_cost_no_search() -> None:
+def test_nodes_that_move_samples_cost_no_pass() -> None:
     """They are carried out alone in each call."""
     model, x = Model(Taken.apply), irregular(4, 3)
     engine = Engine(model, verify="never")
-    found = []
     for order in (ORDER, ORDER, SWAPPED, ORDER, ORDER):
-        assert_exact(engine, model(x, order).square().sum(1), model)
-        found.append(has_searched(engine))
-    assert not any(found)
+        assert_exact_in_one_pass(engine, model(x, order).square().sum(1), model)
 
 
 def test_several_objectives_of_each_sample() -> None:
@@ -255,16 +243,14 @@ def test_places_that_get_a_cotangent(mask: Tensor, fused: bool) -> None:
     assert_series_is_exact(losses_of, [model], [0.0, 1.0], fused=fused)
 
 
-def test_equal_masks_cost_no_search() -> None:
+def test_equal_masks_cost_no_pass() -> None:
     """Nor do others, whether they keep samples in place or not."""
-    model, found = Scattered(), []
+    model = Scattered()
     engine = Engine(model, verify="never")
     for number in (0, 0, 0, 1, 1, 2, 2):
         weights = (torch.arange(5) < 4 - number % 2).double().unsqueeze(1)
         losses = (model(torch.randn(4, 5, 3), MASKS[number]).square() * weights).sum((1, 2))
-        assert_exact(engine, losses, model)
-        found.append(has_searched(engine))
-    assert not any(found)
+        assert_exact_in_one_pass(engine, losses, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
