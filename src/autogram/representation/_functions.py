@@ -55,6 +55,7 @@ def compute_gramian(
         InvalidLossesError: The losses are not floating-point, or have no graph.
         InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
         MixedSamplesError: With ``batch_dim``, samples meet between representation and losses.
+        UnsupportedError: With ``batch_dim``, there is a nested tensor between them.
         FreedGraphError: An earlier backward pass has freed the graph.
 
     References:

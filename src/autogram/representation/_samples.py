@@ -23,15 +23,13 @@ def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]
     It holds for any values. Elements whose gradient is zero may have any number.
 
     Raises:
-        MixedSamplesError: An element belongs to several samples, or nothing can be told.
+        MixedSamplesError: An element belongs to several samples, or it cannot be told.
+        UnsupportedError: There is a nested tensor.
     """
     losses, layout = objectives.losses, objectives.layout
     if layout is None or not losses.numel():
         return [_none_of(tensor) for tensor in tensors]
     nodes = list(nodes_behind(losses))
-    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
-    if any(of.is_nested_tensor for of in results):
-        raise MixedSamplesError(_message("There is a nested tensor, whose shape tells nothing"))
     edges = [Edge(edge.node, edge.output_nr) for edge in map(get_gradient_edge, tensors)]
     behind = set(nodes)
     if not all(edge.node in behind for edge in edges):

@@ -22,6 +22,7 @@ from autogram._capture.places.probe import Edge, Probe, Prober
 from autogram._capture.places.reading import DecidingValue, reading
 from autogram._capture.places.transfers.step import Road
 from autogram._capture.recording import Channel
+from autogram.errors import UnsupportedError
 
 # A result of a node, which is known by its number in the order of a walk.
 _NumberedEdge = tuple[int, int]
@@ -110,7 +111,17 @@ def infer(
         edges: The edges whose places are wanted.
         channel: Of the uses of the graph, which nodes that are carried out alone show.
         inside: The nodes that have uses inside of them, whose places are wanted, too.
+
+    Raises:
+        UnsupportedError: There is a nested tensor, whose shape tells nothing.
     """
+    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
+    if any(of.is_nested_tensor for of in results):
+        raise UnsupportedError(
+            "There is a nested tensor in the graph of the losses, and no node shows where the "
+            "samples are in it. Pad the samples to one size, or pass `batch_dim=None` (exact, "
+            "slower)."
+        )
     order = in_order(root.node, nodes, [*[edge.node for edge in edges], *inside])
     wanted = {*order}
     prober = Prober(channel, nodes)

@@ -24,7 +24,7 @@ from autogram._capture.samples.layouts import (
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
 from autogram._capture.uses import Use
-from autogram.errors import MixedSamplesError, UnsupportedError, listed
+from autogram.errors import MixedSamplesError, listed
 
 Layouts = dict[Use, Placement | None]
 """By use; ``None`` where no cotangent arrives."""
@@ -49,7 +49,6 @@ class Inferred:
         """
         layout, losses, nodes = objectives.layout, survey.losses, survey.nodes
         assert layout is not None
-        _refuse_nested(nodes)
         edges = {
             use: Edge(use.edge.node, use.edge.output_nr)
             if use in survey.tail
@@ -152,14 +151,3 @@ def _mixed(finding: Finding, use: Use, survey: Survey) -> MixedSamplesError:
         return mixed_samples(use, f"{name} cannot be carried out alone to see what it does. ")
     reason = "as it may wait for other processes. "
     return mixed_samples(use, f"{name} is not carried out alone to see what it does, {reason}")
-
-
-def _refuse_nested(nodes: Sequence[Any]) -> None:
-    """Refuses nested tensors, whose shapes tell nothing."""
-    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
-    if any(of.is_nested_tensor for of in results):
-        raise UnsupportedError(
-            "There is a nested tensor between the losses and a parameter, and no node of the "
-            "graph shows where the samples are in it. Pad the samples to one size, or pass "
-            "`batch_dim=None` to `Engine` (exact, slower)."
-        )
