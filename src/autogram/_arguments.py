@@ -265,8 +265,10 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
             "number. Give each another name, or pass a function that gives the group of a "
             "parameter from its name."
         )
-    found = {p: title for group, title in zip(groups, titles, strict=True) for p in group["params"]}
-    return {parameter: found[parameter] for parameter in names if parameter in found}
+    titled = {
+        p: title for group, title in zip(groups, titles, strict=True) for p in group["params"]
+    }
+    return {parameter: titled[parameter] for parameter in names if parameter in titled}
 
 
 def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:

@@ -112,8 +112,8 @@ def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -
         batch_dim = None if batch_dim is None else int(batch_dim)
         places = Objectives(losses, batch_dim).numbers(device=gramian.device)  # (k, b)
         return gramian[places.unsqueeze(2), places.unsqueeze(1)]
-    found = [gramian[place][:, place] for place in _places(parts, batch_dim)]
-    return in_form(found, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value
+    gramians = [gramian[place][:, place] for place in _places(parts, batch_dim)]
+    return in_form(gramians, losses)  # type: ignore[no-any-return]  # mypy knows no form of a value
 
 
 def shapes_of(losses: Losses) -> Any:

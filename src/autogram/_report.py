@@ -78,8 +78,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as nested dicts, lists, numbers and strings, as for JSON."""
         totals = {"flops": self.flops, "gradient_flops": self.gradient_flops}
-        found: dict[str, Any] = json.loads(json.dumps({**asdict(self), **totals}))
-        return found
+        fields: dict[str, Any] = json.loads(json.dumps({**asdict(self), **totals}))
+        return fields
 
     def __repr__(self) -> str:
         if not self.samples:
@@ -159,13 +159,13 @@ def make_report(summary: Summary) -> Report:
     )
 
 
-def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
+def _of_parameter(name: str, blocks: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
     """The report on one parameter, whose columns are planned again, from shapes alone."""
-    first = found[0]
+    first = blocks[0]
     region = next(of for source, of in first.sources if source == name)
     columns, whole = Columns(region, Devices(summary.limit).on(first.device)), region.canonical
     flops, gradient_flops, plans, costs = 0, 0, set[str](), Counter[str]()
-    for of in found:
+    for of in blocks:
         block = _block(of)
         if of.use.rule is not None:
             gradient_flops += _gradient_flops(block)
@@ -176,7 +176,7 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
         if isinstance(block, Lookup) and isinstance(block.on(of.region, whole), Lookup):
             plans.add("lookup")
             flops += 2 * min(block.multiplications(of.region.shape[0]))
-    if any(of.use.is_derived for of in found):
+    if any(of.use.is_derived for of in blocks):
         rows = torch.empty((summary.per_sample, summary.samples, *region.shape), device="meta")
         columns.add(region, rows_block(rows.to(first.dtype)))
     intermediate = 0
@@ -187,16 +187,16 @@ def _of_parameter(name: str, found: Sequence[BlockSummary], summary: Summary) ->
         intermediate = max(intermediate, best.elements)
         for plan in considered:
             costs[plan.method] += plan.cost
-    factors = sum(prod(shape) for of in found for shape in of.shapes)
+    factors = sum(prod(shape) for of in blocks for shape in of.shapes)
     return ParameterReport(
         name=name,
         shape=region.shape,
-        uses=tuple({of.call: of.use for of in found}.values()),
+        uses=tuple({of.call: of.use for of in blocks}.values()),
         plan="+".join(sorted(plans)),
         costs=dict(costs),
         flops=flops,
         gradient_flops=gradient_flops,
-        bytes=(factors + intermediate) * max(of.dtype.itemsize for of in found),
+        bytes=(factors + intermediate) * max(of.dtype.itemsize for of in blocks),
     )
 
 

@@ -129,13 +129,13 @@ def _check_output(
             of = "of the whole batch" if layout is None else samples
             setting = f"with {count} objective{'s' if count > 1 else ''} {of}"
             try:
-                found = _rows_of_blocks(use, layout, cotangents[:count], saved, names)
+                rows = _rows_of_blocks(use, layout, cotangents[:count], saved, names)
             except Exception as error:
                 raise RuleCheckError(
                     f"The rule of `{use.function}` gives no block {setting}: {error}"
                 ) from error
             for parameter, name in names.items():
-                gap = _gap(name, found[parameter], expected[parameter][:count])
+                gap = _gap(name, rows[parameter], expected[parameter][:count])
                 if not gap <= _TOLERANCES.get(parameter.dtype.to_real(), _HALF_PRECISION):
                     raise RuleCheckError(
                         f"The rule of `{use.function}` is wrong for {name} of shape "
@@ -210,8 +210,8 @@ def _rows_of_blocks(
     columns = {p: Columns(Region.of_parameter(p), Kernels(_NO_LIMIT)) for p in parameters}
     samples = torch.arange(1 if layout is None else layout.batch, device=cotangent.device)
     with torch.no_grad():
-        found = use.contributions(layout, cotangent, saved, _NO_LIMIT)
-        for tracked, region, block in found:
+        contributions = use.contributions(layout, cotangent, saved, _NO_LIMIT)
+        for tracked, region, block in contributions:
             columns[tracked.sources[0]].add(region, block)
         return {parameter: known.rows(samples) for parameter, known in columns.items()}
 

@@ -37,11 +37,11 @@ class Adjoint:
     def rows(self, parameter: str, kernels: Kernels) -> Tensor:
         """The explicit rows, ``(k, b, *parameter)``."""
         assert self.of_samples is not None
-        given = self.cotangent, *self.saved
-        dtype = kernels.multiplied(*[x.dtype for x in given])
-        cotangent, *saved = [x.to(dtype) for x in given]
-        found = joined([self.of_samples(each, *saved).unsqueeze(0) for each in cotangent])
-        return _permuted(found, f"KB{self.labels}", f"KB{parameter}")
+        tensors = self.cotangent, *self.saved
+        dtype = kernels.multiplied(*[x.dtype for x in tensors])
+        cotangent, *saved = [x.to(dtype) for x in tensors]
+        rows = joined([self.of_samples(each, *saved).unsqueeze(0) for each in cotangent])
+        return _permuted(rows, f"KB{self.labels}", f"KB{parameter}")
 
     def __call__(self, weights: Tensor, parameter: str, kernels: Kernels) -> Tensor:
         """The sum of the rows with weights ``(k, b)``, in the order of some indices."""

@@ -197,13 +197,13 @@ def _owned(
     Views share a counter of changes with all views of their base, cannot be detached in place, and
     are pickled with the whole of their storage.
     """
-    found: list[Tensor | None] = []
+    owned: list[Tensor | None] = []
     copies: list[Tensor] = []
     originals: list[Tensor] = []
     taken: set[int] = set()  # storages that belong to a sum
     for total, parameter in zip(totals, parameters, strict=True):
         if total is None:
-            found.append(None)
+            owned.append(None)
             continue
         strides, storage = _strides(total, parameter), total.untyped_storage()
         is_shared = storage.nbytes() > total.nbytes or storage._cdata in taken
@@ -217,10 +217,10 @@ def _owned(
             taken.add(storage._cdata)
             if total._base is not None:
                 total = total.data  # the same memory, and no view
-        found.append(total)
+        owned.append(total)
     if copies:
         torch._foreach_copy_(copies, originals)  # on a GPU, in one launch
-    return found
+    return owned
 
 
 def _strides(total: Tensor, parameter: Region) -> tuple[int, ...]:

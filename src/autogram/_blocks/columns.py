@@ -137,8 +137,8 @@ class Columns:
     def dtype(self) -> torch.dtype | None:
         """The dtype of the rows, at least float32, or ``None`` if nothing was added."""
         self._complete()
-        found = chain(*self._blocks.values(), self._lookups)
-        dtypes = [x.dtype for of in found for x in of.tensors if x.is_floating_point()]
+        factors = chain(*self._blocks.values(), self._lookups)
+        dtypes = [x.dtype for of in factors for x in of.tensors if x.is_floating_point()]
         return self.kernels.accumulating(*dtypes) if dtypes else None
 
     @property
@@ -171,8 +171,8 @@ class Columns:
         """
         self._prepare()
         other._prepare()
-        own, others = self._regions, other._regions
-        if own and others and any(overlap(p, q) for p, q in combinations(own | others, 2)):
+        regions, others = self._regions, other._regions
+        if regions and others and any(overlap(p, q) for p, q in combinations(regions | others, 2)):
             return products("cross", self._spread(), other._spread(), self.kernels)
         totals = [
             products("cross", blocks, other._blocks[region], self.kernels)
@@ -229,8 +229,8 @@ class Columns:
         if self.dtype is None:
             return None
         dense = (self if samples is None else self.at(samples)).dense()
-        found = from_storage(dense.flatten(0, 1), self.parameter)
-        return found.view(*dense.shape[:2], *self.parameter.shape)
+        rows = from_storage(dense.flatten(0, 1), self.parameter)
+        return rows.view(*dense.shape[:2], *self.parameter.shape)
 
     def at(self, samples: Tensor) -> Columns:
         some = Columns(self.parameter, self.kernels)
@@ -254,8 +254,8 @@ class Columns:
         self._prepare()
         (size, *inner), count = self._whole.shape or (1,), stop - start
         if (start, stop) == (0, size) or any(region != self._whole for region in self._blocks):
-            found, step = self.dense(), self.parameter.places // size
-            return found if count == size else found[:, :, start * step : stop * step]
+            elements, step = self.dense(), self.parameter.places // size
+            return elements if count == size else elements[:, :, start * step : stop * step]
         parts = [x.narrow(x.parameter[0], start, count) for x in self._blocks.get(self._whole, ())]
         lookups = [x.narrow(x.parameter[0], start, count) for x in self._lookups]
         parts += [x.block((count, *inner)) for x in lookups]

@@ -105,11 +105,11 @@ class Routed:
             in_order: Tensor = tensor.unflatten(dim, self._places.shape)
             return in_order
         places = self._places_on(tensor.device)
-        found = tensor.index_select(dim, places.flatten().clamp(min=0))
+        gathered = tensor.index_select(dim, places.flatten().clamp(min=0))
         is_place = (places >= 0).view(
             *places.shape, *(1,) * (tensor.dim() - dim % tensor.dim() - 1)
         )
-        return torch.where(is_place, found.unflatten(dim, places.shape), 0)
+        return torch.where(is_place, gathered.unflatten(dim, places.shape), 0)
 
     def owners(self, like: Tensor) -> Tensor:
         behind = like.dim() - self.dim - self.depth
@@ -248,8 +248,8 @@ def pieces(
         numbers = numbers[layout.samples].to(cotangent.device)
         for number, part in enumerate(layout.parts):
             # A selection and not a product, which would spread infinities to other samples.
-            own = torch.where(numbers == number, cotangent, 0)
-            yield part.subset, part.layout, own
+            elements = torch.where(numbers == number, cotangent, 0)
+            yield part.subset, part.layout, elements
     else:
         yield None, layout, cotangent
 

@@ -66,10 +66,10 @@ class Lookup(Kept):
 
     def block(self, shape: tuple[int, ...]) -> Block:
         """Explicit rows for a table of some shape."""
-        found = self.rows(self.size(shape))
+        rows = self.rows(self.size(shape))
         if self.parameter == "dv":
-            return Block("kbvd->kbdv", (found,))
-        return rows_block(found.view(*found.shape[:2], *shape))
+            return Block("kbvd->kbdv", (rows,))
+        return rows_block(rows.view(*rows.shape[:2], *shape))
 
     def at(self, samples: Tensor) -> Lookup:
         cotangents = self.cotangents[:, samples]
@@ -212,11 +212,11 @@ def _by_pairs(lookup: Lookup, kernels: Kernels) -> Tensor:
     """The Gramian, ``(k, b, k, b)``: products of cotangents wherever both read one row."""
     k, b, t, _ = lookup.cotangents.shape
     of_places = rows_block(lookup.cotangents.flatten(1, 2).unsqueeze(2))
-    found = products("gram", [of_places], (), kernels)  # (k, b * t, k, b * t)
+    products_of_pairs = products("gram", [of_places], (), kernels)  # (k, b * t, k, b * t)
     read = lookup.indices.flatten()
     # A selection and not a product, which would spread infinities to other samples.
-    found = torch.where(read.view(-1, 1, 1) == read, found, 0)
-    return found.view(k, b, t, k, b, t).sum((2, 5)) if t > 1 else found
+    products_of_pairs = torch.where(read.view(-1, 1, 1) == read, products_of_pairs, 0)
+    return products_of_pairs.view(k, b, t, k, b, t).sum((2, 5)) if t > 1 else products_of_pairs
 
 
 def _norms(lookup: Lookup, size: int, kernels: Kernels) -> Tensor:
@@ -245,8 +245,8 @@ def _on_support(
         count = min(columns, start + step) - start
         sizes = {"v": len(support), "d": count}
         shape = tuple([sizes[label] for label in table])
-        own = on_support.narrow("d", start, count).block(shape)
-        yield own, [_restrict(block, table, support, start, shape) for block in blocks]
+        rows = on_support.narrow("d", start, count).block(shape)
+        yield rows, [_restrict(block, table, support, start, shape) for block in blocks]
 
 
 def _restrict(

@@ -73,7 +73,7 @@ class Plan:
         blocks = [*first, *second]
         order = order_of_rows(next((x for x in blocks if x.is_rows), blocks[0]), kernels)
         memory = kernels.scratch if len(blocks) == 1 else None
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for piece in [blocks] if self.pieces == 1 else self._cut(blocks):
             ordered = [block.reorder(order) for block in piece]
             total = rows(ordered[: len(first)], kernels, memory)
@@ -81,12 +81,12 @@ class Plan:
                 other = rows(ordered[len(first) :], kernels)
                 dtype = torch.promote_types(total.dtype, other.dtype)
                 sides = flat_rows(total).to(dtype), flat_rows(other).to(dtype)
-                found.append(kernels.multiply(*sides).view(total.shape[:2] + other.shape[:2]))
+                parts.append(kernels.multiply(*sides).view(total.shape[:2] + other.shape[:2]))
                 del other, sides
             else:
-                found.append(products_of_rows(self.kind, total, kernels))
+                parts.append(products_of_rows(self.kind, total, kernels))
             del total  # before the rows of the next piece are formed
-        return joined(found, 1) if self.kind == "norms" else reduce(torch.add, found)
+        return joined(parts, 1) if self.kind == "norms" else reduce(torch.add, parts)
 
     def _of_sum(self, blocks: Sequence[Block], kernels: Kernels) -> Tensor:
         """The products of the sum of some blocks with itself: each pair of two counts twice."""
@@ -276,9 +276,9 @@ def _plan_rows(
     label = "b"
     if kind != "norms":
         # Cut along an outer dimension of the largest factor, so that parts of it are long runs.
-        found = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
-        enough = [of for of in found if sizes[of] * limit >= elements]
-        label = next(iter(enough), max(found, key=lambda of: sizes[of], default=""))
+        ordered = [of for of in outer if of in labels] + [of for of in labels if of not in outer]
+        enough = [of for of in ordered if sizes[of] * limit >= elements]
+        label = next(iter(enough), max(ordered, key=lambda of: sizes[of], default=""))
     pieces = count_pieces(elements, limit, sizes.get(label, 1))
     return Plan(kind, "rows", label, pieces, cost, work, -(-largest // pieces))
 

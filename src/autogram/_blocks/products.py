@@ -74,9 +74,9 @@ def gram_with_factor(outer: Block, kernels: Kernels) -> Tensor:
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:
     """A block of explicit rows, in an order which takes no copy."""
     order, parameter = order_of_rows(blocks[0], kernels), blocks[0].parameter
-    found = rows([block.reorder(order) for block in blocks], kernels, memory)
+    explicit_rows = rows([block.reorder(order) for block in blocks], kernels, memory)
     labels = "".join(parameter[d] for d in order)
-    return Block(f"kb{labels}->kb{parameter}", (found.contiguous(),))
+    return Block(f"kb{labels}->kb{parameter}", (explicit_rows.contiguous(),))
 
 
 def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> Tensor:

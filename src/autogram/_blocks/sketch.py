@@ -61,8 +61,8 @@ class Projection:
         indices = lookup.indices.unsqueeze(2)
         target = (to[indices] + to_rest).remainder(self.dimensions)
         signed = lookup.cotangents.to(dtype) * (sign[indices] * sign_rest)
-        found = signed.new_zeros(k, b, self.dimensions)
-        return found.scatter_add_(2, target.flatten(1).expand(k, -1, -1), signed.flatten(2))
+        sketch = signed.new_zeros(k, b, self.dimensions)
+        return sketch.scatter_add_(2, target.flatten(1).expand(k, -1, -1), signed.flatten(2))
 
     def of_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Projects the rows of a block that is an outer product, ``(k, b, d)``."""
@@ -85,8 +85,8 @@ class Projection:
         is_complex = [x.is_complex() for x in operands]
         wide = next(x.dtype for x in operands if x.is_complex())
         same = [x if c else x.to(wide) for x, c in zip(operands, is_complex, strict=True)]
-        found = torch.einsum(f"{','.join(inputs)}->kb{first}", same)
-        total: Tensor = torch.fft.irfft(found, self.dimensions)
+        sketch = torch.einsum(f"{','.join(inputs)}->kb{first}", same)
+        total: Tensor = torch.fft.irfft(sketch, self.dimensions)
         return total
 
     def suits(self, block: Block) -> bool:
@@ -140,9 +140,9 @@ def projected(columns: Columns, projection: Projection, k: int, b: int) -> Tenso
             rest.add(region, block)
     if rest.dtype is not None:
         elements = k * columns.parameter.places
-        found = []
+        sketches = []
         for some in torch.arange(b, device=projection.device).split(max(1, limit // elements)):
             rows = rest.at(some).dense()
-            found.append(projection.of_rows(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]))
-        parts.append(torch.cat(found, 1))
+            sketches.append(projection.of_rows(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]))
+        parts.append(torch.cat(sketches, 1))
     return reduce(torch.add, parts)

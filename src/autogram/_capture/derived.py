@@ -46,16 +46,16 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
     if not (derived.is_recorded and is_plain):
         return None
     assert derived.edge is not None
-    found, has_formula = columns.found(), _is_known
+    factors, has_formula = columns.found(), _is_known
     if columns.is_of_rows:
-        has_formula = partial(_keeps_few, is_alone=len(found) == len(sources) == 1)
+        has_formula = partial(_keeps_few, is_alone=len(factors) == len(sources) == 1)
     with explaining_freed_graphs(derived.edge):
         nodes = nodes_behind(derived.edge)
         if not all(hasattr(x, "variable") or has_formula(x) for x in nodes):
             return None
     whole = Region.contiguous(derived.shape)
     pulled: Pulled = []
-    for region, block in found:
+    for region, block in factors:
         if not isinstance(block, Block) or region != whole.canonical:
             return None
         labels = ["1"] * len(whole.shape)
@@ -67,8 +67,8 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
                 pulled += _pull_back(channel, derived.edge, block, columns.kernels)
         except _UnknownError:
             return None
-    known = {id(x) for x in sources}
-    return [(leaf, block) for leaf, block in pulled if id(leaf) in known]
+    known_ids = {id(x) for x in sources}
+    return [(leaf, block) for leaf, block in pulled if id(leaf) in known_ids]
 
 
 class _UnknownError(Exception):
@@ -116,8 +116,8 @@ def _pull_back(channel: Channel, edge: GradientEdge, rows: Block, kernels: Kerne
             if of.dtype.is_complex:
                 raise _UnknownError
             given = tuple(of.shape)
-            found = _FORMULAS[operation](_Step(node, position, given, rows, kernels, channel))
-            pending += [(following, number, _narrowed(x, given, kernels)) for x in found]
+            steps = _FORMULAS[operation](_Step(node, position, given, rows, kernels, channel))
+            pending += [(following, number, _narrowed(x, given, kernels)) for x in steps]
     return pulled
 
 

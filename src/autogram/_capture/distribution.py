@@ -74,12 +74,12 @@ def _recordings_behind(channel: Channel, losses: Tensor) -> dict[Recording, None
 
 def wrappers_of(channel: Channel, losses: Tensor) -> dict[Any, set[int]]:
     """The wrappers that ran the forward passes behind some losses, with the marks of these."""
-    found: dict[Any, set[int]] = {}
+    wrappers: dict[Any, set[int]] = {}
     for recording in _recordings_behind(channel, losses):
         for reference, mark in recording.wrappers.items():
             if (wrapper := reference()) is not None:
-                found.setdefault(wrapper, set()).add(mark)
-    return found
+                wrappers.setdefault(wrapper, set()).add(mark)
+    return wrappers
 
 
 def is_exchanged(channel: Channel, losses: Tensor) -> bool:

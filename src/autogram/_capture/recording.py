@@ -73,8 +73,8 @@ class Counting:
     def _tries_another(self, counted: Counted, samples: int) -> bool:
         """Lets another place count that has so many samples. Returns whether there is one."""
         module, inputs = counted.module, counted.inputs
-        found = [(i, d) for d in (0, 1) for i, of in enumerate(inputs) if samples in of[d : d + 1]]
-        for place in found if samples > 1 else ():
+        dims = [(i, d) for d in (0, 1) for i, of in enumerate(inputs) if samples in of[d : d + 1]]
+        for place in dims if samples > 1 else ():
             if (module, place) not in self._tried:
                 self._tried.add((module, place))
                 self._places[module] = place

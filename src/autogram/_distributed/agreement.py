@@ -73,12 +73,12 @@ class Agreement:
             RankError: A rank has failed, or the ranks have different parameters.
         """
         digests = self._digests(_Stage.SHARES, own, error)
-        found = self._known.get(digests)
-        if found is None:
-            found = self._group.gather_objects(own)
-            _compare(found)
-        self._known[digests] = found
-        return found
+        shares = self._known.get(digests)
+        if shares is None:
+            shares = self._group.gather_objects(own)
+            _compare(shares)
+        self._known[digests] = shares
+        return shares
 
     def foreseen(self, own: Share | None, error: BaseException | None) -> list[Share] | None:
         """What each rank will have, if all of them foresee it, and had it together before."""
@@ -108,9 +108,9 @@ class Agreement:
             RankError: A rank has failed, or the ranks have different scales or wrappers.
         """
         (bits,) = _INTEGER.unpack(_NUMBER.pack(scale))
-        found = self._told(_Stage.CONFIRM, error, bits, wrapped)
-        _compare_scales([bits for bits, _ in found])
-        _compare_wrapped([wrapped for _, wrapped in found])
+        told = self._told(_Stage.CONFIRM, error, bits, wrapped)
+        _compare_scales([bits for bits, _ in told])
+        _compare_wrapped([wrapped for _, wrapped in told])
 
     def before_pass(self) -> None:
         """Waits until all ranks are ready for a pass, or raises if one has failed."""
@@ -156,14 +156,14 @@ class Agreement:
         """
         self.calls += 1
         rest = (0,) * (_NUMBERS - len(numbers))
-        own = int(error is not None), self._kind, self._number, stage, *numbers, *rest
-        found = self._group.gather_numbers(*own)
-        calls = [(kind, number, stage) for _, kind, number, stage, *_ in found]
+        numbers_of_rank = int(error is not None), self._kind, self._number, stage, *numbers, *rest
+        rows = self._group.gather_numbers(*numbers_of_rank)
+        calls = [(kind, number, stage) for _, kind, number, stage, *_ in rows]
         self._number = max(number for _, number, _ in calls)
-        if any(has_failed for has_failed, *_ in found):
+        if any(has_failed for has_failed, *_ in rows):
             self._raise_of_all(error)
         _compare_calls(calls)
-        return tuple(tuple(row[-_NUMBERS:][: len(numbers)]) for row in found)
+        return tuple(tuple(row[-_NUMBERS:][: len(numbers)]) for row in rows)
 
     def _raise_of_all(self, error: BaseException | None) -> None:
         """Raises on all ranks what happened on some of them."""
@@ -203,9 +203,9 @@ def _compare(shares: Sequence[Share]) -> None:
     """Refuses ranks with different parameters."""
     first = dict(shares[0].parameters)
     for rank, share in enumerate(shares):
-        own = dict(share.parameters)
-        missing = [f"`{name}`" for name in first if name not in own]
-        further = [f"`{name}`" for name in own if name not in first]
+        regions = dict(share.parameters)
+        missing = [f"`{name}`" for name in first if name not in regions]
+        further = [f"`{name}`" for name in regions if name not in first]
         if missing or further:
             has = f"lacks {listed(missing)}" if missing else f"has {listed(further)} as well"
             raise RankError(
@@ -214,7 +214,7 @@ def _compare(shares: Sequence[Share]) -> None:
                 "modules to `Engine`.",
                 ranks=[rank],
             )
-        for name, region in own.items():
+        for name, region in regions.items():
             other = first[name]
             if region != other:
                 raise RankError(

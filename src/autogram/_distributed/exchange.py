@@ -73,8 +73,8 @@ class Exchange:
             self._add_pending(self._exchange(self._buckets.pop()))
         for packet in self._plan.packets:
             self._add_pending(self._pass_on(packet, data))
-        own = [name for name, way in self._plan.ways.items() if way == "ring"]
-        self._attempt(self._add_own, data, own)  # while the last packets are under way
+        names = [name for name, way in self._plan.ways.items() if way == "ring"]
+        self._attempt(self._add_own, data, names)  # while the last packets are under way
         while self._pending:
             self._pending.pop(0)()
         self._group.add_up(self._total).wait()
@@ -151,8 +151,8 @@ class Exchange:
         """
         world, rank = self._group.size, self._group.rank
         sizes = [packet.places_in(share)[1] for share in self.shares]
-        own = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
-        self._attempt(self._pack, own, data, packet)
+        sent = torch.zeros(sizes[rank], dtype=torch.uint8, device=self._device)
+        self._attempt(self._pack, sent, data, packet)
         to: list[int] = []
         received: dict[int, Tensor] = {}
         for distance in range(1, world // 2 + 1):
@@ -160,15 +160,15 @@ class Exchange:
             # Of two opposite ranks one gets the other's, in turns from packet to packet.
             takes = 2 * distance != world or (rank < source) == (packet.turn == 0)
             if takes:
-                received[source] = own.new_empty(sizes[source])
+                received[source] = sent.new_empty(sizes[source])
             if 2 * distance != world or not takes:
                 to.append((rank + distance) % world)
-        works = self._group.pass_on(own, to, received)
+        works = self._group.pass_on(sent, to, received)
 
         def contract() -> None:
             for work in works:
                 work.wait()
-            assert len(own) == sizes[rank]  # it lives until it has left
+            assert len(sent) == sizes[rank]  # it lives until it has left
             while received:
                 self._attempt(self._contract, data, packet, *received.popitem())
 
@@ -178,8 +178,8 @@ class Exchange:
         """Writes the factors of this rank into a buffer, one behind the other."""
         places, _ = packet.places_in(data.share)
         for where, operand, samples in places.values():
-            found = flat(data.tensors[operand.slot], operand, samples)
-            buffer[where].view(operand.dtype).copy_(found)
+            elements = flat(data.tensors[operand.slot], operand, samples)
+            buffer[where].view(operand.dtype).copy_(elements)
 
     def _contract(self, data: Data, packet: Packet, rank: int, buffer: Tensor) -> None:
         """Adds the products of this rank's rows with those of another, whose factors are there."""
@@ -206,7 +206,7 @@ class Exchange:
     ) -> dict[int, Columns]:
         """The columns of a parameter of another rank, by part."""
         device = data.device_of(name)
-        found: dict[int, list[Factors]] = {}
+        factors: dict[int, list[Factors]] = {}
         for piece in self.shares[rank].pieces.get(name, ()):
             operands = []
             for operand in piece.operands:
@@ -214,8 +214,8 @@ class Exchange:
                 elements = buffer[where].view(operand.dtype)
                 operands.append(shaped(elements, operand, samples).to(device))
             block = block_of(piece.equation, tuple(operands))
-            found.setdefault(piece.part, []).append((piece.region, block))
-        return {part: Columns.of(like.parameter, like.kernels, x) for part, x in found.items()}
+            factors.setdefault(piece.part, []).append((piece.region, block))
+        return {part: Columns.of(like.parameter, like.kernels, x) for part, x in factors.items()}
 
     def _add_own(self, data: Data, names: Sequence[str]) -> None:
         """Adds the products of this rank's rows with one another, for some parameters."""

@@ -95,8 +95,8 @@ def gradients_of(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
     parameters = {p: jacobian._names[p] for part in jacobian._parts.each for p in part.columns}
     check_addable(parameters, parameters)
     reached = set(parameters.values())
-    found = jacobian.vjp(weights) if reached else {}
-    return {name: gradient for name, gradient in found.items() if name in reached}
+    gradients = jacobian.vjp(weights) if reached else {}
+    return {name: gradient for name, gradient in gradients.items() if name in reached}
 
 
 def _gradient(found: dict[str, Tensor], name: str, parameters: Mapping[str, Tensor]) -> Tensor:

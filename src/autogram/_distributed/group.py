@@ -63,16 +63,16 @@ class Group:
 
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
         """Some integers of each rank, by way of the CPU."""
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self._control)
-        return [x.tolist() for x in found]
+        row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self._control)
+        return [x.tolist() for x in rows]
 
     def gather_objects(self, own: object) -> list[Any]:
         """An object of each rank."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self._control)
-        return found
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, own, group=self._control)
+        return objects
 
     def add_up(self, tensor: Tensor) -> dist.Work:
         """Begins to replace a tensor by its sum over the ranks, the same on all of them."""
@@ -105,16 +105,16 @@ class Group:
             return min(times)
 
         def exchanged(tensor: Tensor) -> Tensor:
-            flat, found = tensor.view(-1), torch.empty_like(tensor).view(-1)
-            self.exchange(flat, found, [tensor.shape[1]] * self.size).wait()
-            return found
+            flat, received = tensor.view(-1), torch.empty_like(tensor).view(-1)
+            self.exchange(flat, received, [tensor.shape[1]] * self.size).wait()
+            return received
 
         product = seconds(lambda: square @ square)
         call, whole = (seconds(partial(exchanged, tensor)) for tensor in (few, many))
         sent = _ELEMENTS * max(self.size - 1, 1)
-        own = (product / _SIDE**3, call, max(0.0, whole - call) / sent)
-        found = self.gather_numbers(*[round(x * 1e18) for x in own])
-        multiply_add, call, element = (max(1, *numbers) for numbers in zip(*found, strict=True))
+        costs = (product / _SIDE**3, call, max(0.0, whole - call) / sent)
+        rows = self.gather_numbers(*[round(x * 1e18) for x in costs])
+        multiply_add, call, element = (max(1, *numbers) for numbers in zip(*rows, strict=True))
         return Link(element / multiply_add, call / multiply_add)
 
     def pass_on(
@@ -153,12 +153,14 @@ def _processes_of(given: Given) -> tuple[list[int], Any]:
 
 def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:
     """A group of some processes, made by these alone, which all engines of a process share."""
-    known = _GROUPS.setdefault(dist.group.WORLD, {})
+    groups = _GROUPS.setdefault(dist.group.WORLD, {})
     key = tuple(members), backend, timeout
-    if key not in known:
+    if key not in groups:
         is_of_some = len(members) < dist.get_world_size()
-        known[key] = dist.new_group(members, timeout, backend, use_local_synchronization=is_of_some)
-    return known[key]
+        groups[key] = dist.new_group(
+            members, timeout, backend, use_local_synchronization=is_of_some
+        )
+    return groups[key]
 
 
 def _timeout_of(group: Any) -> timedelta | None:

@@ -110,8 +110,8 @@ class Ranks:
                 return number, self._weights_by(weighting, gramian) if is_first else weights
 
             if error is None:
-                found, error = attempted(weigh)
-                number, weights = found or (number, weights)
+                weighed, error = attempted(weigh)
+                number, weights = weighed or (number, weights)
             self.agreement.confirm(error, number, wrapped)
             self.group.broadcast(weights)
         return weights, gramian
@@ -135,10 +135,10 @@ class Ranks:
     @property
     def reached(self) -> list[str]:
         """The parameters that the losses of any rank reach, in one order on all ranks."""
-        found: set[str] = set()
+        reached: set[str] = set()
         for share in self._shares:
-            found |= share.gradients
-        return [name for name, _ in self._shares[0].parameters if name in found]
+            reached |= share.gradients
+        return [name for name, _ in self._shares[0].parameters if name in reached]
 
     def _weights_by(self, weighting: Weighting, gramian: Tensor) -> Tensor:
         """What the weighting gives, checked."""

@@ -56,8 +56,8 @@ class Share:
         """By which the share is known again. Neither number is negative."""
         text = repr((self.shapes, self.parameters, self.dtype, sorted(self.pieces.items())))
         text += repr((sorted(self.gradients), self.limit))
-        found = blake2b(text.encode(), digest_size=16).digest()
-        first, second = (int.from_bytes(found[i : i + 8], "big") >> 1 for i in (0, 8))
+        digest = blake2b(text.encode(), digest_size=16).digest()
+        first, second = (int.from_bytes(digest[i : i + 8], "big") >> 1 for i in (0, 8))
         return first, second
 
     @cached_property

@@ -102,11 +102,11 @@ class Wrappers:
         gradients = {**{p: torch.zeros_like(p) for p in touched}, **gradients}
         gradients = {**self._rest_of_open(gradients), **gradients}
         tensors = list(gradients)
-        found = [(gradients[p] * self._group.size).to(dtype_of_grad(p)) for p in tensors]
+        scaled = [(gradients[p] * self._group.size).to(dtype_of_grad(p)) for p in tensors]
         if tensors:
             sinks = [_sink(wrapper) for wrapper in self._seen if learns(wrapper)]
             ones = [torch.ones_like(sink) for sink in sinks]
-            torch.autograd.backward([*tensors, *sinks], [*found, *ones])
+            torch.autograd.backward([*tensors, *sinks], [*scaled, *ones])
 
     def _is_open(self, wrapper: Any) -> bool:
         """Whether a wrapper's forward pass still runs, behind which it will exchange gradients."""
@@ -156,14 +156,14 @@ class Wrappers:
             UnsupportedError: There are some.
         """
         are_learning = any(map(learns, self._seen))  # a static graph, from the next pass
-        found = [
+        names = [
             str(tuple(x.shape))
             for x in outside
             if isinstance(x, nn.Parameter) and (are_learning or not self.has(x))
         ]
-        if found:
+        if names:
             raise UnsupportedError(
-                f"The losses depend on parameters of the shapes {listed(found)} that are not the "
+                f"The losses depend on parameters of the shapes {listed(names)} that are not the "
                 "engine's, so that nobody would add up their gradients over the ranks. Give their "
                 "modules to `Engine` as well; or make two passes: "
                 "`losses.backward(engine.weights(losses, weighting))`."

@@ -170,8 +170,8 @@ class Step:
         else:
             gramian, weights = self._finish_alone()
         each = zip(weights.flatten().split(sizes), self._forms, strict=True)
-        found = [weights_like(part, form, engine._batch_dim) for part, (form, _) in each]
-        return self.scale.unscaled(gramian), found
+        weights_in_form = [weights_like(part, form, engine._batch_dim) for part, (form, _) in each]
+        return self.scale.unscaled(gramian), weights_in_form
 
     def _jacobian(self) -> Jacobian:
         """The rows of all losses. Those without elements count only where there are no others."""
@@ -199,7 +199,7 @@ class Step:
     ) -> tuple[Tensor, Tensor]:
         """One Gramian and one set of weights for all ranks, and the sum of their Jᵀ w."""
         channel = self.engine._channel
-        found: list[Jacobian] = []
+        jacobians: list[Jacobian] = []
 
         def jacobian() -> Jacobian:
             if error is not None:
@@ -208,12 +208,12 @@ class Step:
             if not self._parts:
                 device = next((p.device for p in channel.parameters_now()), torch.device("cpu"))
                 self._take(torch.zeros(0, device=device, requires_grad=True), retain_graph=False)
-            found.append(self._jacobian())
-            return found[0]
+            jacobians.append(self._jacobian())
+            return jacobians[0]
 
         def differentiate() -> tuple[dict[Tensor, Tensor], dict[str, Tensor]]:
             self._check_rest()
-            return self._wrapped_rest(outside, wrappers), gradients_of(found[0], usable)
+            return self._wrapped_rest(outside, wrappers), gradients_of(jacobians[0], usable)
 
         def end() -> None:
             with together(ranks, self._last):
@@ -234,7 +234,7 @@ class Step:
             may_fail = bool(self._rest) or any(map(has_hooks, channel.parameters_now()))
             must_wait = ranks.agreement.is_ready(error, may_fail)
             assert gradients is not None
-            finish = accumulate(ranks, gradients[1], found[0]._names, wrappers, gradients[0])
+            finish = accumulate(ranks, gradients[1], jacobians[0]._names, wrappers, gradients[0])
             _, error = attempted(end)
             if must_wait:
                 ranks.agreement.end(error)
@@ -255,11 +255,11 @@ class Step:
     def _gradients_of_rest(self, weights: Tensor) -> dict[Tensor, Tensor]:
         """Lets go of rows, and gives the gradients of leaves that are not of J and not wrapped."""
         rest, before_pass = list(self._rest_of(weights)), self.engine._channel.before_pass
-        found: dict[Tensor, Tensor] = {}
+        of_rest: dict[Tensor, Tensor] = {}
         for weight, gradients in zip(weights.flatten().unbind(), self._few, strict=False):
             for leaf, gradient in gradients.items():
                 part = gradient * weight.to(gradient)
-                found[leaf] = _sum(found[leaf], part) if leaf in found else part
+                of_rest[leaf] = _sum(of_rest[leaf], part) if leaf in of_rest else part
         self._parts.clear()
         self._rest.clear()
         self._few.clear()
@@ -268,8 +268,8 @@ class Step:
                 if before_pass is not None:
                     before_pass()
                     retain_graph = True  # for passes of other ranks
-                _add_gradients(found, losses, leaves, cotangent, retain_graph)
-        return found
+                _add_gradients(of_rest, losses, leaves, cotangent, retain_graph)
+        return of_rest
 
     def _check_rest(self) -> None:
         """Refuses leaves that are not of J, and whose gradients cannot be added up."""
@@ -292,13 +292,13 @@ class Step:
 
         A wrapper exchanges each gradient once. Hooks are called where it is handed over.
         """
-        found: dict[Tensor, Tensor] = {}
+        gradients: dict[Tensor, Tensor] = {}
         for losses, outside, cotangent, retain_graph in self._rest_of(weights):
             if leaves := [x for x in outside if x.requires_grad and wrappers.has(x)]:
                 must_retain = retain_graph or bool(self._without_wrapped(outside))
-                _add_gradients(found, losses, leaves, cotangent, must_retain)
-                found |= {x: torch.zeros_like(x) for x in leaves if x not in found}
-        return found
+                _add_gradients(gradients, losses, leaves, cotangent, must_retain)
+                gradients |= {x: torch.zeros_like(x) for x in leaves if x not in gradients}
+        return gradients
 
 
 def _add_gradients(

@@ -149,10 +149,10 @@ class Jacobian(Accumulating):
         groups = groups_of(by, self._names)
         with exact(self.device):
             parts, dtype = self._parts, self.dtype
-            found = {name: parts.products(parts, group, dtype) for name, group in groups.items()}
+            gramians = {name: parts.products(parts, group, dtype) for name, group in groups.items()}
             if sum(map(len, groups.values())) == len(self._names):
-                parts.check_gramian(sum(found.values()))
-            return found
+                parts.check_gramian(sum(gramians.values()))
+            return gramians
 
     @overload
     def row_norms(self, by: None = ...) -> Tensor: ...
@@ -230,10 +230,10 @@ class Jacobian(Accumulating):
         by_parameter = direction_of(direction, self._names)
         real = {parameter: as_real(x) for parameter, x in by_parameter.items()}
         with exact(self.device):
-            found = self._parts.directional(real, self.dtype)
+            products = self._parts.directional(real, self.dtype)
             if (witness := self._parts.witness) is not None:
-                witness.check_directional("J v", found, real)
-            return found
+                witness.check_directional("J v", products, real)
+            return products
 
     def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
         """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.

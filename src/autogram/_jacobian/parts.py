@@ -84,10 +84,10 @@ class JacobianPart:
         numbers = self.objectives.in_order(torch.arange(self.m, device="cpu"), 0)
         among = numbers[index]  # (k, b), flattened
         samples, b = torch.unique(among % self.objectives.samples, return_inverse=True)
-        found = columns.rows(samples.to(self.place or parameter.device))
-        if found is None:
+        rows = columns.rows(samples.to(self.place or parameter.device))
+        if rows is None:
             return None
-        return in_numbers_of(parameter, found[among // self.objectives.samples, b])
+        return in_numbers_of(parameter, rows[among // self.objectives.samples, b])
 
 
 class MergedParts:
@@ -110,16 +110,18 @@ class MergedParts:
         The columns of several parts are a copy, which is to be dropped after the product. For a
         product with another group, they may be rows that an earlier product was made with.
         """
-        found = [part.columns.get(parameter) for part in self._parts]
+        columns_of_parts = [part.columns.get(parameter) for part in self._parts]
         if other is not None and (like := other.columns_of_one(parameter)) is not None:
-            pairs = zip(self._parts, found, strict=True)
+            pairs = zip(self._parts, columns_of_parts, strict=True)
             there = [(part.crossings, columns) for part, columns in pairs if columns is not None]
             crossing = iter(for_crossing(parameter, there, like))
-            found = [None if columns is None else next(crossing) for columns in found]
-        if len(found) == 1:
-            return found[0]
+            columns_of_parts = [
+                None if columns is None else next(crossing) for columns in columns_of_parts
+            ]
+        if len(columns_of_parts) == 1:
+            return columns_of_parts[0]
         placed, end = [], 0
-        for part, columns in zip(self._parts, found, strict=True):
+        for part, columns in zip(self._parts, columns_of_parts, strict=True):
             start, end = end, end + part.objectives.samples
             if columns is not None:
                 placed.append((columns, Subset(tuple(range(start, end)), self.samples)))
@@ -127,8 +129,8 @@ class MergedParts:
 
     def columns_of_one(self, parameter: Tensor) -> Columns | None:
         """The columns of a parameter in one of the parts that have any."""
-        found = (part.columns.get(parameter) for part in self._parts)
-        return next((columns for columns in found if columns is not None), None)
+        columns_of_parts = (part.columns.get(parameter) for part in self._parts)
+        return next((columns for columns in columns_of_parts if columns is not None), None)
 
     def numbers(self) -> Tensor:
         """The number of each objective among those of all parts, by ``(k, b)``, flattened."""
@@ -138,8 +140,10 @@ class MergedParts:
     def add_products(self, total: Tensor, other: MergedParts, parameters: Iterable[Tensor]) -> None:
         """Adds inner products with the rows of a group, or with its own, to ``(K B, K' B')``."""
         if other is self:
-            found = (self.columns(parameter) for parameter in parameters)
-            for bundle in bundled(columns for columns in found if columns is not None):
+            columns_of_parameters = (self.columns(parameter) for parameter in parameters)
+            for bundle in bundled(
+                columns for columns in columns_of_parameters if columns is not None
+            ):
                 _add(total, gram_of_bundle(bundle))
             return
         for parameter in parameters:
@@ -179,9 +183,9 @@ class Parts:
         self, function: Callable[[Tensor, Columns], Tensor | None], dtype: torch.dtype
     ) -> Tensor:
         """The sum over parameters of a number for each objective, ``(m,)``."""
-        found = [part.per_objective(function, dtype) for part in self.each]
+        values = [part.per_objective(function, dtype) for part in self.each]
         device = self.each[0].objectives.losses.device
-        return torch.cat([x.to(device) for x in found]) if len(found) > 1 else found[0]
+        return torch.cat([x.to(device) for x in values]) if len(values) > 1 else values[0]
 
     def square_norms(self, parameters: Mapping[Tensor, str], dtype: torch.dtype) -> Tensor:
         """The squared norms of the rows, in the columns of some parameters, ``(m,)``."""
@@ -264,8 +268,8 @@ class Parts:
         if len(self.each) == 1:
             return [weights_of(w, self.each[0].objectives, can_be_stack=can_be_stack)]
         flat = Objectives(torch.empty(sum(self.sizes), device="meta"), None)
-        found = weights_of(w, flat, can_be_stack=can_be_stack).squeeze(-1)
-        pairs = zip(self.each, found.split(self.sizes, -1), strict=True)
+        weights = weights_of(w, flat, can_be_stack=can_be_stack).squeeze(-1)
+        pairs = zip(self.each, weights.split(self.sizes, -1), strict=True)
         return [
             part.objectives.by_sample(x.reshape(x.shape[:-1] + part.objectives.losses.shape))
             for part, x in pairs
@@ -283,23 +287,23 @@ class Parts:
             columns = part.columns
             if among is not None:
                 columns = {p: x for p, x in columns.items() if p in among}
-            for parameter, found in weighted_sums(columns, w, self.place).items():
-                if found is not None:
-                    found = in_numbers_of(parameter, found)
+            for parameter, gradient in weighted_sums(columns, w, self.place).items():
+                if gradient is not None:
+                    gradient = in_numbers_of(parameter, gradient)
                 total = totals.get(parameter)
                 if total is None:
-                    totals[parameter] = found
-                elif found is not None:
-                    total += found
+                    totals[parameter] = gradient
+                elif gradient is not None:
+                    total += gradient
         return totals
 
     def put_rows(self, rows: Tensor, parameter: Tensor, index: Tensor) -> None:
         """Writes the rows of some objectives, of which those that are zero stay as they are."""
         for start, part in self._numbered:
             (among,) = torch.nonzero((index >= start) & (index < start + part.m), as_tuple=True)
-            found = part.rows(parameter, index[among] - start)
-            if found is not None:
-                rows[among] = found.to(rows)
+            rows_of_part = part.rows(parameter, index[among] - start)
+            if rows_of_part is not None:
+                rows[among] = rows_of_part.to(rows)
 
     def in_order(self, values: Tensor, *dims: int) -> Tensor:
         """Values along some dimensions in the order of the losses, which come group by group."""

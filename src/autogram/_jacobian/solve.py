@@ -34,8 +34,8 @@ def damped_solution(gramian: Tensor, values: Tensor, damping: float) -> Tensor:
             return torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1).to(gramian.dtype)
     eigenvalues, vectors, is_above = eigenvalues_above_rounding(gramian)
     inverse = torch.where(is_above, 1 / (eigenvalues + damping), 0)
-    found: Tensor = vectors @ (inverse * (vectors.mT @ right))
-    return found.to(gramian.dtype)
+    solution: Tensor = vectors @ (inverse * (vectors.mT @ right))
+    return solution.to(gramian.dtype)
 
 
 def eigenvalues_above_rounding(gramian: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -219,14 +219,14 @@ class _Call:
         """A value with its tensors behind a gate, their places, and pairs of tensor and alias."""
         leaves: list[Any] = []
         map_leaves(value, leaves.append)
-        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-        form = len(leaves), tuple(found)
-        if not found:
+        positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        form = len(leaves), tuple(positions)
+        if not positions:
             return value, form, []
-        tensors = [leaves[i] for i in found]
+        tensors = [leaves[i] for i in positions]
         are_views = [_place(x) in places and id(x) not in moved for x in tensors]
         aliases = _Gate.apply(see, are_views, *tensors)  # type: ignore[no-untyped-call]  # as typed in torch
-        for i, alias in zip(found, aliases, strict=True):
+        for i, alias in zip(positions, aliases, strict=True):
             leaves[i] = alias
         rest = iter(leaves)
         pairs = list(zip(tensors, aliases, strict=True))
@@ -269,7 +269,7 @@ class _Call:
         replaced = self._finish(number, gradients)
         if versions != [_version(x) for x in gradients]:
             self._note_replaced()
-        size, found = self._of_input
+        size, collected = self._of_input
         if replaced is None:
             return None
         chosen = (replaced,) if isinstance(replaced, Tensor) else tuple(replaced)
@@ -278,7 +278,7 @@ class _Call:
                 f"A backward hook returned {len(chosen)} gradients for the {size} arguments of its "
                 "module. Return one for each of `grad_input`, or `None` to leave them as they are."
             )
-        new = tuple([chosen[i] for i in found])
+        new = tuple([chosen[i] for i in collected])
         if any(x is not before for x, before in zip(new, gradients, strict=True)):
             self._note_replaced()
         return new
@@ -300,8 +300,8 @@ class _Call:
 
     def _finish(self, number: int, gradients: Gradients = ()) -> Any:
         """Shows the observer the gradients of the arguments, which come last."""
-        size, found = self._of_input
-        of_input = _at_leaves(gradients or (None,) * len(found), size, found)
+        size, collected = self._of_input
+        of_input = _at_leaves(gradients or (None,) * len(collected), size, collected)
         if number not in self._kept:
             self._kept[number] = self._observer.keep((None,) * self._of_output[0])
         returned = self._returned.pop(number, {})

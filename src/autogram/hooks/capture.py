@@ -112,9 +112,9 @@ class _Value(NamedTuple):
 
 def _versions(value: Any) -> list[int]:
     """The versions of the tensors in a nested value."""
-    found: list[int] = []
-    map_leaves(value, lambda x: found.append(x._version) if isinstance(x, Tensor) else None)
-    return found
+    versions: list[int] = []
+    map_leaves(value, lambda x: versions.append(x._version) if isinstance(x, Tensor) else None)
+    return versions
 
 
 @contextmanager

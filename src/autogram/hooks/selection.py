@@ -27,21 +27,23 @@ _SIGNATURES = {
 
 def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
     """The chosen modules, by name."""
-    found: dict[str, Any]
+    selected: dict[str, Any]
     if isinstance(modules, nn.Module):
         named = modules.named_modules()
-        found = {"": modules} if where is None else {n: m for n, m in named if _fits(where, n, m)}
+        selected = (
+            {"": modules} if where is None else {n: m for n, m in named if _fits(where, n, m)}
+        )
     elif where is not None:
         raise InvalidModulesError(
             "`where` chooses among the modules inside of one module. Pass that module, or a list "
             "of modules without `where`."
         )
     elif isinstance(modules, Mapping):
-        found = dict(modules)
+        selected = dict(modules)
     else:
         several = modules if hasattr(modules, "__iter__") else (modules,)
-        found = {str(i): module for i, module in enumerate(several)}
-    for name, module in found.items():
+        selected = {str(i): module for i, module in enumerate(several)}
+    for name, module in selected.items():
         if not isinstance(module, nn.Module):
             raise InvalidModulesError(
                 f"A {type(module).__name__} was given where a module is needed"
@@ -53,13 +55,13 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
                 f"`{name or type(module).__name__}` is scripted, and its hooks are compiled with "
                 "it. Pass the module that it was scripted from."
             )
-    if not found:
+    if not selected:
         some = "" if where is None else _names_in(modules)
         raise InvalidModulesError(
             f"No module is chosen by {where!r}.{some} Pass a type, a pattern or a function that "
             "fits at least one."
         )
-    return found
+    return selected
 
 
 def _names_in(modules: Any) -> str:

@@ -127,10 +127,10 @@ class ConflictMonitor:
         count = len(self._looks)
         if last is not None:
             count = min(count_of("last", last, ", or `None`"), count)
-        found = [x for x in self._read(count) if isfinite(x.noise) and isfinite(x.signal)]
-        if not found:
+        finite = [x for x in self._read(count) if isfinite(x.noise) and isfinite(x.signal)]
+        if not finite:
             return nan
-        return ratio(sum(x.noise for x in found), sum(x.signal for x in found))
+        return ratio(sum(x.noise for x in finite), sum(x.signal for x in finite))
 
     def scalars(self, prefix: str = "conflict/") -> dict[str, float]:
         """The numbers of the last look, for a logger, and the noise scale of all looks.

@@ -171,8 +171,8 @@ class GaussNewton(Optimizer):
                 "expects the same parameters in all of them. Optimize in one process, and pass the "
                 "engine the module inside, `ddp.module`."
             )
-        known = {p for group in self.param_groups for p in group["params"]}
-        if new := [f"`{name}`" for p, name in jacobian._names.items() if p not in known]:
+        parameters = {p for group in self.param_groups for p in group["params"]}
+        if new := [f"`{name}`" for p, name in jacobian._names.items() if p not in parameters]:
             raise UnsupportedError(
                 f"The residuals depend on {listed(new)}, which the optimizer does not have: the "
                 "modules have got new parameters since it was made. Make the optimizer anew."

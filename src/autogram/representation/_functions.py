@@ -187,13 +187,13 @@ def _objectives_of(losses: Losses, batch_dim: int | None) -> Objectives:
 
 def _tensors_of(representation: Any) -> list[Tensor]:
     """The tensors of the representation, of which none depends on another."""
-    given = [representation] if isinstance(representation, Tensor) else representation
-    if not isinstance(given, list | tuple) or not given:
+    several = [representation] if isinstance(representation, Tensor) else representation
+    if not isinstance(several, list | tuple) or not several:
         raise InvalidOperandError(
-            f"The representation is {'empty' if given == [] else f'a {type(given).__name__}'}. "
+            f"The representation is {'empty' if several == [] else f'a {type(several).__name__}'}. "
             "Pass the tensor that the heads read, or a list of several."
         )
-    for tensor in given:
+    for tensor in several:
         if not isinstance(tensor, Tensor):
             raise InvalidOperandError(
                 f"The representation has a {type(tensor).__name__} in it. Pass tensors alone."
@@ -204,7 +204,7 @@ def _tensors_of(representation: Any) -> list[Tensor]:
                 "detached, or computed from frozen parameters alone or without gradients. Pass it "
                 "as it was before, or call `.requires_grad_()` on it before the heads read it."
             )
-    tensors = list(dict.fromkeys(given))
+    tensors = list(dict.fromkeys(several))
     nodes = {get_gradient_edge(tensor).node for tensor in tensors}
     behind = nodes_from([child for node in nodes for child, _ in node.next_functions])
     if len(tensors) > 1 and not nodes.isdisjoint(behind):

@@ -105,13 +105,13 @@ class RowsAtTensors:
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
         """Jᵀ w for each tensor, by weights ``(k, b)``."""
-        found = []
+        sums = []
         with exact(weights.device):
             for rows, owners in zip(self._rows, self._owners, strict=True):
                 wide = at_least_single(rows.dtype)
                 each = weights.to(rows.device, _real(rows))[:, owners]
-                found.append((rows.to(wide) * each).sum(0).to(rows.dtype))
-        return found
+                sums.append((rows.to(wide) * each).sum(0).to(rows.dtype))
+        return sums
 
 
 def _outputs(objectives: Objectives) -> Iterator[tuple[Tensor | GradientEdge, Tensor]]:

@@ -36,12 +36,12 @@ def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]
         return [_none_of(tensor) for tensor in tensors]  # the pass tells that it is not connected
     root = Edge(losses.grad_fn, losses.output_nr)
     start = Places.along(losses.shape, layout.dim)
-    finding, found = infer(root, start, nodes, edges, Channel())
-    if found.is_mixed:
+    finding, in_graph = infer(root, start, nodes, edges, Channel())
+    if in_graph.is_mixed:
         node = nodes[finding.mixing]
         shape = tuple(node._input_metadata[0].shape)
         raise MixedSamplesError(_message(f"`{node.name()}`, of a result of shape {shape}, does it"))
-    each = zip(tensors, found.edges.values(), strict=True)
+    each = zip(tensors, in_graph.edges.values(), strict=True)
     return [
         _none_of(tensor) if places is None else places.grid().clamp(min=0).to(tensor.device)
         for tensor, places in each

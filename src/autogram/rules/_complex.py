@@ -57,9 +57,9 @@ def _with_pairs(equation: str, are_complex: tuple[bool, ...], is_operand: bool) 
     inputs, output = equation.split("->")
     first, *others = inputs.split(",")
     chain = list(islice(unused_labels(equation), 1 + sum(are_complex)))
-    found, place = [first + chain[0]], 0
+    positions, place = [first + chain[0]], 0
     for indices, is_complex in zip(others, are_complex, strict=True):
-        found.append(indices + "".join(chain[place : place + 2] if is_complex else ()))
+        positions.append(indices + "".join(chain[place : place + 2] if is_complex else ()))
         place += is_complex
-    text = f"{','.join(found)}->{output}{chain[-1]}"
+    text = f"{','.join(positions)}->{output}{chain[-1]}"
     return text if is_operand else text.replace(chain[-1], "")

@@ -105,6 +105,6 @@ def cotangents(result: Tensor, given: Tensor, wanted: Sequence[Tensor]) -> list[
         return [d.unsqueeze(0) for d in differentiate(given[0])]
     if torch.is_anomaly_enabled():  # it reads values, which a batched pass does not allow
         each = [differentiate(g, retain_graph=True) for g in given]
-        return [torch.stack(found) for found in zip(*each, strict=True)]
-    found = differentiate(given, is_grads_batched=True)
-    return [d.expand(len(given), *x.shape) for x, d in zip(wanted, found, strict=True)]
+        return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
+    gradients = differentiate(given, is_grads_batched=True)
+    return [d.expand(len(given), *x.shape) for x, d in zip(wanted, gradients, strict=True)]

@@ -96,10 +96,10 @@ def _check(function: Callable[..., Any], rule: Rule) -> None:
             f"`{function}` cannot have a rule: its calls are not seen. Register the torch "
             "functions that it calls, or write it as a `torch.autograd.Function`."
         )
-    known = find_rule(function)
-    if known is not None and _name(known) != _name(rule):
+    former = find_rule(function)
+    if former is not None and _name(former) != _name(rule):
         raise RuleError(
-            f"`{function}` has a rule already, `{known}`: a second one would hide it. Register "
+            f"`{function}` has a rule already, `{former}`: a second one would hide it. Register "
             "each function once, or call `unregister_rule` first."
         )
 
@@ -110,8 +110,8 @@ def _name(rule: Rule) -> tuple[Any, Any]:
 
 def variants(*names: str) -> list[Callable[..., Any]]:
     """The functions in ``torch`` and the methods of ``Tensor`` that have one of some names."""
-    found = [getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor)]
-    return list(dict.fromkeys(function for function in found if function is not None))
+    functions = [getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor)]
+    return list(dict.fromkeys(function for function in functions if function is not None))
 
 
 def find_rule(function: Callable[..., Any]) -> Rule | None:

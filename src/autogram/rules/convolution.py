@@ -181,8 +181,8 @@ class Convolution(NamedTuple):
         """The gradient for each sample, ``(n, q, o, i, *taps)``, by samples as groups."""
         n = len(input)
         sides = [x.reshape(1, -1, *x.shape[2:]) for x in (cotangent, input)]
-        found = self._kernel(sides[0], sides[1], n)  # (n * q * o, i, *taps)
-        return found.view(n, self.groups, -1, *found.shape[1:])
+        gradients = self._kernel(sides[0], sides[1], n)  # (n * q * o, i, *taps)
+        return gradients.view(n, self.groups, -1, *gradients.shape[1:])
 
     def _kernel(self, cotangent: Tensor, input: Tensor, n: int) -> Tensor:
         """The gradient of a kernel for n times as many groups."""
@@ -190,8 +190,8 @@ class Convolution(NamedTuple):
         zeros = tuple(before for before, _ in self.padding)
         sizes = (self.stride, zeros, self.dilation, n * self.groups)
         shape = (n * self.weight[0], *self.weight[1:])
-        found: Tensor = function(input, shape, cotangent, *sizes)
-        return found
+        gradient: Tensor = function(input, shape, cotangent, *sizes)
+        return gradient
 
 
 def _per_dimension(sizes: PerDimension, n: int) -> tuple[int, ...]:

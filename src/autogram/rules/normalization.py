@@ -195,8 +195,8 @@ def _by_group(
     cotangent, input = promoted(cotangent, input)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
     if is_plain and input.is_contiguous() and cotangent.is_contiguous() and input.numel():
-        found = _rows(cotangent, input, groups, eps, *statistics)
-        blocks = [rows_block(rows) for rows in found]
+        grouped = _rows(cotangent, input, groups, eps, *statistics)
+        blocks = [rows_block(rows) for rows in grouped]
     else:
         normalized = torch.group_norm(input, groups, eps=eps)
         blocks = [

@@ -131,23 +131,23 @@ class Replay:
             cotangent = cotangent.transpose(1, 2)
         given = cotangent.reshape(len(cotangent), *result.shape)
         wanted = [x for of in directions for x in (of.u, *of.v, *of.projected)]
-        found = iter(cotangents(result, given, [*states, *wanted]))
+        gradients = iter(cotangents(result, given, [*states, *wanted]))
 
         def block(equation: str, *factors: Tensor) -> Block:
             return block_of_equation(equation, self.dims, layout, *factors)
 
         for _ in states:
-            yield block("So->So" if is_cell else "RSo->RSo", next(found))
+            yield block("So->So" if is_cell else "RSo->RSo", next(gradients))
         for of in directions:
-            u = self._by_step([next(found)], 1)
-            v = self._by_step(list(islice(found, len(of.v))), 1) if of.v else u
+            u = self._by_step([next(gradients)], 1)
+            v = self._by_step(list(islice(gradients, len(of.v))), 1) if of.v else u
             yield block("TSo,TSi->oi", u, self._by_step([of.input], 0))
             yield block("TSo,TSi->oi", v, self._by_step(of.before, 0))
             if of.has_biases:
                 yield block("TSo->o", u)
                 yield block("TSo->o", v)
             if of.projected:
-                h = self._by_step(list(islice(found, len(of.projected))), 1)
+                h = self._by_step(list(islice(gradients, len(of.projected))), 1)
                 yield block("TSo,TSi->oi", h, self._by_step(of.unprojected, 0))
 
     def _forward(
@@ -155,15 +155,15 @@ class Replay:
     ) -> tuple[list[LayerDirection], Tensor]:
         """The directions of all layers after their forward pass, and the result of the call."""
         each = len(params) // len(states[0])
-        found: list[LayerDirection] = []
+        layers: list[LayerDirection] = []
         for i in range(0, len(states[0]), self.directions):
             for j in range(i, i + self.directions):
                 weights, initial = params[j * each : (j + 1) * each], [x[j] for x in states]
-                found.append(LayerDirection(self.cell, weights, input, initial, self.sizes, j > i))
-            input = torch.cat([torch.cat(of.output) for of in found[i:]], 1)
+                layers.append(LayerDirection(self.cell, weights, input, initial, self.sizes, j > i))
+            input = torch.cat([torch.cat(of.output) for of in layers[i:]], 1)
         if self.final is None:
-            return found, input
-        return found, torch.stack([of.final[self.final] for of in found])
+            return layers, input
+        return layers, torch.stack([of.final[self.final] for of in layers])
 
     def _by_step(self, steps: Sequence[Tensor], dim: int) -> Tensor:
         """Rows as steps and sequences, with zeros where a sequence is over."""

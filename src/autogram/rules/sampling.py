@@ -103,8 +103,8 @@ def _gradients(
     places = places.expand(of_images[0], *places.shape).flatten(0, 1)
     images = given.new_zeros(()).expand(*given.shape[:2], *pixels)  # their values do not matter
     backward: Any = _BACKWARD[len(pixels)]
-    found, _ = backward(given, images, places, *options, [True, False])
-    gradients: Tensor = found.unflatten(0, of_images)
+    by_point, _ = backward(given, images, places, *options, [True, False])
+    gradients: Tensor = by_point.unflatten(0, of_images)
     return gradients
 
 

@@ -67,12 +67,12 @@ def _solved(
     """The cotangent of the other side, negative, the solution, and where the matrix is not zero."""
     cotangent, matrix, other = promoted(cotangent, matrix, other)
     matrix = matrix.reshape(matrix.shape[-2:])
-    found = -function(matrix.mT, cotangent, **adjoint), function(matrix, other, **forward)
+    factors = -function(matrix.mT, cotangent, **adjoint), function(matrix, other, **forward)
     if "upper" not in forward:
-        return found
+        return factors
     n, skipped = len(matrix), int(forward["unitriangular"])
     ones = torch.ones(n, n, dtype=matrix.dtype, device=matrix.device)
-    return *found, ones.triu(skipped) if forward["upper"] else ones.tril(-skipped)
+    return *factors, ones.triu(skipped) if forward["upper"] else ones.tril(-skipped)
 
 
 @register_rule(torch.cdist)

@@ -31,7 +31,7 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
     Returns:
         v ``(s, m)``, and the number of steps.
     """
-    found = bounds.clone()
+    weights = bounds.clone()
     rows = torch.arange(len(bounds), device=bounds.device)  # those that are not solved
     fewest = torch.full_like(rows, bounds.shape[1] + 1)
     patience = torch.full_like(rows, _PATIENCE)
@@ -41,7 +41,7 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
     for step in range(1, most + 1):
         u = bounds[rows]
         v = _solve(u, gramian, is_bound)
-        found[rows] = v
+        weights[rows] = v
         scale = (v.abs() @ gramian.abs()).amax(1, keepdim=True)
         pulls_away = is_bound & (v @ gramian < -slack * scale)
         is_below = ~is_bound & (v - u < -slack * v.abs().amax(1, keepdim=True))
@@ -49,7 +49,7 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
         count = changing.sum(1)
         is_open = count > 0
         if not bool(is_open.any()):
-            return torch.maximum(found, bounds), step
+            return torch.maximum(weights, bounds), step
         is_fewer = count < fewest
         fewest = torch.where(is_fewer, count, fewest)
         patience = torch.where(is_fewer, _PATIENCE, patience - 1)
@@ -57,7 +57,7 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
         changing &= last | (patience >= 0).unsqueeze(1)
         is_bound = (is_bound ^ changing)[is_open]
         rows, fewest, patience = rows[is_open], fewest[is_open], patience[is_open]
-    return torch.maximum(found, bounds), most
+    return torch.maximum(weights, bounds), most
 
 
 def _solve(u: Tensor, gramian: Tensor, is_bound: Tensor) -> Tensor:

@@ -103,11 +103,11 @@ class Projector:
             bounds = vectors.detach().reshape(-1, m).to(gramian.device, torch.float64)
             wide = gramian.detach().double()
             if self.iterations is not None:
-                found = newton_steps(bounds, self._regular(wide), self.reg_eps, self.iterations)
+                weights = newton_steps(bounds, self._regular(wide), self.reg_eps, self.iterations)
             else:
                 check_gramian(wide, bounds)
-                found = self._project(bounds, self._checked(wide))
-            return found.to(gramian.dtype).view(vectors.shape)
+                weights = self._project(bounds, self._checked(wide))
+            return weights.to(gramian.dtype).view(vectors.shape)
 
     def _regular(self, gramian: Tensor) -> Tensor:
         """The Gramian divided by its trace, with ``reg_eps`` added to its diagonal."""
@@ -131,13 +131,13 @@ class Projector:
         start = bounds.clamp(min=0)
         can_pivot = len(bounds) * len(gramian) ** 3 <= _MOST_FOR_PIVOTING
         methods = [self._pivot] * can_pivot + [self._newton, self._split]
-        found, certificate = methods[0](bounds, gramian, start)
+        weights, certificate = methods[0](bounds, gramian, start)
         for method in methods[1:]:
             if certificate.is_optimal:
                 break
-            other, its_certificate = method(bounds, gramian, found)
+            other, its_certificate = method(bounds, gramian, weights)
             if not its_certificate.error > certificate.error:
-                found, certificate = other, its_certificate
+                weights, certificate = other, its_certificate
         self.certificate = certificate
         if not certificate.is_optimal:
             warn_user(
@@ -145,7 +145,7 @@ class Projector:
                 f"{self.tolerance:.1e}. Pass a larger `reg_eps`, `most` or `tolerance`.",
                 InexactWeightsWarning,
             )
-        return found
+        return weights
 
     def _error(self, bounds: Tensor, gramian: Tensor, point: Tensor) -> float:
         """A bound of the relative error of the sum of some rows."""
@@ -156,10 +156,10 @@ class Projector:
         last = self._last
         if last is not None and last.shape == bounds.shape and last.device == bounds.device:
             start = last
-        found, count = pivot(bounds, gramian, _MOST_PIVOTS, start <= bounds)
-        self._last = found
-        error = self._error(bounds, gramian, found)
-        return found, Certificate("pivoting", count, error, self.tolerance)
+        weights, count = pivot(bounds, gramian, _MOST_PIVOTS, start <= bounds)
+        self._last = weights
+        error = self._error(bounds, gramian, weights)
+        return weights, Certificate("pivoting", count, error, self.tolerance)
 
     def _newton(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
         """The weights by Newton's method: in float32, and in float64 where that is too coarse."""

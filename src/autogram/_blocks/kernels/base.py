@@ -99,8 +99,8 @@ class Kernels:
         if dtypes != {dtype}:
             operands = [x.to(dtype) for x in operands]
         wide = self.accumulating(dtype)
-        found = self.carry_out(equation, operands, memory if dtype == wide else None)
-        return found if found.dtype == wide else found.to(wide)
+        result = self.carry_out(equation, operands, memory if dtype == wide else None)
+        return result if result.dtype == wide else result.to(wide)
 
     rows = einsum
     """Explicit rows from the equation and the factors of a block, as :meth:`einsum`."""
@@ -111,17 +111,17 @@ class Kernels:
         for positions, of in find_path(equation, tuple([x.shape for x in operands])).steps:
             taken = [stack.pop(position) for position in positions]
             if of.kind == "matrices":
-                found = self._matrices(of, taken, None if stack else memory)
+                result = self._matrices(of, taken, None if stack else memory)
             elif of.kind == "elementwise":
                 x, y = map(self._viewed, taken, of.views)
-                found = self.product_sum(x, y, of.summed)
+                result = self.product_sum(x, y, of.summed)
             elif of.kind == "sum":
                 (x,) = taken
-                found = x.sum(of.summed, dtype=self.accumulating(x.dtype)) if of.summed else x
+                result = x.sum(of.summed, dtype=self.accumulating(x.dtype)) if of.summed else x
             else:
                 dtype = self.accumulating(*[x.dtype for x in taken])
-                found = torch.einsum(of.equation, *[x.to(dtype) for x in taken])
-            stack.append(found if of.order is None else found.permute(of.order))
+                result = torch.einsum(of.equation, *[x.to(dtype) for x in taken])
+            stack.append(result if of.order is None else result.permute(of.order))
         return stack[0]
 
     def _matrices(
@@ -137,15 +137,15 @@ class Kernels:
         if size > 1:
             step = max(1, size * self.at_once(copied, operands[0]) // copied)
         if step < size:
-            found = self._in_ranges(of, x, y, step, memory)
+            product = self._in_ranges(of, x, y, step, memory)
         else:
             if at_left != ():
                 x = x.as_strided(*at_left) if at_left else self.arranged(x, *left, "first")
             if at_right != ():
                 y = y.as_strided(*at_right) if at_right else self.arranged(y, *right, "second")
             out = None if memory is None else memory((*x.shape[:-1], y.shape[-1]), x)
-            found = self.matrix_product(x, y, out)
-        return found if of.unfolded is None else found.view(of.unfolded)
+            product = self.matrix_product(x, y, out)
+        return product if of.unfolded is None else product.view(of.unfolded)
 
     def _in_ranges(
         self, of: Contraction, x: Tensor, y: Tensor, step: int, memory: Memory | None
@@ -265,5 +265,5 @@ def distinct_or_repeated(indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
     ranks = torch.zeros_like(ordered)
     ranks[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
     places = torch.empty_like(order).scatter_(0, order, ranks)
-    found = ordered[-1:].repeat(len(ordered)).scatter_(0, ranks, ordered)
-    return found, places.view(indices.shape)
+    padded = ordered[-1:].repeat(len(ordered)).scatter_(0, ranks, ordered)
+    return padded, places.view(indices.shape)

@@ -107,8 +107,8 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
     """
     inputs, output = equation.split("->")
     first, second = inputs.split(",")
-    own = [x for x in output if (x in first) != (x in second) and sizes[x] > 1]
-    is_swapped = bool(own) and own[0] in second
+    free = [x for x in output if (x in first) != (x in second) and sizes[x] > 1]
+    is_swapped = bool(free) and free[0] in second
     if is_swapped:
         first, second = second, first
     batch = "".join(label for label in first if label in second and label in output)

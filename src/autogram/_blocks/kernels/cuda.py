@@ -120,8 +120,8 @@ class CudaKernels(Kernels):
         """In memory, in its dtype; else in at least float32."""
         if out is not None and x.dtype == y.dtype == out.dtype:
             return super().matrix_product(x, y, out)
-        found = self._accumulated(x, y)
-        return found if out is None else out.copy_(found)
+        product = self._accumulated(x, y)
+        return product if out is None else out.copy_(product)
 
     @override
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -164,8 +164,8 @@ class CudaKernels(Kernels):
     def _weighted_rows(self, equation: str, weights: Tensor, rows: Tensor) -> Tensor:
         """Sums of rows in half precision, of which no wider copy is made."""
         both, scale = self._in_halves(weights, rows.dtype)
-        found = self.einsum(equation, (both, rows))
-        return (found[: len(weights)] + found[len(weights) :]) * scale
+        sums = self.einsum(equation, (both, rows))
+        return (sums[: len(weights)] + sums[len(weights) :]) * scale
 
     def _in_halves(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Each weight as the sum of two numbers in half precision, ``(2 s, k, b)``, and a scale.

@@ -59,8 +59,8 @@ class Program:
 
     def __call__(self, memory: Memory | None, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results for other tensors, with kept rows in given memory."""
-        found: tuple[Tensor, ...] = self._run(None, memory, *tensors)
-        return found
+        results: tuple[Tensor, ...] = self._run(None, memory, *tensors)
+        return results
 
     def __str__(self) -> str:
         return str(self._code).strip()
@@ -88,8 +88,8 @@ def written_down(
     with undone(partial(setattr, _HERE, "writer", _HERE.writer)):
         _HERE.writer = writer
         with writer, writer.watching:
-            found = function(memory and partial(as_one_call, operator.call, memory), tensors)
-    return found, writer.program(results(found))
+            value = function(memory and partial(as_one_call, operator.call, memory), tensors)
+    return value, writer.program(results(value))
 
 
 def is_writing() -> bool:
@@ -154,12 +154,12 @@ class _Writer(TorchFunctionMode):
     def call(self, function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
         """Calls a function, and writes this down as one call, whatever is called inside."""
         with torch._C.DisableTorchFunction():
-            found = function(*arguments)
+            result = function(*arguments)
         try:
-            self._nodes[found] = self._graph.call_function(function, self._written(arguments))
+            self._nodes[result] = self._graph.call_function(function, self._written(arguments))
         except _UnwrittenError:
             self._is_whole = False
-        return found
+        return result
 
     def program(self, results: Iterable[Tensor]) -> Program | None:
         """The program for some results, if all calls behind them were written down."""
@@ -179,13 +179,13 @@ class _Writer(TorchFunctionMode):
     ) -> Any:
         """Makes one call."""
         del types
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if self._is_whole:
             try:
-                self._write(function, args, kwargs or {}, found)
+                self._write(function, args, kwargs or {}, result)
             except _UnwrittenError:
                 self._is_whole = False
-        return found
+        return result
 
     def _write(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any

@@ -113,8 +113,8 @@ def many_vjps(
     edges = [x if isinstance(x, GradientEdge) else edge_of(x, output) for x in inputs]
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
-        found = Pass(channel, is_blocked=True).differentiate(output, edges, cotangent)
-        return {i: in_dense(x) for i, x in enumerate(found) if x is not None}
+        gradients = Pass(channel, is_blocked=True).differentiate(output, edges, cotangent)
+        return {i: in_dense(x) for i, x in enumerate(gradients) if x is not None}
 
     ends = {edge.node for edge in edges}
     nodes = nodes_behind(output, lambda node: node in ends or is_tap_of(channel, node))
@@ -132,11 +132,11 @@ def vjps_of_node(
     count = len(node._input_metadata)
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
-        given = [cotangent if i == output.output_nr else None for i in range(count)]
-        found = node(*given)
-        found = found if isinstance(found, tuple) else (found,)
+        cotangents = [cotangent if i == output.output_nr else None for i in range(count)]
+        gradients = node(*cotangents)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         totals: dict[int, Tensor] = {}
-        for gradient, edge in zip(found, node.next_functions, strict=True):
+        for gradient, edge in zip(gradients, node.next_functions, strict=True):
             if gradient is None or edge not in places:
                 continue
             gradient = arriving(gradient, *edge)
@@ -164,13 +164,13 @@ def carried_out(
 
     The function numbers its results, of which there are at most ``count``.
     """
-    found = None
+    results = None
     with torch.no_grad():
         if channel.is_batchable and len(cotangents) > 1:
-            found = _together(function, cotangents, nodes)
-        if found is None:
-            found = _one_by_one(function, cotangents)
-    return [found.get(i) for i in range(count)]
+            results = _together(function, cotangents, nodes)
+        if results is None:
+            results = _one_by_one(function, cotangents)
+    return [results.get(i) for i in range(count)]
 
 
 def _together(

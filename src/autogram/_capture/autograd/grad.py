@@ -52,11 +52,11 @@ def has_hooks(parameter: Tensor) -> bool:
 
 def as_gradients(sums: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, Tensor]:
     """Weighted sums of rows as gradients of parameters: zeros where there is no sum."""
-    found = {}
+    gradients = {}
     for parameter, total in sums:
         total = torch.zeros_like(parameter) if total is None else total
-        found[parameter] = total.to(dtype_of_grad(parameter))
-    return found
+        gradients[parameter] = total.to(dtype_of_grad(parameter))
+    return gradients
 
 
 def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -82,8 +82,8 @@ def edge_of(leaf: Tensor, output: GradientEdge) -> GradientEdge:
         # PyTorch looks behind a view of the leaf, which a subclass makes a view of once more.
         with torch._C.DisableTorchFunctionSubclass():
             return get_gradient_edge(leaf)
-    found = (node for node in nodes_behind(output) if getattr(node, "variable", None) is leaf)
-    return GradientEdge(next(found), 0)
+    nodes = (node for node in nodes_behind(output) if getattr(node, "variable", None) is leaf)
+    return GradientEdge(next(nodes), 0)
 
 
 def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
@@ -93,13 +93,13 @@ def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
         for following, _ in node.next_functions:
             users.setdefault(following, []).append(node)
     pending = list(ends)
-    found = set(pending)
+    leading = set(pending)
     while pending:
         for user in users.get(pending.pop(), ()):
-            if user not in found:
-                found.add(user)
+            if user not in leading:
+                leading.add(user)
                 pending.append(user)
-    return found
+    return leading
 
 
 def use_of(node: Any) -> Any | None:
@@ -203,8 +203,8 @@ def entry_of(node: Any) -> Any | None:
 
 def calls_of(node: Any) -> Sequence[Any]:
     """The objects that engines are shown at a node, if it is a call of a compiled graph."""
-    found = entry_of(node)
-    return () if found is None else found.calls
+    entered = entry_of(node)
+    return () if entered is None else entered.calls
 
 
 _NAME = "CompiledFunctionBackward"  # of the nodes that AOTAutograd makes

@@ -113,9 +113,9 @@ class Pass:
         The output may be several results of one node, with a cotangent for each. Without inputs,
         the pass goes to all leaves, and adds to their gradients.
         """
-        found: list[tuple[Tensor | None, ...]] = []
-        self.differentiate_each([(output, cotangent, retain_graph)], inputs, found.append)
-        return found[0]
+        results: list[tuple[Tensor | None, ...]] = []
+        self.differentiate_each([(output, cotangent, retain_graph)], inputs, results.append)
+        return results[0]
 
     def differentiate_each(
         self,

@@ -18,8 +18,8 @@ class Streams:
     """The streams on which this thread launches work for some devices."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        found = {device for device in devices if device.type == "cuda"}
-        self._own = {device: torch.accelerator.current_stream(device) for device in found}
+        of_gpus = {device for device in devices if device.type == "cuda"}
+        self._own = {device: torch.accelerator.current_stream(device) for device in of_gpus}
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
         """Lets these streams wait for tensors that this thread computes, and keeps their memory.

@@ -51,7 +51,7 @@ class Accounts(dict["Tensor | Tracked", Account]):
 
     def read_by(self, use: Use, uses: AbstractSet[Use]) -> list[Tensor] | None:
         """The parameters of a use, if only some uses read them, and each is where it was then."""
-        found: dict[int, Tensor] = {}
+        owners: dict[int, Tensor] = {}
         for tracked in use.reads:
             place, parameter = tracked.place, tracked.sources[0]
             readers = self._readers.get(id(parameter))
@@ -60,15 +60,15 @@ class Accounts(dict["Tensor | Tracked", Account]):
             now = parameter.storage_offset(), parameter.shape, parameter.stride()
             if place is not None and (place.offset, place.shape, place.strides) != now:
                 return None
-            found[id(parameter)] = parameter
-        return list(found.values())
+            owners[id(parameter)] = parameter
+        return list(owners.values())
 
     def closed(self, uses: Iterable[Use]) -> set[Use]:
         """Those of some uses that read nothing which other uses read, too."""
-        found = set(uses)
-        while others := {use for use in found if self.read_by(use, found) is None}:
-            found -= others
-        return found
+        closed = set(uses)
+        while others := {use for use in closed if self.read_by(use, closed) is None}:
+            closed -= others
+        return closed
 
     def __missing__(self, owner: Tensor | Tracked) -> Account:
         if isinstance(owner, Tracked) and owner.region is not None:

@@ -265,12 +265,12 @@ class Assembly:
         """Adds what a derived tensor has, pulled back, to the columns of its parameters."""
         subset = columns.narrow()
         if any(columns.found()):  # else nothing was added, or blocks of no element
-            channel, found = self._run.channel, None
+            channel, pulled = self._run.channel, None
             if channel.is_batchable:
-                found = retried(self.limit, pull_back_factors, channel, owner, columns)
-            if found is None:
-                found = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
-            for parameter, block in found:
+                pulled = retried(self.limit, pull_back_factors, channel, owner, columns)
+            if pulled is None:
+                pulled = retried(self.limit, pull_back, channel, owner, columns.dense(), self.limit)
+            for parameter, block in pulled:
                 of_parameter = self._accounts[parameter].columns
                 assert of_parameter is not None
                 of_parameter.add(Region.of_parameter(parameter), block, subset)

@@ -196,8 +196,8 @@ class Driver:
 
     def _are_rows_cheaper(self, survey: Survey, form: Keep | None, is_misled: bool = False) -> bool:
         """Whether to make a pass for each objective of a batch that is one sample."""
-        known = None if survey.is_bare else self._summaries.get(survey.key_of_report)
-        is_cheaper = partial(are_rows_cheaper, survey, self._devices, form, known)
+        summary = None if survey.is_bare else self._summaries.get(survey.key_of_report)
+        is_cheaper = partial(are_rows_cheaper, survey, self._devices, form, summary)
         return self._takes_rows and is_cheaper(is_misled=is_misled)
 
     def _collect_per_sample(self, run: Run, layouts: CallLayouts) -> bool:

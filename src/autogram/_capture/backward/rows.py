@@ -152,6 +152,8 @@ def _summarise(rows: Rows, run: Run, summary: Summary) -> None:
     whole = Recording(run.channel, run.survey.names, count=-1)
     use = FallbackUse.of(whole, "an ordinary pass", run.survey.losses, (), ())
     for parameter in rows:
-        region, found = Region.of_parameter(parameter), rows.of(parameter)
-        summary.add(use, None, None, (track_parameter(parameter), region, rows_block(found)))
+        region, rows_of_parameter = Region.of_parameter(parameter), rows.of(parameter)
+        summary.add(
+            use, None, None, (track_parameter(parameter), region, rows_block(rows_of_parameter))
+        )
         summary.elements_of_rows += parameter.numel()

@@ -101,8 +101,8 @@ class Summary:
         of = UseReport(use.function, use.index, rule_name(use), place, tracked.region is None)
         sources = tuple((names[p], Region.of_parameter(p)) for p in tracked.sources)
         shapes, device = tuple(tuple(x.shape) for x in factors), factors[0].device.type
-        known = of, id(use), subset, sources, region, block.equation, shapes
-        self.blocks.append(BlockSummary(*known, cotangents.dtype, device))
+        fields = of, id(use), subset, sources, region, block.equation, shapes
+        self.blocks.append(BlockSummary(*fields, cotangents.dtype, device))
 
 
 class Sink(Protocol):

@@ -60,14 +60,14 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy
         for parameter in dict.fromkeys(p for tracked in use.reads for p in tracked.sources):
             name = use.recording.names[parameter]
             by_function[use.function][name] += objectives * prod(parameter.shape)
-    found = "; ".join(
+    calls = "; ".join(
         f"in {function}, {listed([f'`{name}` ({n} elements)' for name, n in elements.items()])}"
         for function, elements in by_function.items()
     )
     message = (
         "Some parameters are used where calls are not recorded. What they contribute is explicit "
         f"rows of J, by {objectives} vector-Jacobian products (one for each objective) through "
-        f"each place: {found}. To save that, use them in the `forward` of a module that is given "
+        f"each place: {calls}. To save that, use them in the `forward` of a module that is given "
         "to `Engine` before it runs, and register a rule for a custom autograd Function "
         "(`autogram.rules.register_rule`)."
     )
@@ -88,12 +88,12 @@ def tell_of_compiled(channel: Channel, survey: Survey, policy: Unseen) -> None:
         getattr(following, "variable", None) for x in hidden for following, _ in x.next_functions
     ]
     names = channel.parameters()
-    found = [f"`{names[p]}`" for p in dict.fromkeys(read) if p is not None and p in names]
-    if not found:
+    unseen = [f"`{names[p]}`" for p in dict.fromkeys(read) if p is not None and p in names]
+    if not unseen:
         return
     channel.told.add("compiled")
     message = (
-        f"A compiled part hides what it does with {listed(found)}, which get explicit rows of J: "
+        f"A compiled part hides what it does with {listed(unseen)}, which get explicit rows of J: "
         "exact, by a backward pass through the part for each objective. To save that, compile it "
         'by `torch.compile(model, backend="autogram")`, or `layer.compile(backend="autogram")`.'
     )

@@ -109,8 +109,8 @@ class Check:
 
     def see_columns(self, parameter: Tensor, columns: Columns) -> None:
         """Takes in all columns of one parameter, which are not kept."""
-        found = columns.weighted_sum(self._by_sample.to(parameter.device).unsqueeze(0))
-        self._compared[parameter] = self._compare(parameter, None if found is None else found[0])
+        total = columns.weighted_sum(self._by_sample.to(parameter.device).unsqueeze(0))
+        self._compared[parameter] = self._compare(parameter, None if total is None else total[0])
 
     def compare(self, kept: Mapping[Tensor, Columns]) -> list[Comparison]:
         """A comparison for each trainable parameter, but for those whose rows are hidden.

@@ -143,17 +143,17 @@ class Witness:
         self, product: str, sums: Mapping[Tensor, Tensor | None], expected: Tensor, most: Tensor
     ) -> None:
         """Raises if the inner products of sums, ``(s, ...)``, with Jᵀ u are not as expected."""
-        found, squares = torch.zeros_like(expected), torch.zeros_like(expected)
+        totals, squares = torch.zeros_like(expected), torch.zeros_like(expected)
         for parameter, total in sums.items():
             if total is None or not len(expected):
                 continue
             flat = real_numbers(total).reshape(len(expected), -1)
             squares += torch.linalg.vector_norm(flat, dim=1).square().to(squares)
             if (gradient := self.gradients.get(parameter)) is not None:
-                found += (flat @ real_numbers(gradient).reshape(-1).to(flat)).to(found)
+                totals += (flat @ real_numbers(gradient).reshape(-1).to(flat)).to(totals)
         lengths = squares.sqrt()
         sizes, errors = most + self._size * lengths, self._rounding * lengths
-        for each in zip(*[x.tolist() for x in (found, expected, sizes, errors)], strict=True):
+        for each in zip(*[x.tolist() for x in (totals, expected, sizes, errors)], strict=True):
             self._compare(product, *each)
 
     def check_directional(

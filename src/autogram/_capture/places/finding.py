@@ -90,8 +90,8 @@ class Finding:
         edges = {i: Edge(nodes[node], number) for i, (node, number) in enumerate(self.edges)}
         places = {i: inference.at(edge) for i, edge in edges.items() if edge.node in wanted}
         probes = {reader.numbers[node]: probe for node, probe in inference.probes.items()}
-        found = PlacesInGraph(places, inference.uses)
-        return replace(self, constants=constants, probes=probes), found
+        in_graph = PlacesInGraph(places, inference.uses)
+        return replace(self, constants=constants, probes=probes), in_graph
 
 
 def infer(
@@ -132,10 +132,10 @@ def infer(
             for node in order:
                 inference.visit(node, wanted)
             places = {i: inference.at(edge) for i, edge in enumerate(edges)}
-            found = PlacesInGraph(places, inference.uses)
-            if not found.is_mixed:
+            in_graph = PlacesInGraph(places, inference.uses)
+            if not in_graph.is_mixed:
                 break
-        mixing = _mixing(inference, root, nodes, edges) if found.is_mixed else root.node
+        mixing = _mixing(inference, root, nodes, edges) if in_graph.is_mixed else root.node
         constants, numbers = reader.constants(), reader.numbers
     again: dict[Any, None] = {}
     for node in order:
@@ -160,7 +160,7 @@ def infer(
         frozenset(numbers[node] for node in inference.unknown),
         numbers[mixing],
     )
-    return finding, found
+    return finding, in_graph
 
 
 def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:

@@ -109,7 +109,7 @@ class Inference:
             transfer = all_together
         elif transfer is None:
             return self._probed(node, results, edges)
-        found: list[Places | None] = []
+        places_of_inputs: list[Places | None] = []
         for position, edge in edges:
             given = self.shapes(edge.node)[edge.number]
             total: Places | None = None
@@ -134,10 +134,10 @@ class Inference:
                 if step.is_hidden:
                     self.untold.add(node)
                 total = part if total is None else total.joined(part)
-            found.append(total)
-        if self.road >= Road.CONSTANTS and are_mixed(found) and not are_mixed(results):
+            places_of_inputs.append(total)
+        if self.road >= Road.CONSTANTS and are_mixed(places_of_inputs) and not are_mixed(results):
             return self._probed(node, results, edges)
-        return found
+        return places_of_inputs
 
     def _probed(
         self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
@@ -146,9 +146,9 @@ class Inference:
         self.by_value.add(node)
         self.untold.add(node)
         earlier = self.probes.pop(node, None)
-        found = self.prober.probe(node, results, earlier)
-        if found is not None:
-            self.probes[node], uses = found
+        probed = self.prober.probe(node, results, earlier)
+        if probed is not None:
+            self.probes[node], uses = probed
             self.uses.update(zip(uses, self.probes[node].inside, strict=True))
             return [self.probes[node].inputs[position] for position, _ in edges]
         self.unknown.add(node)

@@ -206,7 +206,7 @@ class Prober:
         uses = [key for key in plain if not isinstance(key, int)]
         if len(uses) != len(earlier.inside):
             return None
-        known = {**earlier.inputs, **dict(zip(uses, earlier.inside, strict=True))}
+        places_of = {**earlier.inputs, **dict(zip(uses, earlier.inside, strict=True))}
         widest = min(torch.finfo(x.dtype).max for x in dense)
         exponents = EXPONENTS if widest > 2.0**64 else EXPONENTS[EXPONENTS < 8]  # float16: to 2**16
         unit, samples = 1, 1 << _digits(earlier.results)
@@ -215,7 +215,7 @@ class Prober:
             others = self.gradients(node, scaled)
             if others is None or others.keys() != plain.keys():
                 return None
-            for key, places in known.items():
+            for key, places in places_of.items():
                 if not _are_scaled(plain[key], others[key], places, unit, exponents):
                     return None
             unit *= len(exponents)

@@ -66,7 +66,7 @@ class CallLayouts:
         if inferred is None:
             self._look()
         elif not inferred.finding.again:
-            self._by_use = inferred.found(self._survey)
+            self._by_use = inferred.remembered(self._survey)
         else:
             self._compare(inferred)
 
@@ -79,7 +79,7 @@ class CallLayouts:
         if changed is None or (changed.is_ready and changed.read()):
             self.look_again()
         else:
-            self._by_use, self._changed = inferred.found(self._survey), changed
+            self._by_use, self._changed = inferred.remembered(self._survey), changed
 
     def look_again(self) -> None:
         """Finds the layouts by the values that decide in this graph.

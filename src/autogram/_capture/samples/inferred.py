@@ -59,12 +59,12 @@ class Inferred:
         root = Edge(losses.grad_fn, losses.output_nr)
         start = Places.along(losses.shape, layout.dim)
         inside = _tells(survey, objectives.samples)
-        finding, found = infer(root, start, nodes, [*edges.values()], survey.channel, inside)
+        finding, in_graph = infer(root, start, nodes, [*edges.values()], survey.channel, inside)
         inferred = cls(finding, [None] * len(survey.uses))
-        layouts = inferred._take(finding, found, survey, objectives.samples)
+        layouts = inferred._take(finding, in_graph, survey, objectives.samples)
         if layouts is not None:
             return inferred, layouts
-        by_use = {**found.uses, **{use: found.edges[i] for i, use in enumerate(edges)}}
+        by_use = {**in_graph.uses, **{use: in_graph.edges[i] for i, use in enumerate(edges)}}
         mixed = next(use for use, places in by_use.items() if are_mixed([places]))
         raise _mixed(finding, mixed, survey)
 
@@ -80,28 +80,28 @@ class Inferred:
     def look_again(self, survey: Survey, samples: int) -> Layouts | None:
         """By the values that decide in a graph of this key; ``None`` if that does not tell all."""
         inside = _tells(survey, samples)
-        found = self.finding.infer_again(survey.nodes, survey.channel, inside)
-        return self._take(*found, survey, samples)
+        finding_in_graph = self.finding.infer_again(survey.nodes, survey.channel, inside)
+        return self._take(*finding_in_graph, survey, samples)
 
-    def found(self, survey: Survey) -> Layouts:
+    def remembered(self, survey: Survey) -> Layouts:
         """The layouts by use, in a graph in which no value decides, or the same ones do."""
         return dict(zip(survey.uses, self.layouts, strict=True))
 
     def _take(
-        self, finding: Finding, found: PlacesInGraph, survey: Survey, samples: int
+        self, finding: Finding, in_graph: PlacesInGraph, survey: Survey, samples: int
     ) -> Layouts | None:
         """Takes the layouts of some uses from their places, unless samples meet in some."""
-        if found.is_mixed:
+        if in_graph.is_mixed:
             return None
         by_edge = [use for use, number in survey.uses.items() if number not in survey.enclosing]
-        places = {**found.uses, **{by_edge[i]: of_edge for i, of_edge in found.edges.items()}}
-        known: dict[object, Placement | None] = {}  # uses of equal places share a layout
-        layouts = self.found(survey)
+        places = {**in_graph.uses, **{by_edge[i]: of_edge for i, of_edge in in_graph.edges.items()}}
+        by_places: dict[object, Placement | None] = {}  # uses of equal places share a layout
+        layouts = self.remembered(survey)
         for use, of_use in places.items():
             key = id(of_use), use.shape, use.dims, use.depth
-            if key not in known:
-                known[key] = layout_of_places(use, of_use, samples)
-            layouts[use] = known[key]
+            if key not in by_places:
+                by_places[key] = layout_of_places(use, of_use, samples)
+            layouts[use] = by_places[key]
         # The finding last: if memory has run out before, its constants differ in the next attempt.
         self.layouts = [layouts[use] for use in survey.uses]
         self.finding = finding

@@ -87,21 +87,21 @@ def _regular(shape: Shape, samples: _Samples, batch: int) -> Folded | None:
     """The likeliest regular layout that fits the samples of a tensor's places, if one does."""
     for layout in candidates(shape, tuple(dim for dim in samples if dim >= 0), batch):
         places = samples[layout.dim]
-        given = layout.owners(places.new_empty((1,) * layout.dim + places.shape)).view(-1)
-        if bool(((places == EMPTY) | (places == given)).all()):
+        expected = layout.owners(places.new_empty((1,) * layout.dim + places.shape)).view(-1)
+        if bool(((places == EMPTY) | (places == expected)).all()):
             return layout
     return None
 
 
 def _along_dims(elements: Tensor, dims: tuple[int, ...]) -> _Samples:
     """The samples along each dimension along which those of elements, or positions, agree."""
-    found = {}
+    along = {}
     for dim in dims:
         by_place = elements.movedim(dim, 0).reshape(elements.shape[dim], -1)
         places = by_place.amax(1)
         if bool(((by_place == places.unsqueeze(1)) | (by_place == EMPTY)).all()):
-            found[dim] = places
-    return found
+            along[dim] = places
+    return along
 
 
 def _routed(use: Use, samples: _Samples, batch: int) -> Routed:
@@ -115,7 +115,7 @@ def _of_few(use: Use, samples: _Samples, there: Tensor, batch: int) -> Partial:
     count = len(there)
     subset = Subset(tuple(there.tolist()), batch)
     ranks = {dim: torch.searchsorted(there, x.contiguous()) for dim, x in samples.items()}
-    own = {dim: x.masked_fill(samples[dim] < 0, EMPTY) for dim, x in ranks.items()}
+    ranked = {dim: x.masked_fill(samples[dim] < 0, EMPTY) for dim, x in ranks.items()}
     if count == 1:
-        return Partial(subset, _routed(use, own, 1) if own else None)
-    return Partial(subset, _regular(use.shape, own, count) or _routed(use, own, count))
+        return Partial(subset, _routed(use, ranked, 1) if ranked else None)
+    return Partial(subset, _regular(use.shape, ranked, count) or _routed(use, ranked, count))

@@ -191,9 +191,11 @@ def _from_elements(step: NodeStep, places: Places) -> Places:
         numbers = torch.arange(size, device="cpu").view(given).expand(shape)
         return numbers[mask.expand(shape)]
 
-    found = pulled(flat, [0], 0, 1, (size,), positions, is_exact=step.is_exact).viewed(given)
+    places_of_input = pulled(flat, [0], 0, 1, (size,), positions, is_exact=step.is_exact).viewed(
+        given
+    )
     step.has_read = has_read
-    return found
+    return places_of_input
 
 
 OF_INDICES = table(

@@ -154,8 +154,8 @@ def by_element(step: NodeStep, places: Places) -> Places:
     if step.road == Road.DERIVATIVES and not is_tap:
         of = step.node._input_metadata[step.number]
         ones = torch.ones(step.result, dtype=of.dtype, device=of.device)
-        found = step.carry_out(step.node, [None] * step.number + [ones])
-        derivative = None if found is None else found.get(step.position)
+        gradients = step.carry_out(step.node, [None] * step.number + [ones])
+        derivative = None if gradients is None else gradients.get(step.position)
         if derivative is not None and tuple(derivative.shape) == step.result:
             step.is_hidden = True
             places = places.emptied((derivative == 0).cpu())

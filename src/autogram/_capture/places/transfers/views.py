@@ -163,8 +163,8 @@ def by_copies(step: NodeStep, places: Places) -> Places:
             step.saved(name)
     grid = grid.expand(step.result)
     ones = (grid != EMPTY).double()
-    found = [step.node(x) for x in (ones, ones * grid, ones * grid * grid)]
-    counts, sums, squares = (x[step.position] if isinstance(x, tuple) else x for x in found)
+    powers = [step.node(x) for x in (ones, ones * grid, ones * grid * grid)]
+    counts, sums, squares = (x[step.position] if isinstance(x, tuple) else x for x in powers)
     are_equal = (counts * squares == sums * sums) & (counts * squares < 2.0**53)
     samples = (sums / counts.clamp(min=1)).long().masked_fill(~are_equal, SEVERAL)
     places = Places.of(counts.shape, samples.masked_fill(counts == 0, EMPTY))
