@@ -122,14 +122,19 @@ def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[ValueReader]:
         yield reader
 
 
-def copied_to_cpu(tensors: Sequence[Tensor], *, host: str = "cpu") -> dict[Tensor, Tensor]:
-    """Tensors of the host, and copies of others, by the tensor; from each device in one piece."""
-    copies = {x: x.detach() for x in tensors if x.device.type == host}
-    others = sorted([x for x in tensors if x not in copies], key=Tensor.element_size, reverse=True)
-    for device in {x.device for x in others}:
-        there = [x for x in others if x.device == device]  # larger elements first: all are aligned
-        parts = [x.detach().contiguous().view(-1).view(torch.uint8) for x in there]
-        pieces = torch.cat(parts).cpu().split([part.numel() for part in parts])
-        for x, piece in zip(there, pieces, strict=True):
-            copies[x] = piece.view(x.dtype).view(x.shape)
+def copied_to_cpu(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """The tensors of the CPU, and copies of others, with one wait for each device."""
+    copies = {x: x.detach() for x in tensors if x.device.type == "cpu"}
+    for device in {x.device for x in tensors if x not in copies}:
+        there = [x for x in tensors if x.device == device]
+        copies.update(zip(there, copied_together(there), strict=True))
     return copies
+
+
+def copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one device on the CPU, which come in one piece."""
+    order = sorted(tensors, key=Tensor.element_size, reverse=True)  # so that all are aligned
+    parts = [x.detach().contiguous().view(-1).view(torch.uint8) for x in order]
+    pieces = torch.cat(parts).cpu().split([part.numel() for part in parts])
+    copies = {id(x): piece for x, piece in zip(order, pieces, strict=True)}
+    return [copies[id(x)].view(x.dtype).view(x.shape) for x in tensors]
