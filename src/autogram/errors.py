@@ -85,7 +85,10 @@ class FreedGraphError(AutogramError, RuntimeError):
 
 
 class UnsupportedError(AutogramError, NotImplementedError):
-    """A call that is valid PyTorch has no right result here, and is refused."""
+    """A call that is valid PyTorch has no right result here, and is refused.
+
+    The builtin is the one that PyTorch raises for what a backend does not have.
+    """
 
 
 class UnseenUseError(AutogramError, RuntimeError):
