@@ -111,7 +111,7 @@ def formula_of(
     dims: str | None = None,
     prepare: Prepare | None = None,
     groups: int | None = None,
-    scale: float = 1,
+    scale: complex = 1,
     is_complex: bool = False,
 ) -> Formula:
     """The formula of a product, as :func:`product` describes it, if the equation is valid."""
@@ -150,7 +150,7 @@ def _einsum(
     equation: str,
     dims: str,
     prepare: Prepare | None,
-    scale: float,
+    scale: complex,
     is_complex: bool,
     layout: Layout | None,
     cotangent: Tensor,
@@ -158,8 +158,7 @@ def _einsum(
 ) -> tuple[Block]:
     """The block of an einsum of the cotangent and the saved tensors, or of prepared factors."""
     if scale != 1:
-        conjugate = scale.conjugate() if isinstance(scale, complex) else scale
-        cotangent = promoted(cotangent)[0] * conjugate
+        cotangent = promoted(cotangent)[0] * scale.conjugate()
     factors = (cotangent, *saved) if prepare is None else prepare(cotangent, *saved)
     if cotangent.is_complex():
         equation, factors = in_real_numbers(equation, *factors, is_complex=is_complex)
@@ -228,7 +227,10 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
         term, or is summed over and stands in that term alone: the rows of such a call are left to
         the fallback.
     """
-    labels, are_one = tuple([of for _, of in terms]), tuple([_are_one(x.shape) for x, _ in terms])
+    labels, are_one = (
+        tuple([of for _, of in terms]),
+        tuple([dims_of_one(x.shape) for x, _ in terms]),
+    )
     equations, repeated = _equations(output, labels, are_one)
     pairs = zip(terms, repeated, strict=True)
     factors = [x.squeeze(dims) if dims else x for (x, _), dims in pairs]
@@ -270,7 +272,7 @@ def _targets(output: str, labels: Sequence[str], are_one: Sequence[Sequence[bool
     return ["".join(["1" if one and x in left_out else x for x, one in term]) for term in terms]
 
 
-def _are_one(shape: Sequence[int]) -> tuple[bool, ...]:
+def dims_of_one(shape: Sequence[int]) -> tuple[bool, ...]:
     """Which dimensions have size one: all that decides what is broadcast."""
     if 1 not in shape:
         return (False,) * len(shape)
@@ -289,12 +291,12 @@ def addend(
     For an elementwise function of this tensor, ``prepare`` multiplies the cotangent by its
     derivative.
     """
-    equation = _sum_equation(_are_one(operand.shape), tuple(map(_are_one, others)))
+    equation = sum_equation(dims_of_one(operand.shape), tuple(map(dims_of_one, others)))
     return product(operand, equation, *saved, prepare=prepare, scale=scale)
 
 
 @lru_cache(maxsize=4096)
-def _sum_equation(own: tuple[bool, ...], others: tuple[tuple[bool, ...], ...]) -> str:
+def sum_equation(own: tuple[bool, ...], others: tuple[tuple[bool, ...], ...]) -> str:
     """The equation of a tensor that is added to others, by which of their sizes are one."""
     output, labels = broadcast(len(own), *map(len, others))
     return f"{output}->{_targets(output, labels, (own, *others))[0]}"

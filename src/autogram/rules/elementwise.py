@@ -56,8 +56,8 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> list[Rec
     if rounding_mode or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
         return None
     return [
-        addend(input, other.shape, saved=(other,), prepare=_by_numerator),
-        addend(other, input.shape, saved=(input, other), prepare=_by_denominator),
+        addend(input, other.shape, saved=(other,), prepare=by_numerator),
+        addend(other, input.shape, saved=(input, other), prepare=by_denominator),
     ]
 
 
@@ -103,16 +103,16 @@ def prelu(input: Tensor, weight: Tensor) -> list[Recipe]:
     output, _ = broadcast(input.dim())
     channel = "1" if weight.numel() == 1 else output[1:2]
     equation = f"{output},{output}->{channel if weight.dim() else ''}"
-    return [product(weight, equation, input, prepare=_negative_part)]
+    return [product(weight, equation, input, prepare=negative_part)]
 
 
-def _by_numerator(*tensors: Tensor) -> tuple[Tensor]:
+def by_numerator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``x``."""
     cotangent, other = promoted(*tensors)
     return (cotangent / other.conj(),)
 
 
-def _by_denominator(*tensors: Tensor) -> tuple[Tensor]:
+def by_denominator(*tensors: Tensor) -> tuple[Tensor]:
     """The cotangent of ``x / y`` times its derivative by ``y``."""
     cotangent, input, other = promoted(*tensors)
     return (cotangent * (-input / other.square()).conj(),)
@@ -124,5 +124,6 @@ def _masked(kept: bool, cotangent: Tensor, condition: Tensor) -> tuple[Tensor]:
     return (torch.where(condition if kept else ~condition, cotangent, 0),)
 
 
-def _negative_part(cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+def negative_part(cotangent: Tensor, input: Tensor) -> tuple[Tensor, Tensor]:
+    """The cotangent, and the input where it is below zero."""
     return cotangent, input.clamp(max=0)

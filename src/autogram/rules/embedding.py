@@ -26,7 +26,7 @@ def embedding(
     sparse: bool = False,  # noqa: ARG001
 ) -> list[Recipe]:
     """The table of ``F.embedding``."""
-    _check_table("F.embedding", scale_grad_by_freq, max_norm)
+    check_table("F.embedding", scale_grad_by_freq, max_norm)
     return [lookup(weight, input, None if padding_idx is None else padding_idx % len(weight))]
 
 
@@ -39,7 +39,7 @@ def torch_embedding(
     sparse: bool = False,  # noqa: ARG001 - the signature of the torch function
 ) -> list[Recipe]:
     """The table of ``torch.embedding``."""
-    _check_table("torch.embedding", scale_grad_by_freq)
+    check_table("torch.embedding", scale_grad_by_freq)
     return [lookup(weight, indices, None if padding_idx < 0 else padding_idx)]
 
 
@@ -76,23 +76,43 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> list[Recipe] | None:
     """The table of ``F.embedding_bag`` where it adds up rows: y[t] = sum_s w[t, s] W[v[t, s]]."""
-    _check_table("F.embedding_bag", scale_grad_by_freq, max_norm)
+    check_table("F.embedding_bag", scale_grad_by_freq, max_norm)
     if mode not in ("sum", "mean") or input.dim() != (2 if offsets is None else 1):
         return None
-    indices, inside = _bags(input, offsets, include_last_offset)
-    if padding_idx is not None:
-        inside = inside & (indices != padding_idx % weight.shape[0])
-    weights = inside.to(torch.promote_types(weight.dtype, torch.float32))
-    if mode == "mean":
-        weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
-    if per_sample_weights is not None:
-        own, _ = _bags(per_sample_weights.detach(), offsets, include_last_offset)
-        weights = weights * own
-    formula = Formula("T", partial(_read_bags, weight.shape[0]))
-    return [Recipe((weight,), formula, (indices, weights))]
+    padding = None if padding_idx is None else padding_idx % weight.shape[0]
+    bags = partial(in_bags, offsets=offsets, include_last_offset=include_last_offset)
+    weights = None if per_sample_weights is None else bags(per_sample_weights.detach())[0]
+    saved = weighted_reads(*bags(input), weights, padding, mode == "mean", weight.dtype)
+    return [Recipe((weight,), Formula("T", partial(read_bags, weight.shape[0])), saved)]
 
 
-def _read_bags(
+def weighted_reads(
+    indices: Tensor,
+    inside: Tensor,
+    weights: Tensor | None,
+    padding: int | None,
+    is_mean: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The rows that bags add up, and the weight of each, ``(bags, longest)``.
+
+    Args:
+        indices: Of any value where a bag has no row.
+        inside: Where a bag has a row.
+        weights: Those that the call was given, ``(bags, longest)``, or ``None``.
+        padding: The index of a row that counts for none.
+        is_mean: Whether a bag is divided by the number of its rows.
+        dtype: That of the table.
+    """
+    if padding is not None:
+        inside = inside & (indices != padding)
+    of_rows = inside.to(torch.promote_types(dtype, torch.float32))
+    if is_mean:
+        of_rows = of_rows / of_rows.sum(1, keepdim=True).clamp(min=1)
+    return indices, of_rows if weights is None else of_rows * weights
+
+
+def read_bags(
     size: int, layout: Layout | None, cotangent: Tensor, indices: Tensor, weights: Tensor
 ) -> tuple[Lookup]:
     """The block of sums of rows, whose indices and weights are ``(bags, longest)``."""
@@ -100,7 +120,7 @@ def _read_bags(
     return read_rows(size, None, layout, by_row, indices)
 
 
-def _bags(
+def in_bags(
     values: Tensor, offsets: Tensor | None, include_last_offset: bool
 ) -> tuple[Tensor, Tensor]:
     """Values by bag, ``(bags, longest)`` with zeros behind shorter bags, and where values are."""
@@ -117,7 +137,7 @@ def _bags(
     return torch.where(inside, values[indices.clamp(max=len(values) - 1)], 0), inside
 
 
-def _check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None = None) -> None:
+def check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None = None) -> None:
     """Refuses options for which there is no Jacobian."""
     if max_norm is not None:
         raise UnsupportedError(

@@ -150,7 +150,7 @@ def grouped_mm(
     """
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
         return None
-    return [Recipe((mat2,), Formula("t-", _by_group), (input, offs))]
+    return [Recipe((mat2,), Formula("t-", blocks_of_stack), (input, offs))]
 
 
 @register_rule(torch.einsum, holds_for_complex=True)
@@ -166,7 +166,7 @@ def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
     return multilinear(output, *zip(tensors, terms, strict=True))
 
 
-def _by_group(
+def blocks_of_stack(
     layout: Layout | None, cotangent: Tensor, input: Tensor, offs: Tensor
 ) -> tuple[Block]:
     """The block of a stack of matrices, from rows gathered by sample and by matrix."""

@@ -70,7 +70,7 @@ def group_norm(
 ) -> list[Recipe]:
     """Weight and bias per channel, with statistics of each group of channels of a sample."""
     dims = positions(input.dim())
-    blocks = partial(_by_group, dims, num_groups, eps, weight is not None, bias is not None)
+    blocks = partial(blocks_by_group, dims, num_groups, eps, weight is not None, bias is not None)
     operands = tuple([x for x in (weight, bias) if x is not None])
     recipe = Recipe(operands, Formula(dims, blocks), (input,), from_result=_kept_by_group_norm)
     return [recipe]
@@ -112,11 +112,11 @@ def batch_norm(
         return _affine(input, weight, bias, channel, _by_batch, eps=eps)
     # Copies, because the next forward pass in training mode changes the statistics in place.
     statistics = (running_mean.clone(), running_var.clone())
-    return _affine(input, weight, bias, channel, _standardize, *statistics, eps=eps)
+    return _affine(input, weight, bias, channel, standardize, *statistics, eps=eps)
 
 
 @lru_cache(maxsize=4096)
-def _of_weight(
+def weight_formula(
     dims: int, target: str, normalize: Callable[..., Tensor], options: tuple[Any, ...]
 ) -> Formula:
     """The formula of a weight: the cotangent times x^."""
@@ -138,7 +138,7 @@ def _affine(
     dims, recipes = input.dim(), []
     if weight is not None:
         shape = (("normalized_shape", normalized_shape),) if normalized_shape else ()
-        make = _of_weight if are_numbers(eps, *normalized_shape) else _of_weight.__wrapped__
+        make = weight_formula if are_numbers(eps, *normalized_shape) else weight_formula.__wrapped__
         formula = make(dims, target, normalize, (*shape, ("eps", eps)))
         recipes.append(Recipe((weight,), formula, (input, *statistics)))
     if bias is not None:
@@ -160,7 +160,7 @@ def _by_batch(input: Tensor, *, eps: float) -> Tensor:
     return torch.batch_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
 
 
-def _standardize(input: Tensor, mean: Tensor, variance: Tensor, *, eps: float) -> Tensor:
+def standardize(input: Tensor, mean: Tensor, variance: Tensor, *, eps: float) -> Tensor:
     """x^ with given statistics of each channel."""
     shape = (1, -1) + (1,) * (input.dim() - 2)
     return (input - mean.view(shape)) * torch.rsqrt(variance + eps).view(shape)
@@ -176,7 +176,7 @@ def _kept_by_group_norm(result: Tensor) -> tuple[Tensor, ...] | None:
     return kept if has_digits else None
 
 
-def _by_group(
+def blocks_by_group(
     dims: str,
     groups: int,
     eps: float,

@@ -1,0 +1,28 @@
+"""Rules by kind of node of autograd's graph. One file per family, listed here."""
+
+from autogram.rules.nodes import (  # noqa: F401 - importing a file registers its rules
+    convolution,
+    elementwise,
+    normalization,
+    products,
+    tables,
+)
+from autogram.rules.nodes.registry import (
+    NodeInput,
+    NodeRecipe,
+    NodeRule,
+    node_recipe,
+    of_nodes,
+    read_fields,
+    registered_operations,
+)
+
+__all__ = [
+    "NodeInput",
+    "NodeRecipe",
+    "NodeRule",
+    "node_recipe",
+    "of_nodes",
+    "read_fields",
+    "registered_operations",
+]

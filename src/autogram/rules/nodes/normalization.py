@@ -1,0 +1,96 @@
+"""Nodes of normalisations: weight and bias, from the statistics that the node saved.
+
+The input has no recipe, since its statistics depend on it. A node saves the statistics in the
+dtype in which it has computed them, so that the rows have the digits of PyTorch's own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from autogram._blocks import Block, Layout
+from autogram.rules._recipe import Formula, formula_of, positions
+from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
+from autogram.rules.normalization import blocks_by_group, standardize, weight_formula
+
+_SAVED = ("input", "result1", "result2")
+
+
+@of_nodes("NativeLayerNorm")
+def _layer_norm(read: NodeInput) -> NodeRecipe | None:
+    """Elementwise weight and bias over the last dimensions."""
+    return _affine(read, _last(read), _SAVED)
+
+
+@of_nodes("FusedRmsNorm")
+def _rms_norm(read: NodeInput) -> NodeRecipe | None:
+    """Elementwise weight over the last dimensions."""
+    formula = weight_formula(len(read.result), _last(read), _by_scale, ())
+    return NodeRecipe(formula, ("input", "result1")) if read.position == 1 else None
+
+
+@of_nodes("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm")
+def _batch_norm(read: NodeInput) -> NodeRecipe | None:
+    """Weight and bias per channel, with statistics of the batch or running ones."""
+    rank, channel = len(read.result), positions(2)[1]
+    if read.number("training") or read.position != 1:
+        return _affine(read, channel, _SAVED)
+    eps = read.number("eps" if read.has("eps") else "epsilon")
+    formula = weight_formula(rank, channel, standardize, (("eps", eps),))
+    return NodeRecipe(formula, ("input", "running_mean", "running_var"))
+
+
+@of_nodes("NativeGroupNorm")
+def _group_norm(read: NodeInput) -> NodeRecipe | None:
+    """Weight and bias per channel, with statistics of each group of channels of a sample."""
+    dims = positions(len(read.result))
+    if read.position == 1:
+        formula = _of_groups(dims, read.number("group"), read.number("eps"))
+        return NodeRecipe(formula, _SAVED)
+    return NodeRecipe(formula_of(f"{dims}->{dims[1]}")) if read.position == 2 else None
+
+
+def _last(read: NodeInput) -> str:
+    """The indices of the last dimensions, which are normalised."""
+    return positions(len(read.result))[-len(read.number("normalized_shape")) :]
+
+
+def _affine(read: NodeInput, target: str, fields: tuple[str, ...]) -> NodeRecipe | None:
+    """The recipe of a weight or a bias, with mean and inverse deviation in the last fields."""
+    if read.position == 0:
+        return None
+    rank = len(read.result)
+    if read.position == 2:
+        return NodeRecipe(formula_of(f"{positions(rank)}->{target}"))
+    return NodeRecipe(weight_formula(rank, target, _by_statistics, ()), fields)
+
+
+def _by_statistics(input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
+    """x^ from statistics of the last dimensions, or of each channel."""
+    if mean.dim() == 1 != input.dim():
+        shape = (1, -1) + (1,) * (input.dim() - 2)
+        mean, inverse = mean.view(shape), inverse.view(shape)
+    return (input - mean) * inverse
+
+
+def _by_scale(input: Tensor, inverse: Tensor) -> Tensor:
+    """x^ of a normalisation without a mean."""
+    return input * inverse
+
+
+@lru_cache(maxsize=4096)
+def _of_groups(dims: str, groups: int, eps: float) -> Formula:
+    return Formula(dims, partial(_weight_by_group, dims, groups, eps))
+
+
+def _weight_by_group(
+    dims: str, groups: int, eps: float, layout: Layout | None, *tensors: Tensor
+) -> Iterator[Block]:
+    """The block of a weight, with the saved statistics where they have enough digits."""
+    is_wide = all(x.dtype in (torch.float32, torch.float64) for x in tensors[2:])
+    given = tensors if is_wide else tensors[:2]
+    return blocks_by_group(dims, groups, eps, True, False, layout, *given)
