@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from autogram._capture.from_graph import switch
 from autogram.errors import UnsupportedError, listed
 
 # Called with the use, the tensors that its tap saved, and the cotangent (k, *output).
@@ -103,6 +104,7 @@ class Channel:
             with other processes.
         shard_of: Gives the sharded parameter of some name, or ``None`` if it is not sharded.
         has_noted: Whether a forward pass was ever noted at nodes of its graph.
+        reads_graph: Whether uses are read from the graph, and no forward pass is recorded.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Channel:
         self.before_pass: Callable[[], None] | None = None
         self.shard_of: Callable[[str], Tensor | None] = lambda _: None
         self.has_noted = False
+        self.reads_graph = switch.is_on
 
     def begin(self) -> Recording:
         """Begins a recording, of the parameters as they are now."""

@@ -26,6 +26,7 @@ from autogram._capture.backward.verification import Verify
 from autogram._capture.distribution import is_distributed, refuse_pass, refuse_shards
 from autogram._capture.forward.checkpoints import Checkpoints
 from autogram._capture.forward.session import Parameters, Session, hook_all
+from autogram._capture.from_graph.noting import NotingSession
 from autogram._capture.limit import limit_of_bytes
 from autogram._capture.recording import Channel
 from autogram._capture.samples.replays import Replays
@@ -67,7 +68,8 @@ class Hooked:
         parameters = Parameters(modules, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)
         self._limit = limit_of_bytes(memory_limit_bytes)
-        self._session = session = Session(channel, parameters, Checkpoints())
+        kind = NotingSession if channel.reads_graph else Session
+        self._session = session = kind(channel, parameters, Checkpoints())
         self._devices = devices = Devices(self._limit)
         self._replays = Replays()
         self._finite = FiniteWeights(self._replays)

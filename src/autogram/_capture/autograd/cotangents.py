@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,8 @@ _UNBATCHED: dict[str, Callable[[Any], bool]] = {
 }
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
+Show = Callable[..., None]
+"""Runs a pass from some losses with a cotangent, perhaps with ``retain_graph``."""
 R = TypeVar("R", bound=Receiver)
 K = TypeVar("K")
 
@@ -45,6 +48,7 @@ def visit(
     *,
     retain_graph: bool = True,
     is_step: bool = False,
+    show: Show | None = None,
 ) -> R:
     """Shows a receiver the cotangent of every use, and computes no gradient of a parameter.
 
@@ -56,24 +60,25 @@ def visit(
         retain_graph: Whether the graph is kept. With several cotangents, it is in any case, as a
             batched pass may fail.
         is_step: Whether the pass stands for the user's, as :class:`Pass` says.
+        show: Runs a pass that shows its uses; by default, taps do.
 
     Returns:
         The receiver, which was shown each use, what its tap saved, and its cotangent.
     """
-    anchors = [channel.anchor]
+    show = show or partial(_past_taps, channel)
     receiver = start()
     if len(cotangents) == 1:
         current = Pass(channel, receiver, is_step=is_step)
-        current.differentiate(losses, anchors, cotangents[0], retain_graph=retain_graph)
+        show(current, losses, cotangents[0], retain_graph=retain_graph)
         return receiver
     if channel.is_batchable:
         batched = Pass(channel, receiver, hidden=len(cotangents), is_step=is_step)
 
-        def show(cotangent: Tensor) -> dict[Any, Tensor]:
-            batched.differentiate(losses, anchors, cotangent)
+        def show_all(cotangent: Tensor) -> dict[Any, Tensor]:
+            show(batched, losses, cotangent, retain_graph=True)
             return {}
 
-        if _together(show, cotangents, nodes_behind(losses)) is not None:
+        if _together(show_all, cotangents, nodes_behind(losses)) is not None:
             batched.show_kept()
             return receiver
         receiver = start()
@@ -87,7 +92,7 @@ def visit(
     for cotangent in cotangents[:-1]:
         parts.append({})
         current = Pass(channel, receive, is_step=is_step)
-        current.differentiate(losses, anchors, cotangent.clone())  # a copy, as in `_one_by_one`
+        show(current, losses, cotangent.clone(), retain_graph=True)  # a copy, as in `_one_by_one`
 
     def receive_all(use: Any, saved: tuple[Tensor, ...], shown: Tensor) -> None:
         none = torch.zeros_like(shown[0])
@@ -95,11 +100,18 @@ def visit(
 
     # Parameters that are sharded are gathered for a pass, and empty behind it.
     last = Pass(channel, receive_all, is_step=is_step)
-    last.differentiate(losses, anchors, cotangents[-1].clone())
+    show(last, losses, cotangents[-1].clone(), retain_graph=True)
     for use in dict.fromkeys(use for part in parts for use in part):
         some = next(part[use] for part in parts if use in part)
         receive_all(use, tensors[use], torch.zeros_like(some).unsqueeze(0))
     return receiver
+
+
+def _past_taps(
+    channel: Channel, current: Pass, losses: Tensor, cotangent: Tensor, *, retain_graph: bool
+) -> None:
+    """Runs a pass through the taps of an engine, which show their uses."""
+    current.differentiate(losses, [channel.anchor], cotangent, retain_graph=retain_graph)
 
 
 def many_vjps(
@@ -122,17 +134,23 @@ def many_vjps(
 
 
 def vjps_of_node(
-    channel: Channel, output: GradientEdge, inputs: Sequence[GradientEdge], cotangents: Tensor
+    channel: Channel,
+    output: GradientEdge,
+    inputs: Sequence[GradientEdge],
+    cotangents: Tensor,
+    before: Callable[[], None] = lambda: None,
 ) -> list[Tensor | None]:
     """The same for one result of a single node, which is none of a custom autograd Function.
 
-    The inputs are what the node leads to directly.
+    The inputs are what the node leads to directly. ``before`` is called before each call of the
+    node.
     """
     node: Any = output.node
     count = len(node._input_metadata)
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
         cotangents = [cotangent if i == output.output_nr else None for i in range(count)]
+        before()
         gradients = node(*cotangents)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         totals: dict[int, Tensor] = {}

@@ -244,6 +244,14 @@ class Pass:
         for use, saved, cotangent in kept:
             self.receiver(use, saved(), cotangent)
 
+    def end_showing(self) -> None:
+        """Raises an error of a call that was made after the pass, and shows what was kept."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._kept and self.hidden is None:
+            self.show_kept()
+
     def note_nested(self, changing: Sequence[Tensor]) -> None:
         """Puts aside the gradients that a pass which begins inside of this one may add to."""
         if not self._has_nested:  # code that starts a pass may also add what the pass returns

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 from autogram._capture.autograd.graph import kind_of_node
@@ -48,6 +50,55 @@ def _part(unpack: Any) -> Any:
         return None
     names, cells = unpack.__code__.co_freevars, unpack.__closure__ or ()
     return dict(zip(names, [cell.cell_contents for cell in cells], strict=True)).get("frame")
+
+
+@dataclass
+class Lent:
+    """The tensors that one node saved, read once, for any number of uses of the node.
+
+    A checkpoint lets each tensor be read once in a pass: after that, it must be given back.
+    """
+
+    node: Any
+    values: dict[str, Any]
+    """By field: a tensor, or several."""
+    _entries: list[tuple[Any, Any, Tensor]]
+    """For each tensor of a checkpoint: the part, what stands for the tensor, and the tensor."""
+
+    @classmethod
+    def of(cls, node: Any) -> Lent:
+        """What a node saved, which is read now."""
+        values, entries = {}, []
+        for field in kind_of_node(type(node)).tensors:
+            values[field] = value = getattr(node, field)
+            raw, several = getattr(node, f"_raw{field}"), isinstance(value, tuple | list)
+            pairs = zip(raw, value, strict=True) if several else ((raw, value),)
+            for entry, tensor in pairs:
+                part = _part(getattr(entry, "unpack_hook", None))
+                if part is not None and tensor is not None:
+                    entries.append((part, entry.data, tensor))
+        return cls(node, values, entries)
+
+    def __getattr__(self, field: str) -> Any:
+        try:
+            return self.__dict__["values"][field]
+        except KeyError:
+            return getattr(self.__dict__["node"], field)
+
+    def give_back(self) -> None:
+        """Lets the node read its tensors once more, in the pass that runs."""
+        current = torch._C._current_graph_task_id()
+        if hasattr(_Group, "_get_current_group"):
+            current = _Group._get_current_group() or current
+        for part, holder, tensor in self._entries:
+            part.is_recomputed[current] = True
+            holder.handles[current] = handle = checkpoint._Handle()
+            part.recomputed[current][handle] = tensor.detach()
+
+    @property
+    def parts(self) -> dict[Any, None]:
+        """The parts of checkpoints that have saved some tensor."""
+        return {part: None for part, _, _ in self._entries}
 
 
 class Recomputing:

@@ -24,6 +24,7 @@ from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.accounts import Account, Accounts
 from autogram._capture.backward.run import Run, refuse_unconnected
 from autogram._capture.backward.unseen import use_in_tail
+from autogram._capture.from_graph.showing import Showing
 from autogram._capture.derived import pull_back_factors
 from autogram._capture.limit import retried
 from autogram._capture.tracked import Tracked
@@ -38,6 +39,7 @@ Complete = list[tuple[Tensor, Columns]]
 
 def assemble(run: Run) -> None:
     """Makes one pass past the taps, which gives a run the columns of all parameters."""
+    is_read = run.channel.reads_graph
     assembly = visit(
         run.channel,
         run.objectives.losses,
@@ -45,6 +47,7 @@ def assemble(run: Run) -> None:
         lambda: Assembly(run),
         retain_graph=run.retain_graph or not (run.layouts is None or run.layouts.is_certain),
         is_step=run.is_step,
+        show=Showing(run.survey.uses, run.survey.nodes).differentiate if is_read else None,
     )
     assembly.complete()
 
@@ -82,7 +85,8 @@ class Assembly:
         memory = None if run.arena is None else run.arena.take
         options = run.form, memory is None, settings_now()
         self._conditions = Conditions(run.devices, run.form, memory, options)
-        tail = use_in_tail(run.survey) if run.survey.leaves_of_tail else None
+        has_tail = run.survey.leaves_of_tail and not run.channel.reads_graph
+        tail = use_in_tail(run.survey) if has_tail else None
         self._has_arrivals = tail is not None
         if tail is not None:
             self._add(tail, run.objectives.layout, (), run.objectives.cotangents())

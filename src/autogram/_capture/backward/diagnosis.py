@@ -12,6 +12,7 @@ from autogram._capture.backward.assembly import assemble
 from autogram._capture.backward.run import Run, rule_name
 from autogram._capture.backward.verification import Check, Comparison
 from autogram._capture.backward.witness import wrong_product
+from autogram._capture.from_graph.ends import ends_at_parameters
 from autogram._capture.recording import Channel
 from autogram._capture.samples.objectives import Objectives
 from autogram._capture.samples.survey import Survey
@@ -83,6 +84,8 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
     with torch.enable_grad():
         total = (run.survey.losses * check.vector).sum()
     survey = Survey(run.channel, total)
+    if run.channel.reads_graph:
+        survey.read_at(ends_at_parameters(survey.graph))
     whole = Check(survey, torch.ones_like(total))
     whole.begin()
     objectives = Objectives(total, None)

@@ -20,6 +20,7 @@ from autogram._capture.backward.rows import are_rows_cheaper, assemble_rows, few
 from autogram._capture.backward.run import Run, Summary
 from autogram._capture.backward.unseen import Unseen, tell_of_compiled, tell_of_unseen
 from autogram._capture.backward.verification import Check, Schedule, Verify
+from autogram._capture.from_graph.ends import ends_at_parameters
 from autogram._capture.limit import is_out_of_memory, retried
 from autogram._capture.recording import Channel
 from autogram._capture.samples.call import CallLayouts, Remembered
@@ -179,6 +180,8 @@ class Driver:
 
     def _assemble_one_sample(self, run: Run) -> None:
         """Makes the passes of a run whose batch is one sample."""
+        if self._channel.reads_graph and not run.survey.is_bare:
+            run.survey.read_at(ends_at_parameters(run.survey.graph))
         if not (run.survey.is_bare or self._are_rows_cheaper(run.survey, run.form, run.is_misled)):
             with showing(run.survey.tail):
                 assemble(run)

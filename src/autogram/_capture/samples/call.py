@@ -63,6 +63,8 @@ class CallLayouts:
         if (reason := self._remembered.refusals.get(self._survey.key)) is not None:
             raise MixedSamplesError(reason)
         inferred = self._remembered.inferred.get(self._survey.key)
+        if inferred is not None and self._survey.channel.reads_graph:
+            self._survey.read_at(inferred.ends)
         if inferred is None:
             self._look()
         elif not inferred.finding.again:

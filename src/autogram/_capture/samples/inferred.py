@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import calls_of
+from autogram._capture.from_graph.ends import End, MetError, ends_at_parameters, ends_of_samples
 from autogram._capture.places.finding import Finding, PlacesInGraph, infer
 from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
@@ -37,6 +38,8 @@ class Inferred:
     finding: Finding
     layouts: list[Placement | None]
     """Those of the last graph, in the order of the survey's uses."""
+    ends: list[End]
+    """Where places end, if uses are read from the graph."""
 
     @classmethod
     def of(cls, survey: Survey, objectives: Objectives) -> tuple[Inferred, Layouts]:
@@ -49,18 +52,26 @@ class Inferred:
         """
         layout, losses, nodes = objectives.layout, survey.losses, survey.nodes
         assert layout is not None
+        start = Places.along(losses.shape, layout.dim)
+        ends: list[End] = []
+        if survey.channel.reads_graph:
+            try:
+                ends = ends_of_samples(survey.graph, start, survey.channel)
+            except MetError as met:
+                survey.read_at(ends_at_parameters(survey.graph))
+                raise _met_at(met.node, next(iter(survey.uses)), survey) from None
+            survey.read_at(ends)
         edges = {
             use: Edge(use.edge.node, use.edge.output_nr)
-            if use in survey.tail
+            if use in survey.tail or survey.channel.reads_graph
             else Edge(nodes[number], 0)
             for use, number in survey.uses.items()
             if number not in survey.enclosing
         }
         root = Edge(losses.grad_fn, losses.output_nr)
-        start = Places.along(losses.shape, layout.dim)
         inside = _tells(survey, objectives.samples)
         finding, in_graph = infer(root, start, nodes, [*edges.values()], survey.channel, inside)
-        inferred = cls(finding, [None] * len(survey.uses))
+        inferred = cls(finding, [None] * len(survey.uses), ends)
         layouts = inferred._take(finding, in_graph, survey, objectives.samples)
         if layouts is not None:
             return inferred, layouts
@@ -140,14 +151,24 @@ def _places(shape: Shape, layout: Folded) -> Places:
 def _mixed(finding: Finding, use: Use, survey: Survey) -> MixedSamplesError:
     """The error for a use that names the node which mixes its samples, or which is not known."""
     node = survey.nodes[finding.mixing]
-    leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
-    names = [f"`{name}`" for p, name in survey.names.items() if any(p is leaf for leaf in leaves)]
-    reads = f", which reads {listed(names)}," if names else ""
-    shape = tuple(node._input_metadata[0].shape)
-    name = f"`{node.name()}`, of a result of shape {shape}{reads}"
     if finding.mixing not in finding.unknown:
-        return mixed_samples(use, f"{name} is where they meet first. ")
+        return _met_at(node, use, survey)
+    name = _named(node, survey)
     if survey.channel.before_pass is None:
         return mixed_samples(use, f"{name} cannot be carried out alone to see what it does. ")
     reason = "as it may wait for other processes. "
     return mixed_samples(use, f"{name} is not carried out alone to see what it does, {reason}")
+
+
+def _met_at(node: Any, use: Use, survey: Survey) -> MixedSamplesError:
+    """The error for a use whose samples meet at a node."""
+    return mixed_samples(use, f"{_named(node, survey)} is where they meet first. ")
+
+
+def _named(node: Any, survey: Survey) -> str:
+    """A node by its name, and by the parameters that it reads."""
+    leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
+    names = [f"`{name}`" for p, name in survey.names.items() if any(p is leaf for leaf in leaves)]
+    reads = f", which reads {listed(names)}," if names else ""
+    shape = tuple(node._input_metadata[0].shape)
+    return f"`{node.name()}`, of a result of shape {shape}{reads}"

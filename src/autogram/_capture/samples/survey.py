@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import marshal
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any
@@ -26,6 +26,8 @@ from autogram._capture.autograd.graph import (
     use_of,
 )
 from autogram._capture.autograd.slices import CHANGE
+from autogram._capture.from_graph.ends import End, Graph
+from autogram._capture.from_graph.node_uses import make_uses
 from autogram._capture.recording import Channel, Recording, noted_at
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
@@ -82,16 +84,22 @@ class Survey:
             inside = [(self.names[x], x.shape, x.dtype) for x in self.inside]
             self.key_of_report = (losses.shape, *inside, *self.left_out.values())
             return
-        if self.leaves_of_tail:
+        if self.leaves_of_tail and not channel.reads_graph:
             self.tail = self._find_tail()
+        if channel.reads_graph:  # they decide where places end
+            inside = set(self.inside)
+            self._structure += [leaf in inside for leaf in self.leaves]
+            self._sizes += [leaf.shape for leaf in self.leaves]
         # Digests of all that decides where the samples are, except values of tensors.
         self.structure = _digest(self._structure)  # also except sizes
         self.key = _digest([self.structure, self._sizes, self._inside])
         of_uses = [(use.recording.names, of) for use in self.uses for of in use.reads]
+        inside_names = [self.names[x] for x in self.inside] if channel.reads_graph else ()
         # The key, and the names of all parameters that are left out or read by the uses.
         self.key_of_report = (
             self.key,
             tuple([names.get(p) for names, of in of_uses for p in of.sources]),
+            tuple(inside_names),
             tuple(self.left_out.values()),
         )
 
@@ -115,6 +123,16 @@ class Survey:
         """The leaves that are part of J."""
         outside = set(self.outside)
         return [x for x in self.leaves if x not in outside]
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph, as far as it leads to parameters of J."""
+        return Graph.of(self.losses, self.nodes, self.inside)
+
+    def read_at(self, ends: Sequence[End]) -> None:
+        """Reads the uses at some ends of places from the graph."""
+        names = {p: self.names[p] for p in self.inside}
+        self.uses = dict(make_uses(self.channel, self.graph, ends, names))
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""

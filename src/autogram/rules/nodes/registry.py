@@ -115,6 +115,11 @@ def registered_operations() -> list[str]:
     return sorted(_RULES)
 
 
+def node_rule(operation: str) -> NodeRule | None:
+    """The rule for nodes of an operation, if there is one."""
+    return _RULES.get(operation)
+
+
 def node_recipe(operation: str, node: Any, position: int) -> NodeRecipe | None:
     """The recipe of one input of a node.
 
