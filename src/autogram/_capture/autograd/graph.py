@@ -129,6 +129,16 @@ def is_tap_of(channel: object, node: Any) -> bool:
     return any(shown.recording.channel is channel for shown in shown_by(node))
 
 
+def refuse_reentrant(node: Any) -> None:
+    """Refuses the node of a checkpoint that hides its calls."""
+    if node.__class__.__name__ == "CheckpointFunctionBackward":
+        raise UnsupportedError(
+            "A part of the model is checkpointed with `use_reentrant=True`, which hides its calls "
+            "from the engine. Pass `use_reentrant=False` to `checkpoint` (to models of "
+            "transformers, in `gradient_checkpointing_kwargs`)."
+        )
+
+
 def in_dense(gradient: Tensor) -> Tensor:
     """A dense copy of a gradient that is sparse, as for embeddings; any other as it is."""
     is_dense = gradient.layout in (torch.strided, torch.jagged)

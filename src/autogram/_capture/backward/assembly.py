@@ -24,8 +24,8 @@ from autogram._capture.autograd.cotangents import visit
 from autogram._capture.backward.accounts import Account, Accounts
 from autogram._capture.backward.run import Run, refuse_unconnected
 from autogram._capture.backward.unseen import use_in_tail
-from autogram._capture.from_graph.showing import Showing
 from autogram._capture.derived import pull_back_factors
+from autogram._capture.from_graph.showing import Showing
 from autogram._capture.limit import retried
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Contribution, RuleUse, Use, pull_back
@@ -47,7 +47,7 @@ def assemble(run: Run) -> None:
         lambda: Assembly(run),
         retain_graph=run.retain_graph or not (run.layouts is None or run.layouts.is_certain),
         is_step=run.is_step,
-        show=Showing(run.survey.uses, run.survey.nodes).differentiate if is_read else None,
+        show=Showing(run.survey.node_uses, run.survey.nodes).differentiate if is_read else None,
     )
     assembly.complete()
 

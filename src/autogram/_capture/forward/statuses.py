@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 
-from autogram._capture.autograd.graph import is_tap_of, nodes_behind
+from autogram._capture.autograd.graph import is_tap_of, nodes_behind, refuse_reentrant
 from autogram._capture.forward.checkpoints import hooks_now
 from autogram._capture.forward.decision import NO_BATCH, are_of_samples
 from autogram._capture.forward.tapping import Tapping
@@ -25,7 +25,6 @@ from autogram._capture.tracked import (
     Tracked,
     track_parameter,
 )
-from autogram.errors import UnsupportedError
 
 # A tensor, its status, and its version if it has a graph.
 _Reference = Callable[[], Tensor | None]
@@ -196,12 +195,7 @@ class Statuses:
         for node in nodes_behind(tensor, is_end):
             if channel.has_noted and (earlier := noted_at(node, channel)) is not None:
                 self._join(earlier)
-            if node.name() == "CheckpointFunctionBackward":
-                raise UnsupportedError(
-                    "A part of the model is checkpointed with `use_reentrant=True`, which hides "
-                    "its calls from the engine. Pass `use_reentrant=False` to `checkpoint` (to "
-                    "models of transformers, in `gradient_checkpointing_kwargs`)."
-                )
+            refuse_reentrant(node)
             are_samples_behind |= node in self._batched_nodes or is_end(node)
             variable: Tensor | None = getattr(node, "variable", self._inner.get(node))
             if variable is not None:

@@ -120,11 +120,8 @@ def _refuse_met(graph: Graph, apart: set[Any], mixed: set[Any], channel: Channel
         if node not in apart:
             continue
         results = [tuple(of.shape) for of in node._input_metadata]
-        behind = [
-            child
-            for child, number in node.next_functions
-            if child in mixed and not _is_broadcast(tuple(child._input_metadata[number].shape), results)
-        ]
+        edges = [Edge(*edge) for edge in node.next_functions if edge[0] in mixed]
+        behind = [edge.node for edge in edges if not _is_broadcast(edge.shape, results)]
         if any(noted_at(x, channel) for x in nodes_from(behind, lambda x: x not in mixed)):
             raise MetError(node)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
@@ -47,7 +46,8 @@ class RowsUse(FallbackUse):
     def vjps(self, cotangents: Tensor) -> list[Tensor | None]:
         """Products of cotangents ``(n, *output)`` with the derivatives by each input."""
         channel, node = self.recording.channel, self.edge.node
-        if isinstance(node, BackwardCFunction):
+        is_python = isinstance(node, BackwardCFunction)
+        if is_python:
             try:
                 return carried_out(channel, self._run_alone, cotangents, [node], len(self.inputs))
             except _FailedError:
@@ -115,7 +115,7 @@ NodeUse = RecipeUse | RowsUse
 
 def make_uses(
     channel: Channel, graph: Graph, ends: Sequence[End], names: Mapping[Tensor, str]
-) -> dict[NodeUse, int]:
+) -> list[tuple[NodeUse, int]]:
     """The uses at some ends, with the numbers of their nodes.
 
     Args:
@@ -127,7 +127,7 @@ def make_uses(
     recording = Recording(channel, dict(names))
     inside = {id(p) for p in names}
     tracked: dict[tuple[Any, int], Tracked] = {}
-    uses: dict[NodeUse, int] = {}
+    uses: list[tuple[NodeUse, int]] = []
     for number, positions in ends:
         node = graph.nodes[number]
         read: dict[tuple[Any, int], list[NodeRecipe | None]] = {}
@@ -135,15 +135,16 @@ def make_uses(
             edge = node.next_functions[position]
             read.setdefault(edge, []).append(_recipe(node, position))
             if edge not in tracked:
-                tracked[edge] = _tracked(*edge, graph, inside)
+                tracked[edge] = _tracked(edge[0], edge[1], graph, inside)
         by_recipe = {edge: of for edge, of in read.items() if None not in of}
         described = recording, len(uses), node.name()
         if by_recipe:
             use = _by_recipe(described, node, by_recipe, tracked)
-            uses[use] = number
+            uses.append((use, number))
         rest = [edge for edge in read if edge not in by_recipe]
         for i in range(len(node._input_metadata) if rest else 0):
-            uses[_by_rows((recording, len(uses), node.name()), node, i, rest, tracked)] = number
+            described = recording, len(uses), node.name()
+            uses.append((_by_rows(described, node, i, rest, tracked), number))
     return uses
 
 
@@ -161,12 +162,16 @@ def _by_recipe(
 ) -> RecipeUse:
     """The use of all that a node reads by recipes."""
     pairs = [(tracked[edge], recipe) for edge, of in by_recipe.items() for recipe in of]
-    recipes, fields = [], []
+    recipes: list[KeptRecipe] = []
+    fields: list[str] = []
     for of, (formula, names) in pairs:
         recipes.append(KeptRecipe((of,), formula, slice(len(fields), len(fields) + len(names))))
         fields += names
     shape, reads = tuple(node._input_metadata[0].shape), tuple([of for of, _ in pairs])
-    rule, rows = node_rule(kind_of_node(node.__class__).operation), _by_rows(described, node, 0, by_recipe, tracked)
+    rule, rows = (
+        node_rule(kind_of_node(node.__class__).operation),
+        _by_rows(described, node, 0, by_recipe, tracked),
+    )
     return RecipeUse(*described, shape, reads, recipes, rule, rows.edge, tuple(fields), rows)
 
 
@@ -202,7 +207,7 @@ def _tracked(node: Any, result: int, graph: Graph, inside: set[int]) -> Tracked:
             if region.is_injective and view.untyped_storage().data_ptr() == _start(parameter):
                 return Tracked.of(view, (parameter,), region, whole.region)
     behind = nodes_from([node])
-    leaves = [x for of in behind if id(x := getattr(of, "variable", None)) in inside]
+    leaves = [x.variable for x in behind if id(getattr(x, "variable", None)) in inside]
     of = node._input_metadata[result]
     edge = GradientEdge(node, result)
     return Tracked(tuple(leaves), None, real_shape(of), of.dtype, of.device, 0, edge)

@@ -88,8 +88,8 @@ class Showing:
                     self._show(current, node, dict(enumerate(cotangents)), lent.pop(node, None))
 
         with undone(remove):
-            for node in {**self._by_node, **self._early}.keys() - {*self._last}:
-                handles.append(node.register_prehook(partial(visit, node)))
+            hooked = {**self._by_node, **self._early}.keys() - {*self._last}
+            handles.extend(node.register_prehook(partial(visit, node)) for node in hooked)
             gradients = current.differentiate(losses, inputs, cotangent, retain_graph=retain_graph)
         by_node: dict[Any, dict[int, Tensor | None]] = {}
         for edge, gradient in zip(inputs, gradients, strict=True):

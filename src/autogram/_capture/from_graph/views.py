@@ -69,7 +69,7 @@ def _selected(tensor: Tensor, node: Any, _: int) -> Tensor:
 def _split(tensor: Tensor, node: Any, result: int) -> Tensor:
     sizes = getattr(node, "_saved_split_sizes", None)
     size = node._saved_split_size if sizes is None else list(sizes)
-    return tensor.split(size, signed(node._saved_dim))[result]  # type: ignore[no-any-return, no-untyped-call]  # as typed in torch
+    return tensor.split(size, signed(node._saved_dim))[result]  # type: ignore[no-any-return]  # as typed in torch
 
 
 def _unbound(tensor: Tensor, node: Any, result: int) -> Tensor:

@@ -62,12 +62,12 @@ class Inferred:
                 raise _met_at(met.node, next(iter(survey.uses)), survey) from None
             survey.read_at(ends)
         edges = {
-            use: Edge(use.edge.node, use.edge.output_nr)
-            if use in survey.tail or survey.channel.reads_graph
-            else Edge(nodes[number], 0)
+            use: Edge(nodes[number], 0)
             for use, number in survey.uses.items()
             if number not in survey.enclosing
         }
+        for each in (*survey.tail, *survey.node_uses):
+            edges[each] = Edge(each.edge.node, each.edge.output_nr)
         root = Edge(losses.grad_fn, losses.output_nr)
         inside = _tells(survey, objectives.samples)
         finding, in_graph = infer(root, start, nodes, [*edges.values()], survey.channel, inside)

@@ -23,11 +23,12 @@ from autogram._capture.autograd.graph import (
     is_tap_of,
     kind_of_node,
     nodes_from,
+    refuse_reentrant,
     use_of,
 )
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.from_graph.ends import End, Graph
-from autogram._capture.from_graph.node_uses import make_uses
+from autogram._capture.from_graph.node_uses import NodeUse, make_uses
 from autogram._capture.recording import Channel, Recording, noted_at
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
@@ -49,6 +50,7 @@ class Survey:
         self.nodes: list[Any] = []  # all, in the order of the walk
         self.numbers: dict[Any, int] = {None: -1}  # an input that needs no gradient has no node
         self.uses: dict[Use, int] = {}  # with the number of their tap among the nodes
+        self.node_uses: list[NodeUse] = []  # those that are read from the graph
         # Whether there may be others: a tap on a slice that was changed in place is no node.
         self.may_hide_taps = False
         self.enclosing: list[int] = []  # the numbers of nodes that have uses inside of them
@@ -87,8 +89,8 @@ class Survey:
         if self.leaves_of_tail and not channel.reads_graph:
             self.tail = self._find_tail()
         if channel.reads_graph:  # they decide where places end
-            inside = set(self.inside)
-            self._structure += [leaf in inside for leaf in self.leaves]
+            columns = set(self.inside)
+            self._structure += [leaf in columns for leaf in self.leaves]
             self._sizes += [leaf.shape for leaf in self.leaves]
         # Digests of all that decides where the samples are, except values of tensors.
         self.structure = _digest(self._structure)  # also except sizes
@@ -132,7 +134,9 @@ class Survey:
     def read_at(self, ends: Sequence[End]) -> None:
         """Reads the uses at some ends of places from the graph."""
         names = {p: self.names[p] for p in self.inside}
-        self.uses = dict(make_uses(self.channel, self.graph, ends, names))
+        numbered = make_uses(self.channel, self.graph, ends, names)
+        self.node_uses = [use for use, _ in numbered]
+        self.uses = dict[Use, int](numbered)
 
     def _find_left_out(self) -> dict[Tensor, str]:
         """The parameters that are no part of J."""
@@ -234,6 +238,8 @@ class Survey:
     def _is_tap(self, node: Any) -> bool:
         """Whether an autograd Function is a tap of the engine. If so, notes its use."""
         is_tap, use = False, use_of(node)
+        if self.channel.reads_graph:
+            refuse_reentrant(node)
         for shown in calls_of(node) if use is None else (use,):
             if shown.recording.channel is not self.channel:
                 self._anchors.add(get_gradient_edge(shown.recording.channel.anchor).node)
