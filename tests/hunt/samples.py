@@ -18,10 +18,10 @@ __all__ = ["OpInfo", "SampleInput", "name_of", "operators", "samples_of"]
 DTYPE = torch.float64
 
 
-def operators() -> Iterator[OpInfo]:
-    """Those with a gradient in float64."""
+def operators(dtype: torch.dtype = DTYPE) -> Iterator[OpInfo]:
+    """Those with a gradient in a dtype."""
     for operator in op_db:
-        if operator.supports_autograd and DTYPE in operator.supported_backward_dtypes("cpu"):
+        if operator.supports_autograd and dtype in operator.supported_backward_dtypes("cpu"):
             yield operator
 
 
@@ -30,10 +30,10 @@ def name_of(operator: OpInfo) -> str:
     return ".".join(part for part in (operator.name, operator.variant_test_name) if part)
 
 
-def samples_of(operator: OpInfo, most: int) -> list[SampleInput]:
+def samples_of(operator: OpInfo, most: int, dtype: torch.dtype = DTYPE) -> list[SampleInput]:
     """Its first samples, with inputs that require a gradient."""
     samples: list[Any] = []
-    for sample in operator.sample_inputs("cpu", DTYPE, requires_grad=True):
+    for sample in operator.sample_inputs("cpu", dtype, requires_grad=True):
         samples.append(sample)
         if len(samples) == most:
             break
