@@ -5,6 +5,7 @@ from autogram.rules.nodes import (  # noqa: F401 - importing a file registers it
     elementwise,
     normalization,
     products,
+    recurrent,
     tables,
 )
 from autogram.rules.nodes.registry import (

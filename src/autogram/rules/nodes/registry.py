@@ -16,7 +16,7 @@ class NodeRecipe(NamedTuple):
     """How the rows of one input of a node follow from the node's cotangent.
 
     Attributes:
-        formula: Makes the one block of the input, from the cotangent of the node's first result
+        formula: Makes the one block of the input, from the cotangent of one result of the node,
             and the saved tensors. It holds no tensors.
         fields: The saved tensors that the formula is given, in order: ``"mat1"`` is
             ``node._saved_mat1``. :func:`read_fields` reads them.
@@ -39,11 +39,12 @@ class NodeInput(NamedTuple):
     operation: str
     node: Any
     position: int
+    number_of_result: int = 0
 
     @property
     def result(self) -> tuple[int, ...]:
-        """The shape of the first result."""
-        return tuple(self.node._input_metadata[0].shape)
+        """The shape of the result whose cotangent is used."""
+        return tuple(self.node._input_metadata[self.number_of_result].shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,14 +81,19 @@ NodeRule = Callable[[NodeInput], NodeRecipe | None]
 
 _RULES: dict[str, NodeRule] = {}
 _HOLD_FOR_COMPLEX: set[str] = set()
+_HOLD_FOR_EACH_RESULT: set[str] = set()
 
 
-def of_nodes(*operations: str, holds_for_complex: bool = False) -> Callable[[NodeRule], NodeRule]:
+def of_nodes(
+    *operations: str, holds_for_complex: bool = False, holds_for_each_result: bool = False
+) -> Callable[[NodeRule], NodeRule]:
     """Registers a rule for the nodes of some operations.
 
     Args:
         operations: Names of classes without ``Backward0``: ``"Addmm"`` for ``AddmmBackward0``.
         holds_for_complex: Whether the rule is also right if the result or the input is complex.
+        holds_for_each_result: Whether the rule knows all results of a node, and not the first one
+            alone.
 
     Returns:
         A decorator that returns the rule itself.
@@ -105,6 +111,8 @@ def of_nodes(*operations: str, holds_for_complex: bool = False) -> Callable[[Nod
             _RULES[operation] = rule
             if holds_for_complex:
                 _HOLD_FOR_COMPLEX.add(operation)
+            if holds_for_each_result:
+                _HOLD_FOR_EACH_RESULT.add(operation)
         return rule
 
     return register
@@ -115,13 +123,16 @@ def registered_operations() -> list[str]:
     return sorted(_RULES)
 
 
-def node_recipe(operation: str, node: Any, position: int) -> NodeRecipe | None:
-    """The recipe of one input of a node.
+def node_recipe(operation: str, node: Any, position: int, result: int = 0) -> NodeRecipe | None:
+    """The recipe of one input of a node, for the cotangent of one of its results.
+
+    The rows are the sum of those for each result that has a cotangent.
 
     Args:
         operation: What the node differentiates: ``"Addmm"`` for ``AddmmBackward0``.
         node: A node of autograd's graph. None of its saved tensors is read.
         position: The number of the input in ``node.next_functions``.
+        result: The number of the result.
 
     Returns:
         The recipe, or ``None`` where no rule knows the case, or where the nodes of this version of
@@ -133,11 +144,14 @@ def node_recipe(operation: str, node: Any, position: int) -> NodeRecipe | None:
     rule = _RULES.get(operation)
     if rule is None:
         return None
-    read = NodeInput(operation, node, position)
-    if read.is_complex or node._input_metadata[0].dtype.is_complex:
-        both = read.is_complex <= node._input_metadata[0].dtype.is_complex
-        if not both or operation not in _HOLD_FOR_COMPLEX:
-            return None
+    read = NodeInput(operation, node, position, result)
+    if node.next_functions[position][0] is None:
+        return None  # it has no gradient
+    if result and operation not in _HOLD_FOR_EACH_RESULT:
+        return None
+    is_complex = node._input_metadata[result].dtype.is_complex
+    if not (operation in _HOLD_FOR_COMPLEX if is_complex else not read.is_complex):
+        return None
     try:
         recipe = rule(read)
     except MissingFieldError:

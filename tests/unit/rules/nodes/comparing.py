@@ -1,12 +1,14 @@
 """Rules by node compared with what the node itself computes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autogram.rules.nodes import NodeRecipe, node_recipe, read_fields
+from autogram.rules import Formula
+from autogram.rules.nodes import node_recipe, read_fields
 from tests.unit._blocks.rows import Layout, layouts_of, of_each_sample, rows_of
 
 OBJECTIVES = 2
@@ -37,50 +39,57 @@ def inputs_of(node: Any) -> Iterator[tuple[int, Any]]:
             yield position, following._input_metadata[number]
 
 
-def compared(node: Any, position: int) -> int:
-    """How many layouts the rows of an input were compared for, or 0 if no rule knows them."""
-    recipe = node_recipe(operation_of(node), node, position)
+def compared(node: Any, position: int, number: int = 0) -> int:
+    """How many layouts the rows of an input were compared for, or 0 if no rule knows them.
+
+    The cotangent is that of one result of the node, by its number.
+    """
+    recipe = node_recipe(operation_of(node), node, position, number)
     saved = None if recipe is None else read_fields(node, recipe.fields)
     if recipe is None or saved is None:
         return 0
-    result = node._input_metadata[0]
+    result = node._input_metadata[number]
     shape = tuple(result.shape)
     cotangent = torch.randn(OBJECTIVES, *shape, dtype=result.dtype)
-    if not by_node(node, position, cotangent).isfinite().all():
+    rows = partial(by_node, node, position, number)
+    if not rows(cotangent).isfinite().all():
         return 0  # the zeros of other samples would not keep infinite derivatives out
     layouts = [None, *layouts_of(shape, recipe.formula.dims, recipe.formula.depth)]
     for layout in layouts:
-        assert_same_rows(recipe, node, position, layout, cotangent, saved)
+        expected = torch.stack([rows(x) for x in of_each_sample(layout, cotangent)], 1)
+        found = by_formula(recipe.formula, layout, cotangent, saved, expected.shape)
+        name = f"{node.name()}, input {position}, {layout}"
+        torch.testing.assert_close(found.to(expected.dtype), expected, msg=named(name))
     return len(layouts)
 
 
-def assert_same_rows(
-    recipe: NodeRecipe,
-    node: Any,
-    position: int,
+def named(name: str) -> Callable[[str], str]:
+    """A message that begins with a name."""
+    return lambda text: f"{name}: {text}"
+
+
+def by_formula(
+    formula: Formula,
     layout: Layout | None,
     cotangent: Tensor,
     saved: tuple[Tensor, ...],
-) -> None:
-    """Assert that the block of an input has the rows that the node computes, sample by sample."""
-    each = of_each_sample(layout, cotangent)
-    expected = torch.stack([by_node(node, position, x) for x in each], 1)
-    (block,) = recipe.formula.blocks(layout, cotangent, *saved)
-    groups, shape = recipe.formula.groups, expected.shape[2:]
+    rows: torch.Size,
+) -> Tensor:
+    """The one block of a formula as rows of some shape, ``(k, b, *input)``."""
+    (block,) = formula.blocks(layout, cotangent, *saved)
+    groups, shape = formula.groups, rows[2:]
     split = shape if groups is None else (groups, shape[0] // groups, *shape[1:])
-    found = rows_of(block, split).reshape(expected.shape).to(expected.dtype)
-    torch.testing.assert_close(
-        found, expected, msg=lambda text: f"{node.name()}, input {position}, {layout}: {text}"
-    )
+    return rows_of(block, split).reshape(rows)
 
 
-def by_node(node: Any, position: int, cotangent: Tensor) -> Tensor:
+def by_node(node: Any, position: int, number: int, cotangent: Tensor) -> Tensor:
     """The gradients of an input that a node computes, ``(k, *input)``, as real numbers."""
-    following, number = node.next_functions[position]
-    of_input, others = following._input_metadata[number], len(node._input_metadata) - 1
+    following, which = node.next_functions[position]
+    of_input = following._input_metadata[which]
+    before, behind = [None] * number, [None] * (len(node._input_metadata) - 1 - number)
     rows = []
     for each in cotangent:
-        gradients = node(each, *[None] * others)
+        gradients = node(*before, each, *behind)
         own = gradients[position] if isinstance(gradients, tuple) else gradients
         if own is None:
             own = torch.zeros(tuple(of_input.shape))

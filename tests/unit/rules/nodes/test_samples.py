@@ -24,6 +24,7 @@ ELSEWHERE = {
     "FusedRmsNorm",
     "GroupedMm",
     "Linear",
+    "MkldnnRnnLayer",
     "MiopenBatchNorm",
 }
 OF_COMPLEX = """
