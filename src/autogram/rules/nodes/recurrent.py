@@ -9,40 +9,55 @@ from torch import Tensor
 
 from autogram._blocks import Block, Layout
 from autogram.rules._recipe import Formula
-from autogram.rules._recurrence import lstm_cell
+from autogram.rules._recurrence import gru_cell, lstm_cell, relu_cell, tanh_cell
 from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.recurrent import Replay
 
-_LSTM = 2  # among PyTorch's numbers of modes
-_STATES = ("hx_", "cx_")
+# By PyTorch's numbers of modes: the cell, and the states that a node has saved.
+_OF_CUDNN = {
+    0: (relu_cell, ("hx",)),
+    1: (tanh_cell, ("hx",)),
+    2: (lstm_cell, ("hx", "cx")),
+    3: (gru_cell, ("hx",)),
+}
+_OF_MKLDNN = {2: (lstm_cell, ("hx_", "cx_"))}
 
 
-@of_nodes("MkldnnRnnLayer", holds_for_each_result=True)
+@of_nodes("MkldnnRnnLayer", holds_for_each_result=True, gives_several=True)
 def _mkldnn_layer(read: NodeInput) -> NodeRecipe | None:
     """The weights of one direction of one layer of ``nn.LSTM`` in float32 on a CPU.
 
-    The results are the output at all steps and both final states. Each weight replays the layer.
+    The results are the output at all steps and both final states, and the first input is the
+    layer's own. What the node says of the order of dimensions is that of the call: in a layer,
+    time comes first.
     """
-    has_biases, result = read.number("has_biases"), read.number_of_result
-    weights = [f"weight{i}" for i in range(4 if has_biases else 2)]
-    is_padded = not read.number("batch_sizes")
-    if read.number("mode") != _LSTM or not is_padded or not 1 <= read.position <= len(weights):
+    mode, packed = read.number("mode"), read.number("batch_sizes")
+    weights = [f"weight{i}" for i in range(4 if read.number("has_biases") else 2)]
+    if mode not in _OF_MKLDNN or packed or not _are_weights(read, len(weights)):
         return None
+    (cell, states), result = _OF_MKLDNN[mode], read.number_of_result
     steps, sequences, _ = read.node._input_metadata[0].shape
     dims, final = ("-S-", None) if result == 0 else ("S-", result - 1)
     sizes, is_reversed = (sequences,) * steps, bool(read.number("reverse"))
-    replay = Replay(lstm_cell, len(_STATES), sizes, 1, dims, final, is_reversed)
-    formula = _of_weight(replay, len(_STATES) + read.position - 1)
-    return NodeRecipe(formula, ("input", *_STATES, *weights))
+    replay = Replay(cell, len(states), sizes, 1, dims, final, is_reversed)
+    return NodeRecipe(_of_weights(replay, read.positions), ("input", *states, *weights))
+
+
+def _are_weights(read: NodeInput, count: int) -> bool:
+    """Whether the inputs are some of the weights, which come behind the layer's own input."""
+    return all(1 <= position <= count for position in read.positions)
 
 
 @lru_cache(maxsize=1024)
-def _of_weight(replay: Replay, number: int) -> Formula:
-    return Formula(replay.dims, partial(_block, replay, number))
+def _of_weights(replay: Replay, positions: tuple[int, ...]) -> Formula:
+    """The formula of some weights, before whose blocks a replay gives those of the states."""
+    numbers = tuple([replay.n_states + position - 1 for position in positions])
+    return Formula(replay.dims, partial(_chosen, replay, numbers))
 
 
-def _block(
-    replay: Replay, number: int, layout: Layout | None, *tensors: Tensor
-) -> tuple[Block, ...]:
-    """One of the blocks of a layer."""
-    return tuple(islice(replay.blocks(layout, *tensors), number, number + 1))
+def _chosen(
+    replay: Replay, numbers: tuple[int, ...], layout: Layout | None, *tensors: Tensor
+) -> list[Block]:
+    """Some of the blocks that a replay gives."""
+    blocks = enumerate(islice(replay.blocks(layout, *tensors), max(numbers) + 1))
+    return [block for number, block in blocks if number in numbers]
