@@ -115,6 +115,8 @@ class Replay:
     dims: str
     final: int | None
     """Which final state the result is, or ``None`` for the output at all steps."""
+    is_reversed: bool = False
+    """Whether the first direction begins with the last step."""
 
     def blocks(self, layout: Layout | None, *tensors: Tensor) -> Iterator[Block]:
         """The blocks of the initial states, then of the weights, layer by layer."""
@@ -159,7 +161,9 @@ class Replay:
         for i in range(0, len(states[0]), self.directions):
             for j in range(i, i + self.directions):
                 weights, initial = params[j * each : (j + 1) * each], [x[j] for x in states]
-                layers.append(LayerDirection(self.cell, weights, input, initial, self.sizes, j > i))
+                is_reversed = j > i or self.is_reversed
+                own = self.cell, weights, input, initial, self.sizes, is_reversed
+                layers.append(LayerDirection(*own))
             input = torch.cat([torch.cat(of.output) for of in layers[i:]], 1)
         if self.final is None:
             return layers, input

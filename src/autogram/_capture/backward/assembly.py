@@ -47,7 +47,7 @@ def assemble(run: Run) -> None:
         lambda: Assembly(run),
         retain_graph=run.retain_graph or not (run.layouts is None or run.layouts.is_certain),
         is_step=run.is_step,
-        show=Showing(run.survey.node_uses, run.survey.nodes).differentiate if is_read else None,
+        show=Showing(run.survey).differentiate if is_read else None,
     )
     assembly.complete()
 

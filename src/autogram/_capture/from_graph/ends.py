@@ -41,6 +41,8 @@ class Graph(NamedTuple):
     """Those that lead to parameters, each after all that lead to it."""
     plain: frozenset[Any]
     """Those of parameters, and of views of one parameter."""
+    leaves: frozenset[Any]
+    """Those of parameters."""
 
     @classmethod
     def of(cls, losses: Tensor, nodes: Sequence[Any], inside: Sequence[Tensor]) -> Graph:
@@ -60,7 +62,7 @@ class Graph(NamedTuple):
             if is_of_view(node) and node.next_functions[0][0] in plain:
                 plain.add(node)
         plain.discard(root.node)
-        return cls(root, nodes, order, frozenset(plain))
+        return cls(root, nodes, order, frozenset(plain), frozenset(leaves))
 
     def ends(self, apart: set[Any]) -> list[End]:
         """The ends of places, for the nodes that have the samples ``apart``."""

@@ -1,30 +1,24 @@
-"""Uses of nodes: what a node reads at the end of the samples' places, and the rows of that."""
+"""Uses of nodes: what a node reads where the samples' places end, and the rows of that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from autogram._blocks import Layout, Limit, Region
+from autogram._blocks import Layout, Limit
 from autogram._capture.autograd.cotangents import carried_out, vjps_of_node
-from autogram._capture.autograd.graph import arriving, kind_of_node, nodes_from
+from autogram._capture.autograd.graph import arriving
 from autogram._capture.autograd.passes import Pass
 from autogram._capture.autograd.recomputing import Lent, Recomputing
-from autogram._capture.from_graph.ends import End, Graph
-from autogram._capture.from_graph.views import viewed
 from autogram._capture.places.probe import Prober
-from autogram._capture.recording import Channel, Recording
-from autogram._capture.tracked import Tracked, real_shape, track_parameter
-from autogram._capture.uses import Contribution, FallbackUse, KeptRecipe, RuleUse
+from autogram._capture.uses import Contribution, FallbackUse, RuleUse
 from autogram._undo import undone
 from autogram.errors import UnsupportedError
-from autogram.rules.nodes import NodeRecipe, node_recipe, node_rule, read_fields
+from autogram.rules.nodes import read_fields
 
 
 class _FailedError(RuntimeError):
@@ -111,108 +105,3 @@ class RecipeUse(RuleUse):
 
 
 NodeUse = RecipeUse | RowsUse
-
-
-def make_uses(
-    channel: Channel, graph: Graph, ends: Sequence[End], names: Mapping[Tensor, str]
-) -> list[tuple[NodeUse, int]]:
-    """The uses at some ends, with the numbers of their nodes.
-
-    Args:
-        channel: Of the engine.
-        graph: The graph of the losses.
-        ends: Where places end.
-        names: The parameters of J.
-    """
-    recording = Recording(channel, dict(names))
-    inside = {id(p) for p in names}
-    tracked: dict[tuple[Any, int], Tracked] = {}
-    uses: list[tuple[NodeUse, int]] = []
-    for number, positions in ends:
-        node = graph.nodes[number]
-        read: dict[tuple[Any, int], list[NodeRecipe | None]] = {}
-        for position in positions:
-            edge = node.next_functions[position]
-            read.setdefault(edge, []).append(_recipe(node, position))
-            if edge not in tracked:
-                tracked[edge] = _tracked(edge[0], edge[1], graph, inside)
-        by_recipe = {edge: of for edge, of in read.items() if None not in of}
-        described = recording, len(uses), node.name()
-        if by_recipe:
-            use = _by_recipe(described, node, by_recipe, tracked)
-            uses.append((use, number))
-        rest = [edge for edge in read if edge not in by_recipe]
-        for i in range(len(node._input_metadata) if rest else 0):
-            described = recording, len(uses), node.name()
-            uses.append((_by_rows(described, node, i, rest, tracked), number))
-    return uses
-
-
-def _recipe(node: Any, position: int) -> NodeRecipe | None:
-    """The recipe for an input of a node, if one is known."""
-    operation = kind_of_node(node.__class__).operation
-    return node_recipe(operation, node, position) if operation else None
-
-
-def _by_recipe(
-    described: tuple[Recording, int, str],
-    node: Any,
-    by_recipe: Mapping[tuple[Any, int], list[Any]],
-    tracked: Mapping[tuple[Any, int], Tracked],
-) -> RecipeUse:
-    """The use of all that a node reads by recipes."""
-    pairs = [(tracked[edge], recipe) for edge, of in by_recipe.items() for recipe in of]
-    recipes: list[KeptRecipe] = []
-    fields: list[str] = []
-    for of, (formula, names) in pairs:
-        recipes.append(KeptRecipe((of,), formula, slice(len(fields), len(fields) + len(names))))
-        fields += names
-    shape, reads = tuple(node._input_metadata[0].shape), tuple([of for of, _ in pairs])
-    rule, rows = (
-        node_rule(kind_of_node(node.__class__).operation),
-        _by_rows(described, node, 0, by_recipe, tracked),
-    )
-    return RecipeUse(*described, shape, reads, recipes, rule, rows.edge, tuple(fields), rows)
-
-
-def _by_rows(
-    described: tuple[Recording, int, str],
-    node: Any,
-    result: int,
-    edges: Iterable[tuple[Any, int]],
-    tracked: Mapping[tuple[Any, int], Tracked],
-) -> RowsUse:
-    """The use of all that is at some edges of a node, by a result of it."""
-    shape, reads = tuple(node._input_metadata[result].shape), tuple([tracked[x] for x in edges])
-    inputs = tuple([GradientEdge(*x) for x in edges])
-    return RowsUse(*described, shape, reads, GradientEdge(node, result), inputs)
-
-
-def _tracked(node: Any, result: int, graph: Graph, inside: set[int]) -> Tracked:
-    """A parameter, a view of one, or a tensor whose rows are pulled back."""
-    if node in graph.plain:
-        chain: list[tuple[Any, int]] = []
-        at, number = node, result
-        while not hasattr(at, "variable"):
-            chain.append((at, number))
-            ((at, number),) = at.next_functions
-        parameter: Tensor = at.variable
-        whole = track_parameter(parameter)
-        if not chain:
-            return whole
-        view = viewed(parameter, chain[::-1])
-        is_own = view is not None and not parameter.is_complex()
-        if view is not None and is_own and whole.region == Region.of(parameter):
-            region = Region.of(view)
-            if region.is_injective and view.untyped_storage().data_ptr() == _start(parameter):
-                return Tracked.of(view, (parameter,), region, whole.region)
-    behind = nodes_from([node])
-    leaves = [x.variable for x in behind if id(getattr(x, "variable", None)) in inside]
-    of = node._input_metadata[result]
-    edge = GradientEdge(node, result)
-    return Tracked(tuple(leaves), None, real_shape(of), of.dtype, of.device, 0, edge)
-
-
-def _start(tensor: Tensor) -> int:
-    """The address of a tensor's memory."""
-    return tensor.untyped_storage().data_ptr()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -17,6 +17,17 @@ from autogram._capture.from_graph.node_uses import NodeUse
 from autogram._undo import undone
 
 
+class Surveyed(Protocol):
+    """The graph behind some losses."""
+
+    nodes: list[Any]
+    """All nodes."""
+    node_uses: list[NodeUse]
+    """The uses of some nodes."""
+    last_nodes: frozenset[int]
+    """The numbers of those behind which there is no other use."""
+
+
 class Showing:
     """Shows the uses of a graph to passes from its losses.
 
@@ -25,24 +36,18 @@ class Showing:
     hooks on tensors. Therefore all other cotangents are taken by hooks on nodes.
 
     Args:
-        uses: The uses.
-        nodes: All nodes of the graph.
+        survey: The graph, whose uses are known.
     """
 
-    def __init__(self, uses: Iterable[NodeUse], nodes: Sequence[Any]) -> None:
+    def __init__(self, survey: Surveyed) -> None:
         self._by_node: dict[Any, list[NodeUse]] = {}
-        for use in uses:
+        for use in survey.node_uses:
             self._by_node.setdefault(use.edge.node, []).append(use)
-        leading = nodes_leading_to(self._by_node, nodes)
-        self._last = [
-            node
-            for node in self._by_node
-            if not any(child in leading for child, _ in node.next_functions)
-        ]
+        self._last = [survey.nodes[number] for number in survey.last_nodes]
         self._parts = {node: of for node in self._by_node if (of := checkpointed_parts([node]))}
-        self._early = self._find_early(leading)
+        self._early = self._find_early(survey.nodes) if self._parts else {}
 
-    def _find_early(self, leading: set[Any]) -> dict[Any, list[Any]]:
+    def _find_early(self, nodes: Sequence[Any]) -> dict[Any, list[Any]]:
         """By node that is carried out: the last nodes that are read just before.
 
         A part of a checkpoint runs again for nodes that are carried out. What nodes saved that are
@@ -52,7 +57,7 @@ class Showing:
         parts = {part: node for node in self._last for part in self._parts.get(node, ())}
         if not parts:
             return early
-        carried_out = leading - {*self._last}
+        carried_out = nodes_leading_to(self._last, nodes) - {*self._last}
         by_part = {part: node for node in carried_out for part in checkpointed_parts([node])}
         for node in self._last:
             for part in self._parts.get(node, ()):

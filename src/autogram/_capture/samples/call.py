@@ -63,8 +63,11 @@ class CallLayouts:
         if (reason := self._remembered.refusals.get(self._survey.key)) is not None:
             raise MixedSamplesError(reason)
         inferred = self._remembered.inferred.get(self._survey.key)
-        if inferred is not None and self._survey.channel.reads_graph:
-            self._survey.read_at(inferred.ends)
+        if inferred is not None and inferred.plan is not None:
+            if inferred.plan.fits(self._survey.nodes):
+                self._survey.read_by(inferred.plan)
+            else:
+                inferred = None
         if inferred is None:
             self._look()
         elif not inferred.finding.again:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from autogram._blocks import Folded, Placement
 from autogram._capture.autograd.graph import calls_of
-from autogram._capture.from_graph.ends import End, MetError, ends_at_parameters, ends_of_samples
+from autogram._capture.from_graph.ends import MetError, ends_at_parameters, ends_of_samples
+from autogram._capture.from_graph.use_plan import UsePlan
 from autogram._capture.places.finding import Finding, PlacesInGraph, infer
 from autogram._capture.places.inference import Teller, Told, are_mixed
 from autogram._capture.places.places import Places, Shape
@@ -38,8 +39,8 @@ class Inferred:
     finding: Finding
     layouts: list[Placement | None]
     """Those of the last graph, in the order of the survey's uses."""
-    ends: list[End]
-    """Where places end, if uses are read from the graph."""
+    plan: UsePlan | None = None
+    """How uses are read, if they are read from the graph."""
 
     @classmethod
     def of(cls, survey: Survey, objectives: Objectives) -> tuple[Inferred, Layouts]:
@@ -53,14 +54,14 @@ class Inferred:
         layout, losses, nodes = objectives.layout, survey.losses, survey.nodes
         assert layout is not None
         start = Places.along(losses.shape, layout.dim)
-        ends: list[End] = []
+        plan = None
         if survey.channel.reads_graph:
             try:
                 ends = ends_of_samples(survey.graph, start, survey.channel)
             except MetError as met:
                 survey.read_at(ends_at_parameters(survey.graph))
                 raise _met_at(met.node, next(iter(survey.uses)), survey) from None
-            survey.read_at(ends)
+            plan = survey.read_at(ends)
         edges = {
             use: Edge(nodes[number], 0)
             for use, number in survey.uses.items()
@@ -71,7 +72,7 @@ class Inferred:
         root = Edge(losses.grad_fn, losses.output_nr)
         inside = _tells(survey, objectives.samples)
         finding, in_graph = infer(root, start, nodes, [*edges.values()], survey.channel, inside)
-        inferred = cls(finding, [None] * len(survey.uses), ends)
+        inferred = cls(finding, [None] * len(survey.uses), plan)
         layouts = inferred._take(finding, in_graph, survey, objectives.samples)
         if layouts is not None:
             return inferred, layouts

@@ -28,7 +28,8 @@ from autogram._capture.autograd.graph import (
 )
 from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.from_graph.ends import End, Graph
-from autogram._capture.from_graph.node_uses import NodeUse, make_uses
+from autogram._capture.from_graph.node_uses import NodeUse
+from autogram._capture.from_graph.use_plan import UsePlan
 from autogram._capture.recording import Channel, Recording, noted_at
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
@@ -51,6 +52,7 @@ class Survey:
         self.numbers: dict[Any, int] = {None: -1}  # an input that needs no gradient has no node
         self.uses: dict[Use, int] = {}  # with the number of their tap among the nodes
         self.node_uses: list[NodeUse] = []  # those that are read from the graph
+        self.last_nodes: frozenset[int] = frozenset()  # of these, behind which there is no other
         # Whether there may be others: a tap on a slice that was changed in place is no node.
         self.may_hide_taps = False
         self.enclosing: list[int] = []  # the numbers of nodes that have uses inside of them
@@ -131,11 +133,17 @@ class Survey:
         """The graph, as far as it leads to parameters of J."""
         return Graph.of(self.losses, self.nodes, self.inside)
 
-    def read_at(self, ends: Sequence[End]) -> None:
-        """Reads the uses at some ends of places from the graph."""
+    def read_at(self, ends: Sequence[End]) -> UsePlan:
+        """Reads the uses at some ends of places from the graph, and returns how to do so again."""
+        plan = UsePlan.of(self.graph, ends)
+        self.read_by(plan)
+        return plan
+
+    def read_by(self, plan: UsePlan) -> None:
+        """Reads the uses as from another graph of the same key, whose nodes have equal shapes."""
         names = {p: self.names[p] for p in self.inside}
-        numbered = make_uses(self.channel, self.graph, ends, names)
-        self.node_uses = [use for use, _ in numbered]
+        numbered = plan.uses(self.nodes, self.channel, names)
+        self.node_uses, self.last_nodes = [use for use, _ in numbered], plan.last
         self.uses = dict[Use, int](numbered)
 
     def _find_left_out(self) -> dict[Tensor, str]:

@@ -5,12 +5,14 @@ from autogram.rules.nodes import (  # noqa: F401 - importing a file registers it
     elementwise,
     normalization,
     products,
+    recurrent,
     tables,
 )
 from autogram.rules.nodes.registry import (
     NodeInput,
     NodeRecipe,
     NodeRule,
+    joint_recipe,
     node_recipe,
     node_rule,
     of_nodes,
@@ -22,6 +24,7 @@ __all__ = [
     "NodeInput",
     "NodeRecipe",
     "NodeRule",
+    "joint_recipe",
     "node_recipe",
     "node_rule",
     "of_nodes",

@@ -44,14 +44,18 @@ def _batch_norm(read: NodeInput) -> NodeRecipe | None:
     return NodeRecipe(formula, ("input", "running_mean", "running_var"))
 
 
-@of_nodes("NativeGroupNorm")
+@of_nodes("NativeGroupNorm", gives_several=True)
 def _group_norm(read: NodeInput) -> NodeRecipe | None:
-    """Weight and bias per channel, with statistics of each group of channels of a sample."""
-    dims = positions(len(read.result))
-    if read.position == 1:
-        formula = _of_groups(dims, read.number("group"), read.number("eps"))
-        return NodeRecipe(formula, _SAVED)
-    return NodeRecipe(formula_of(f"{dims}->{dims[1]}")) if read.position == 2 else None
+    """Weight and bias per channel, with statistics of each group of channels of a sample.
+
+    A kernel gives the rows of both.
+    """
+    dims, are_read = positions(len(read.result)), (1 in read.positions, 2 in read.positions)
+    if read.positions == (2,):
+        return NodeRecipe(formula_of(f"{dims}->{dims[1]}"))
+    if sum(are_read) < len(read.positions):
+        return None
+    return NodeRecipe(_of_groups(dims, read.number("group"), read.number("eps"), *are_read), _SAVED)
 
 
 def _last(read: NodeInput) -> str:
@@ -83,14 +87,20 @@ def _by_scale(input: Tensor, inverse: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _of_groups(dims: str, groups: int, eps: float) -> Formula:
-    return Formula(dims, partial(_weight_by_group, dims, groups, eps))
+def _of_groups(dims: str, groups: int, eps: float, *are_read: bool) -> Formula:
+    return Formula(dims, partial(_by_group, dims, groups, eps, *are_read))
 
 
-def _weight_by_group(
-    dims: str, groups: int, eps: float, layout: Layout | None, *tensors: Tensor
+def _by_group(
+    dims: str,
+    groups: int,
+    eps: float,
+    has_weight: bool,
+    has_bias: bool,
+    layout: Layout | None,
+    *tensors: Tensor,
 ) -> Iterator[Block]:
-    """The block of a weight, with the saved statistics where they have enough digits."""
+    """The blocks of weight and bias, with the saved statistics where they have enough digits."""
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in tensors[2:])
     given = tensors if is_wide else tensors[:2]
-    return blocks_by_group(dims, groups, eps, True, False, layout, *given)
+    return blocks_by_group(dims, groups, eps, has_weight, has_bias, layout, *given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ class NodeRecipe(NamedTuple):
     """How the rows of one input of a node follow from the node's cotangent.
 
     Attributes:
-        formula: Makes the one block of the input, from the cotangent of the node's first result
-            and the saved tensors. It holds no tensors.
+        formula: Makes the one block of the input, from the cotangent of one result of the node,
+            and the saved tensors. It holds no tensors. That of a :func:`joint_recipe` makes the
+            blocks of several inputs.
         fields: The saved tensors that the formula is given, in order: ``"mat1"`` is
             ``node._saved_mat1``. :func:`read_fields` reads them.
     """
@@ -38,12 +39,19 @@ class NodeInput(NamedTuple):
 
     operation: str
     node: Any
-    position: int
+    positions: tuple[int, ...]
+    """The number of the input, or those of several whose blocks a formula gives together."""
+    number_of_result: int = 0
+
+    @property
+    def position(self) -> int:
+        """The number of the input, the first one of several."""
+        return self.positions[0]
 
     @property
     def result(self) -> tuple[int, ...]:
-        """The shape of the first result."""
-        return tuple(self.node._input_metadata[0].shape)
+        """The shape of the result whose cotangent is used."""
+        return tuple(self.node._input_metadata[self.number_of_result].shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,16 +86,34 @@ class NodeInput(NamedTuple):
 
 NodeRule = Callable[[NodeInput], NodeRecipe | None]
 
-_RULES: dict[str, NodeRule] = {}
-_HOLD_FOR_COMPLEX: set[str] = set()
+
+class Registered(NamedTuple):
+    """A rule, and what it holds for, as :func:`of_nodes` describes it."""
+
+    rule: NodeRule
+    holds_for_complex: bool
+    holds_for_each_result: bool
+    gives_several: bool
 
 
-def of_nodes(*operations: str, holds_for_complex: bool = False) -> Callable[[NodeRule], NodeRule]:
+_RULES: dict[str, Registered] = {}
+
+
+def of_nodes(
+    *operations: str,
+    holds_for_complex: bool = False,
+    holds_for_each_result: bool = False,
+    gives_several: bool = False,
+) -> Callable[[NodeRule], NodeRule]:
     """Registers a rule for the nodes of some operations.
 
     Args:
         operations: Names of classes without ``Backward0``: ``"Addmm"`` for ``AddmmBackward0``.
         holds_for_complex: Whether the rule is also right if the result or the input is complex.
+        holds_for_each_result: Whether the rule knows all results of a node, and not the first one
+            alone.
+        gives_several: Whether the rule knows the blocks of several inputs together, because one
+            of them costs as much as all.
 
     Returns:
         A decorator that returns the rule itself.
@@ -102,9 +128,8 @@ def of_nodes(*operations: str, holds_for_complex: bool = False) -> Callable[[Nod
                 raise RuleError(
                     f"Nodes of `{operation}` have a rule already. Remove one of the two."
                 )
-            _RULES[operation] = rule
-            if holds_for_complex:
-                _HOLD_FOR_COMPLEX.add(operation)
+            options = holds_for_complex, holds_for_each_result, gives_several
+            _RULES[operation] = Registered(rule, *options)
         return rule
 
     return register
@@ -117,16 +142,20 @@ def registered_operations() -> list[str]:
 
 def node_rule(operation: str) -> NodeRule | None:
     """The rule for nodes of an operation, if there is one."""
-    return _RULES.get(operation)
+    registered = _RULES.get(operation)
+    return None if registered is None else registered.rule
 
 
-def node_recipe(operation: str, node: Any, position: int) -> NodeRecipe | None:
-    """The recipe of one input of a node.
+def node_recipe(operation: str, node: Any, position: int, result: int = 0) -> NodeRecipe | None:
+    """The recipe of one input of a node, for the cotangent of one of its results.
+
+    The rows are the sum of those for each result that has a cotangent.
 
     Args:
         operation: What the node differentiates: ``"Addmm"`` for ``AddmmBackward0``.
         node: A node of autograd's graph. None of its saved tensors is read.
         position: The number of the input in ``node.next_functions``.
+        result: The number of the result.
 
     Returns:
         The recipe, or ``None`` where no rule knows the case, or where the nodes of this version of
@@ -135,16 +164,48 @@ def node_recipe(operation: str, node: Any, position: int) -> NodeRecipe | None:
     Raises:
         UnsupportedError: The gradient of the node is not that of any objective.
     """
-    rule = _RULES.get(operation)
-    if rule is None:
+    registered = _RULES.get(operation)
+    if registered is None:
         return None
-    read = NodeInput(operation, node, position)
-    if read.is_complex or node._input_metadata[0].dtype.is_complex:
-        both = read.is_complex <= node._input_metadata[0].dtype.is_complex
-        if not both or operation not in _HOLD_FOR_COMPLEX:
-            return None
+    return _recipe_of(registered, NodeInput(operation, node, (position,), result))
+
+
+def joint_recipe(
+    operation: str, node: Any, positions: Sequence[int], result: int = 0
+) -> NodeRecipe | None:
+    """The recipe of several inputs of a node, whose blocks are cheaper to compute together.
+
+    Its formula gives a block for each input, in the order of ``positions``, which is ascending.
+
+    Args:
+        operation: As for :func:`node_recipe`.
+        node: As there.
+        positions: The numbers of the inputs.
+        result: The number of the result.
+
+    Returns:
+        The recipe, or ``None`` where each input has to have a recipe of its own.
+
+    Raises:
+        UnsupportedError: The gradient of the node is not that of any objective.
+    """
+    registered = _RULES.get(operation)
+    if registered is None or not registered.gives_several:
+        return None
+    return _recipe_of(registered, NodeInput(operation, node, tuple(positions), result))
+
+
+def _recipe_of(registered: Registered, read: NodeInput) -> NodeRecipe | None:
+    """What a rule answers, if it holds and nodes of this kind save what it asks for."""
+    if read.node.next_functions[read.position][0] is None:
+        return None  # it has no gradient
+    if read.number_of_result and not registered.holds_for_each_result:
+        return None
+    is_complex = read.node._input_metadata[read.number_of_result].dtype.is_complex
+    if not (registered.holds_for_complex if is_complex else not read.is_complex):
+        return None
     try:
-        recipe = rule(read)
+        recipe = registered.rule(read)
     except MissingFieldError:
         return None
     if recipe is None or not all(map(read.has_tensor, recipe.fields)):

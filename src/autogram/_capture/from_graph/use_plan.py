@@ -1,0 +1,199 @@
+"""How the uses of graphs of one key are read: once they were found, little is asked of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autogram._blocks import Region
+from autogram._capture.autograd.graph import kind_of_node, nodes_from, nodes_leading_to
+from autogram._capture.from_graph.ends import End, Graph
+from autogram._capture.from_graph.node_uses import NodeUse, RecipeUse, RowsUse
+from autogram._capture.from_graph.views import viewed
+from autogram._capture.recording import Channel, Recording
+from autogram._capture.tracked import Tracked, real_shape, track_parameter
+from autogram._capture.uses import KeptRecipe
+from autogram.rules.nodes import NodeRecipe, joint_recipe, node_recipe, node_rule
+
+_NodeResult = tuple[Any, int]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is at an end: a parameter, a view of one, or a tensor that is computed from some."""
+
+    edge: tuple[int, int]
+    """The number of its node, and which result of the node it is."""
+    leaves: tuple[int, ...]
+    """The numbers of the parameters' nodes."""
+    chain: tuple[tuple[int, int], ...] | None
+    """The nodes of the views, from the parameter on; ``None`` if it is no view."""
+    regions: dict[Region, Region | None] = field(default_factory=dict)
+    """Which elements a view has, by where those of the parameter are."""
+
+    def tracked(self, nodes: Sequence[Any]) -> Tracked:
+        """The tensor in a graph with some nodes."""
+        node, result = nodes[self.edge[0]], self.edge[1]
+        if self.chain is not None:
+            parameter: Tensor = nodes[self.leaves[0]].variable
+            whole = track_parameter(parameter)
+            if not self.chain:
+                return whole
+            region = self._region(parameter, whole, nodes)
+            if region is not None:
+                of, device = parameter.dtype, parameter.device
+                place = whole.region
+                return Tracked((parameter,), region, region.shape, of, device, 0, place=place)
+        leaves = tuple([nodes[number].variable for number in self.leaves])
+        of, edge = node._input_metadata[result], GradientEdge(node, result)
+        return Tracked(leaves, None, real_shape(of), of.dtype, of.device, 0, edge)
+
+    def _region(self, parameter: Tensor, whole: Tracked, nodes: Sequence[Any]) -> Region | None:
+        """The elements that a view has, if it is one of the parameter's own memory."""
+        assert whole.region is not None
+        assert self.chain is not None
+        if parameter.is_complex() or whole.region != Region.of(parameter):
+            return None
+        if whole.region not in self.regions:
+            view = viewed(parameter, [(nodes[number], result) for number, result in self.chain])
+            is_own = view is not None and view.data_ptr() - parameter.data_ptr() == (
+                view.storage_offset() - parameter.storage_offset()
+            ) * (parameter.element_size())
+            region = Region.of(view) if view is not None and is_own else None
+            self.regions[whole.region] = region if region and region.is_injective else None
+        return self.regions[whole.region]
+
+
+@dataclass(frozen=True)
+class _ResultPlan:
+    """How one result of a node depends on what is at the node's ends."""
+
+    node: int
+    result: int
+    shape: tuple[int, ...]
+    recipes: tuple[tuple[tuple[int, ...], NodeRecipe], ...]
+    """The recipes, each with the numbers of its targets."""
+    by_rows: tuple[int, ...]
+    """The targets that have no recipe."""
+
+    @classmethod
+    def of(cls, node: Any, number: int, result: int, targets: Mapping[int, int]) -> _ResultPlan:
+        """The plan for a result, by the number of the target at each position of an end."""
+        operation = kind_of_node(node.__class__).operation
+        positions, recipes = tuple(sorted(targets)), []
+        joint = joint_recipe(operation, node, positions, result) if operation else None
+        by_rows: dict[int, None] = {}
+        if joint is not None:
+            recipes.append((tuple([targets[position] for position in positions]), joint))
+        else:
+            found = [
+                (targets[x], node_recipe(operation, node, x, result) if operation else None)
+                for x in positions
+            ]
+            by_rows = {target: None for target, recipe in found if recipe is None}
+            recipes = [((x,), of) for x, of in found if of is not None and x not in by_rows]
+        shape = tuple(node._input_metadata[result].shape)
+        return cls(number, result, shape, tuple(recipes), tuple(by_rows))
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """How the uses are read of all graphs that have some key, and nodes of some shapes."""
+
+    results: Sequence[_ResultPlan]
+    targets: Sequence[_Target]
+    last: frozenset[int]
+    """The nodes of uses after which there is no other use."""
+
+    @classmethod
+    def of(cls, graph: Graph, ends: Sequence[End]) -> UsePlan:
+        """The plan for the ends of places in a graph."""
+        numbers = {node: number for number, node in enumerate(graph.nodes)}
+        edges = [graph.root, *[edge for node in graph.order for edge in node.next_functions]]
+        results: dict[Any, set[int]] = {}
+        for node, result in edges:
+            results.setdefault(node, set()).add(result)
+        targets: dict[_NodeResult, int] = {}
+        made: list[_Target] = []
+        plans: list[_ResultPlan] = []
+        for number, positions in ends:
+            node = graph.nodes[number]
+            for edge in [node.next_functions[x] for x in positions]:
+                if edge not in targets:
+                    targets[edge] = len(made)
+                    made.append(_target(edge, graph, numbers))
+            own = {x: targets[node.next_functions[x]] for x in positions}
+            plans += [_ResultPlan.of(node, number, x, own) for x in sorted(results[node])]
+        readers = {graph.nodes[plan.node] for plan in plans}
+        leading = nodes_leading_to(readers, graph.nodes)
+        last = [x for x in readers if not any(y in leading for y, _ in x.next_functions)]
+        return cls(plans, made, frozenset([numbers[node] for node in last]))
+
+    def fits(self, nodes: Sequence[Any]) -> bool:
+        """Whether the nodes of uses have the shapes that the plan is for."""
+        for plan in self.results:
+            if tuple(nodes[plan.node]._input_metadata[plan.result].shape) != plan.shape:
+                return False
+        return True
+
+    def uses(
+        self, nodes: Sequence[Any], channel: Channel, names: Mapping[Tensor, str]
+    ) -> list[tuple[NodeUse, int]]:
+        """The uses in a graph, with the numbers of their nodes.
+
+        Args:
+            nodes: All nodes of the graph.
+            channel: Of the engine.
+            names: The parameters of J.
+        """
+        recording = Recording(channel, dict(names))
+        tracked = [target.tracked(nodes) for target in self.targets]
+        edges = [GradientEdge(nodes[of.edge[0]], of.edge[1]) for of in self.targets]
+        uses: list[tuple[NodeUse, int]] = []
+
+        def rows(plan: _ResultPlan, targets: Iterable[int]) -> RowsUse:
+            node, chosen = nodes[plan.node], dict.fromkeys(targets)
+            reads, inputs = tuple([tracked[i] for i in chosen]), tuple([edges[i] for i in chosen])
+            described = recording, len(uses), node.name(), plan.shape
+            return RowsUse(*described, reads, GradientEdge(node, plan.result), inputs)
+
+        for plan in self.results:
+            if plan.recipes:
+                others = rows(plan, [target for targets, _ in plan.recipes for target in targets])
+                uses.append((_by_recipe(plan, tracked, others), plan.node))
+            if plan.by_rows:
+                uses.append((rows(plan, plan.by_rows), plan.node))
+        return uses
+
+
+def _by_recipe(plan: _ResultPlan, tracked: Sequence[Tracked], rows: RowsUse) -> RecipeUse:
+    """The use of all that a node reads by recipes."""
+    recipes: list[KeptRecipe] = []
+    fields: list[str] = []
+    for targets, (formula, names) in plan.recipes:
+        start = len(fields)
+        fields += names
+        operands = tuple([tracked[target] for target in targets])
+        recipes.append(KeptRecipe(operands, formula, slice(start, len(fields))))
+    reads = tuple([tracked[target] for targets, _ in plan.recipes for target in targets])
+    rule = node_rule(kind_of_node(rows.edge.node.__class__).operation)
+    described = rows.recording, rows.index, rows.function, rows.shape
+    return RecipeUse(*described, reads, recipes, rule, rows.edge, tuple(fields), rows)
+
+
+def _target(edge: _NodeResult, graph: Graph, numbers: Mapping[Any, int]) -> _Target:
+    """What is at the end of an edge."""
+    node, result = edge
+    place = numbers[node], result
+    if node not in graph.plain:
+        leaves = [numbers[x] for x in nodes_from([node]) if x in graph.leaves]
+        return _Target(place, tuple(leaves), None)
+    chain: list[tuple[int, int]] = []
+    while node not in graph.leaves:
+        chain.append((numbers[node], result))
+        ((node, result),) = node.next_functions
+    return _Target(place, (numbers[node],), tuple(chain[::-1]))
